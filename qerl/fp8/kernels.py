@@ -8,6 +8,7 @@ They treat codes as bytes and so run on cards without FP8 too. They need triton,
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,8 @@ import triton.language as tl
 from qerl.fp8.layout import BLOCK, CODE_MAX
 from qerl.fp8.reference import E4M3, LEAST_INPUT, LEAST_WEIGHT, FP8Tensor, ScaleKind
 
+HALF = BLOCK // 2  # the side of a tile that is written both ways, which would else leave room for 8 warps alone
+TILES = 16  # of BLOCK columns, that a program looks at for the largest magnitude
 ROWS = 32  # that a program decodes, of one block's columns
 FEW_TOKENS = 1024  # up to which a program rounds less, so that all processors of a card have work
 RECIPROCAL = float(torch.tensor(CODE_MAX).reciprocal())  # in float32, as the oracle has it
@@ -187,36 +190,89 @@ def _has_e4m3(device: torch.device) -> bool:
 
 
 @triton.jit
+def _largest_kernel(x_ptr, largest_ptr, rows, columns, x_stride, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    places, first = row[:, None].to(tl.int64) * x_stride, tl.program_id(1) * TILES * BLOCK
+    most = tl.zeros((BLOCK, BLOCK), tl.int32)
+    for tile in range(TILES):
+        column = first + tile * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        value = tl.load(x_ptr + places + column[None, :], mask=inside, other=0).to(tl.float32)
+        most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(largest_ptr, tl.max(tl.max(most, axis=1), axis=0))
+
+
+@triton.jit
 def _round_kernel(
-    x_ptr, scale_ptr, codes_ptr, rows, columns, x_stride, FIVE: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    largest_ptr,
+    scale_ptr,
+    codes_ptr,
+    turned_ptr,
+    rows,
+    columns,
+    x_stride,
+    turned_stride,
+    least,
+    LARGEST: tl.constexpr,
+    FIVE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TURNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The bits of magnitudes are in the order of their values, with infinity and NaN above all others.
+    found = tl.load(largest_ptr)
+    scale = tl.div_rn(tl.maximum(found.to(tl.float32, bitcast=True), least), LARGEST).to(tl.int32, bitcast=True)
+    scale = tl.where(found < 0x7F800000, (scale + 0x7FFFFF) & 0x7F800000, 0x7FC00000).to(tl.float32, bitcast=True)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_ptr, scale)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     places = row[:, None].to(tl.int64) * x_stride + column[None, :]
     value = tl.load(x_ptr + places, mask=inside, other=0).to(tl.float32)
-    bits = (value * tl.div_rn(1.0, tl.load(scale_ptr))).to(tl.int32, bitcast=True)
+    bits = (value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True)
     code = _e5m2(bits) if FIVE else _e4m3(bits)
     code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 127, code).to(tl.uint8)
-    if TURNED:
-        out = column[:, None].to(tl.int64) * rows + row[None, :]
-        tl.store(codes_ptr + out, tl.trans(code), mask=(column < columns)[:, None] & (row < rows)[None, :])
-    else:
+    if PLAIN:
         tl.store(codes_ptr + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)
+    if TURNED:  # what lies beyond the rows has codes of 0
+        out = column[:, None].to(tl.int64) * turned_stride + row[None, :]
+        tl.store(turned_ptr + out, tl.trans(code), mask=(column < columns)[:, None] & (row < turned_stride)[None, :])
 
 
-def round_matrix(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
-    """The codes (rows, columns) of x / scale in `dtype`, e4m3 or e5m2, or those of its transpose if `turned`.
+class Rounded(NamedTuple):
+    """Codes (rows, columns) of a matrix, those of its transpose (columns, rows), and the float32 scale () of both."""
 
-    The float32 scale () is a power of two under which nothing saturates, or NaN, as all codes then are. Neighbours of
-    x in a row are neighbours in memory. One read and one write, where torch needs two more of each, and a slow copy.
+    codes: torch.Tensor | None
+    turned: torch.Tensor | None
+    scale: torch.Tensor
+
+
+def round_matrix(x: torch.Tensor, dtype: torch.dtype, plain: bool = True, turned: int = 0) -> Rounded:
+    """x (rows, columns) in `dtype`, e4m3 or e5m2, under the least power of two with which nothing saturates.
+
+    It has the codes if `plain`, and those of the transpose unless `turned` is 0: their rows are filled up by zeros to a
+    multiple of it. The scale is NaN if an element is not finite, and so are all codes. Neighbours of x in a row are
+    neighbours in memory. One launch finds the largest magnitude and one rounds, where torch needs about 17; for
+    matrices of few tokens that is most of the time.
     """
     rows, columns = x.shape
-    codes = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.uint8, device=x.device)
-    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
-    kinds = {"FIVE": dtype == torch.float8_e5m2, "TURNED": turned, "BLOCK": BLOCK}
-    _round_kernel[grid](x, scale, codes, rows, columns, x.stride(0), **kinds, num_warps=8)
-    return codes.view(dtype)
+    largest = torch.zeros((), dtype=torch.int32, device=x.device)
+    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, TILES * BLOCK))
+    _largest_kernel[grid](x, largest, rows, columns, x.stride(0), TILES=TILES, BLOCK=BLOCK, num_warps=8)
+    stride = triton.cdiv(rows, turned) * turned if turned else 0
+    byte = {"dtype": torch.uint8, "device": x.device}
+    codes = torch.empty(rows, columns, **byte) if plain else None
+    other = torch.empty(columns, stride, **byte) if turned else None
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    kinds = {"LARGEST": torch.finfo(dtype).max, "FIVE": dtype == torch.float8_e5m2, "PLAIN": plain}
+    side = HALF if plain and turned else BLOCK
+    grid = (triton.cdiv(max(rows, stride), side), triton.cdiv(columns, side))
+    into = largest, scale, scale if codes is None else codes, scale if other is None else other
+    numbers = rows, columns, x.stride(0), stride, LEAST_INPUT
+    _round_kernel[grid](x, *into, *numbers, **kinds, TURNED=turned > 0, BLOCK=side, num_warps=4 if side == HALF else 8)
+    return Rounded(*(None if one is None else one.view(dtype) for one in (codes, other)), scale)
 
 
 @triton.jit

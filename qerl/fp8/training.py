@@ -52,16 +52,38 @@ def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3, turned: bool = F
     Codes are rounded to even, once. A matrix that holds inf or NaN gets codes that are NaN. `turned`: the transpose of
     x, since products on a card sum along neighbours.
     """
-    amax = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=LEAST_INPUT)  # without a tensor of magnitudes
-    scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
-    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    codes, other, scale = _rounded(x, dtype, plain=not turned, turned=int(turned))
+    return Scaled(other if turned else codes, scale)
+
+
+class Both(NamedTuple):
+    """A matrix (rows, columns) in 8 bits and its transpose, whose rows are filled up by zeros to what a card's products
+    take; they have the same codes and scale."""
+
+    plain: Scaled
+    turned: Scaled
+
+
+def quantize_both(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Both:
+    """x and its transpose, rounded in one pass."""
+    codes, turned, scale = _rounded(x, dtype, plain=True, turned=ALIGNED)
+    return Both(Scaled(codes, scale), Scaled(turned, scale))
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype, plain: bool, turned: int) -> tuple[torch.Tensor | None, ...]:
+    """See `qerl.fp8.kernels.round_matrix`, whose twin this is."""
     if x.is_cuda:
         from qerl.fp8 import kernels
 
-        x = x if x.stride(1) == 1 else x.contiguous()
-        return Scaled(kernels.round_matrix(x, scale, dtype, turned), scale)
+        return kernels.round_matrix(x if x.stride(1) == 1 else x.contiguous(), dtype, plain, turned)
+    amax = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=LEAST_INPUT)  # without a tensor of magnitudes
+    scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
     codes = (x * scale.reciprocal().to(x.dtype)).to(dtype)
-    return Scaled(_transposed(codes) if turned else codes, scale)
+    if not turned:
+        return codes, None, scale
+    other = F.pad(_transposed(codes).view(torch.uint8), (0, -len(x) % turned)).view(dtype)
+    return codes if plain else None, other, scale
 
 
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
@@ -103,10 +125,15 @@ class Tensorwise:
 
     def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dW (out, in), float32."""
-        if lacking := -len(x) % ALIGNED:  # F.pad would copy without need
-            grad, x = F.pad(grad, (0, 0, 0, lacking)), F.pad(x, (0, 0, 0, lacking))
-        left, right = quantize_tensor(grad, self.gradients, turned=True), quantize_tensor(x, turned=True)
-        return scaled_product(left, right, torch.float32)
+        return scaled_product(self.upstream(grad).turned, self.summed(x), torch.float32)
+
+    def upstream(self, grad: torch.Tensor) -> Both:
+        """dy (T, out) as both products take it."""
+        return quantize_both(grad, self.gradients)
+
+    def summed(self, x: torch.Tensor) -> Scaled:
+        """x (T, in) as the product for dW takes it: transposed, for all weights that read x."""
+        return Scaled(*_rounded(x, E4M3, plain=False, turned=ALIGNED)[1:])
 
 
 @dataclass(frozen=True)

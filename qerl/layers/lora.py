@@ -32,7 +32,16 @@ from torch.autograd.function import once_differentiable
 from qerl.formats.linear import PackedLinear
 from qerl.layers.factors import cast, diagonal, stacked
 from qerl.layers.master import master_of
-from qerl.layers.products import add_weight_gradient_, input_gradient, matrix_of, one_weight, own_product, recipe_of
+from qerl.layers.products import (
+    Upstream,
+    add_weight_gradient_,
+    input_gradient,
+    matrix_of,
+    one_weight,
+    own_product,
+    recipe_of,
+    summed_input,
+)
 from qerl.nvfp4.activations import Activations
 from qerl.nvfp4.kernel_linear import adjacent
 
@@ -127,14 +136,21 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     return y, h
 
 
-def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
+def upstream_of(grad: torch.Tensor, parts: Sequence[Part]) -> Upstream:
+    """dy (T, N), for both of the next two."""
+    return Upstream(grad, [part.base for part in parts], any(part.master is not None for part in parts))
+
+
+def backward_to_input(upstream: Upstream, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
     """dx (T, K) from dy and the `g` that `backward_to_h` returned."""
+    grad = upstream.grad
     adapted = g is not None and any(part.adds for part in parts)
     after = recipe_of(parts[0].base) is not None  # its product cannot be added to a sum, but a sum can to it
     dx = g @ _stacked_a(parts, grad.dtype) if adapted and not after else None
     one = one_weight([part.base for part in parts])
     for columns, block in _blocks(parts, one):
-        dx = input_gradient(grad[:, columns], [part.base for part in block], dx)
+        dx = input_gradient(upstream, columns, [part.base for part in block], dx)
+    upstream.input_is_done()
     return dx.addmm_(g, _stacked_a(parts, grad.dtype)) if adapted and after else dx
 
 
@@ -150,13 +166,14 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
 
 
 def backward_to_factors(
-    grad: torch.Tensor, x: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
+    upstream: Upstream, x: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
 ) -> list[torch.Tensor | None]:
     """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B.
 
     For a master there is None, as its gradient has been added to it.
     """
-    grads: list[torch.Tensor | None] = []
+    grad, grads = upstream.grad, []
+    summed = summed_input(x, upstream) if any(part.master is not None for part in parts) else None
     da = None if g is None else product_32(g.t(), x)
     for part, rows, columns in _columns(parts):
         if part.a is not None:
@@ -164,7 +181,7 @@ def backward_to_factors(
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
         if part.master is not None:
-            add_weight_gradient_(part.master, grad[:, columns], x, part.base)
+            add_weight_gradient_(part.master, upstream, columns, summed)
             grads.append(None)
     return grads
 
@@ -187,9 +204,9 @@ class _LoraLinear(torch.autograd.Function):
         x, h, *_ = ctx.saved_tensors
         grad = grad.to(x.dtype)
         with torch.autocast(grad.device.type, enabled=False):
-            g = backward_to_h(grad, ctx.parts)
-            dx = backward_to_input(grad, g, ctx.parts).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-            return dx, None, None, *backward_to_factors(grad, x, h, g, ctx.parts)
+            g, upstream = backward_to_h(grad, ctx.parts), upstream_of(grad, ctx.parts)
+            dx = backward_to_input(upstream, g, ctx.parts).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+            return dx, None, None, *backward_to_factors(upstream, x, h, g, ctx.parts)
 
 
 def _columns(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:

@@ -44,14 +44,14 @@ class _MLP(torch.autograd.Function):
         x, inner, h_gate_up, h_down, *_ = ctx.saved_tensors
         grad = grad.to(x.dtype)
         with torch.autocast(grad.device.type, enabled=False):
-            g = lora.backward_to_h(grad, ctx.down)
-            activation = lora.backward_to_input(grad, g, ctx.down)
+            g, upstream = lora.backward_to_h(grad, ctx.down), lora.upstream_of(grad, ctx.down)
+            activation = lora.backward_to_input(upstream, g, ctx.down)
             # `activation` held its own gradient until here; this call overwrites it with the activation itself.
             grad_inner = kernels_for(x).swiglu_backward_(inner, activation)
             activation = lora.input_of(activation, ctx.down)
-            down_grads = lora.backward_to_factors(grad, activation, h_down, g, ctx.down)
+            down_grads = lora.backward_to_factors(upstream, activation, h_down, g, ctx.down)
             del activation
-            g = lora.backward_to_h(grad_inner, ctx.gate_up)
-            dx = lora.backward_to_input(grad_inner, g, ctx.gate_up) if ctx.needs_input_grad[0] else None
-            grads = lora.backward_to_factors(grad_inner, x, h_gate_up, g, ctx.gate_up)
+            g, upstream = lora.backward_to_h(grad_inner, ctx.gate_up), lora.upstream_of(grad_inner, ctx.gate_up)
+            dx = lora.backward_to_input(upstream, g, ctx.gate_up) if ctx.needs_input_grad[0] else None
+            grads = lora.backward_to_factors(upstream, x, h_gate_up, g, ctx.gate_up)
         return None if dx is None else dx.to(ctx.x_dtype), None, *grads, *down_grads

@@ -15,7 +15,7 @@ from torch import nn
 from qerl.formats.linear import PackedLinear
 from qerl.fp8.linear import FP8Linear, joined
 from qerl.fp8.reference import FP8Tensor
-from qerl.fp8.training import Blockwise, Recipe
+from qerl.fp8.training import Blockwise, Both, Recipe, Scaled, Tensorwise, scaled_product
 from qerl.layers.master import add_gradient_, add_product_, master_of, served_of
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
 
@@ -52,14 +52,48 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
     return y if alpha == 1.0 else y.mul_(alpha)
 
 
-def input_gradient(grad: torch.Tensor, bases: Sequence[nn.Linear], addend: torch.Tensor | None = None) -> torch.Tensor:
-    """dx (T, in) = dy W for dy (T, out of all `bases`, which are `one_weight`), plus `addend`, which is overwritten."""
+class Upstream:
+    """dy (T, out of all `bases`), the gradient of what linears with one input have computed.
+
+    Where a recipe rounds both the gradient to the input and those of masters (`trains`), dy is rounded once for all of
+    them, under one scale.
+    """
+
+    def __init__(self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool) -> None:
+        self.grad, recipe = grad, recipe_of(bases[0])
+        self.recipe = recipe if trains and isinstance(recipe, Tensorwise) else None
+        self._rounded: Both | None = None
+
+    def rounded(self) -> Both | None:
+        """None if nothing is shared."""
+        if self.recipe is not None and self._rounded is None:
+            self._rounded = self.recipe.upstream(self.grad)
+        return self._rounded
+
+    def input_is_done(self) -> None:
+        """Free what only the gradient to the input needs."""
+        if self._rounded is not None:
+            self._rounded = self._rounded._replace(plain=None)
+
+
+def input_gradient(
+    upstream: Upstream, columns: slice, bases: Sequence[nn.Linear], addend: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dx (T, in) = dy W for these columns of dy, which belong to `bases`, plus `addend`, which is overwritten.
+
+    The bases are `one_weight`.
+    """
+    grad, rounded = upstream.grad[:, columns], upstream.rounded()
     if (recipe := recipe_of(bases[0])) is None:
         matrix, alpha = matrix_of(bases, grad.dtype)
         dx = grad.new_empty(len(grad), matrix.shape[1]) if addend is None else addend
         return torch.addmm(dx, grad, matrix, beta=int(addend is not None), alpha=alpha, out=dx)
     weight, alpha = _weight_of(bases, grad.dtype)
-    product = recipe.to_input(grad, recipe.turned(weight))
+    if rounded is None:
+        product = recipe.to_input(grad, recipe.turned(weight))
+    else:
+        codes, scale = rounded.plain
+        product = scaled_product(Scaled(codes[:, columns], scale), recipe.turned(weight), grad.dtype)
     if addend is not None:
         return addend.add_(product, alpha=alpha)
     return product if alpha == 1.0 else product.mul_(alpha)
@@ -73,14 +107,18 @@ def one_weight(bases: Sequence[nn.Linear]) -> bool:
     return rounded is not None and isinstance(bases[0], FP8Linear) and joined(bases) is not None
 
 
-def add_weight_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor, base: nn.Linear) -> None:
-    """The gradient of the master behind `base`, dy^T x for dy (T, out) and x (T, in), added to its own."""
-    recipe = recipe_of(base)
-    product = None if recipe is None else recipe.to_weight(grad, x)
-    if product is None:
-        add_gradient_(master, grad, x)
+def summed_input(x: torch.Tensor, upstream: Upstream) -> torch.Tensor | Scaled:
+    """x (T, in) as `add_weight_gradient_` takes it, for all masters that read it."""
+    return x if upstream.rounded() is None else upstream.recipe.summed(x)
+
+
+def add_weight_gradient_(master: nn.Parameter, upstream: Upstream, columns: slice, x: torch.Tensor | Scaled) -> None:
+    """The gradient of a master, dy^T x for these columns of dy and what `summed_input` gave, added to its own."""
+    if (rounded := upstream.rounded()) is None:
+        add_gradient_(master, upstream.grad[:, columns], x)
     else:
-        add_product_(master, product)
+        codes, scale = rounded.turned
+        add_product_(master, scaled_product(Scaled(codes[columns], scale), x, torch.float32))
 
 
 def matrix_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Tensor, float]:

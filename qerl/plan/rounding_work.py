@@ -7,9 +7,10 @@ blockwise: the peak is in the gradient to the input of gate and up. Then the gra
 per token, the codes of dy (2 I bytes), a float32 scale for each 128 of them, and the product (H numbers of 2 bytes); of
 the weight (2 I x H) codes and their transposed copy, 1 byte each.
 
-tensorwise: the peak is in the gradient of down's master, of which there are codes of both sides (I + H bytes per token)
-and the float32 product (I x H) before it is added. The gradient to the input of gate and up takes less, since there the
-gradient of the activation is gone.
+tensorwise: with masters the peak in tokens is there, too. The gradients of gate and up are rounded once for both of
+their products, so there are two times 2 I bytes per token of codes, and the product, beside what is gone. The peak in
+weights is the float32 product of a master's gradient (I x H) before it is added. Both are counted, though they do not
+come at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int) -> 
     if recipe is None:
         return RoundingWork(0, 0)
     if recipe == "tensorwise":
-        return RoundingWork(intermediate + hidden, 4 * intermediate * hidden)
+        return RoundingWork(2 * 2 * intermediate - 2 * intermediate + 2 * hidden, 4 * intermediate * hidden)
     weight, product, gone = 2 * intermediate * hidden, 2 * hidden, 2 * intermediate
     rounded = 2 * intermediate + 4 * -(-2 * intermediate // 128)
     return RoundingWork(rounded - gone + product, (1 + 1) * weight)

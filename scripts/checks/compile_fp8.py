@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 HOPPER = ("cuda", 90, 32)
-TYPES = {"codes_ptr": "*u8", "scale_ptr": "*fp32", "faults_ptr": "*i32"}
+TYPES = {"codes_ptr": "*u8", "turned_ptr": "*u8", "scale_ptr": "*fp32", "faults_ptr": "*i32", "largest_ptr": "*i32"}
 FLOATS = ("least", "reciprocal")
 SMALL = ("rows", "scale_stride")  # which may be any number
 
@@ -52,9 +52,12 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
         found.append((own["decode"], {"out_ptr": dtype}, {"ROWS": kernels.ROWS, **block}, {}))
         for pow2 in (True, False):
             found.append((own["pack"], {"matrix_ptr": dtype}, {"POW2": pow2, **block}, wide))
+        found.append((own["largest"], {"x_ptr": dtype}, {"TILES": kernels.TILES, **block}, wide))
         for five in (True, False):
-            for turned in (True, False):
-                found.append((own["round"], {"x_ptr": dtype}, {"FIVE": five, "TURNED": turned, **block}, wide))
+            for plain, turned in ((True, True), (True, False), (False, True)):
+                side, warps = (kernels.HALF, 4) if plain and turned else (kernels.BLOCK, 8)
+                kinds = {"LARGEST": 448.0, "FIVE": five, "PLAIN": plain, "TURNED": turned, "BLOCK": side}
+                found.append((own["round"], {"x_ptr": dtype}, kinds, {"num_warps": warps}))
     found.append((own["turn"], {"out_ptr": "*u8"}, block, wide))
     for pow2 in (True, False):
         for rows, warps in ((4, 1), (32, 4)):

@@ -127,21 +127,26 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
     if (mine.x < 0) return;
     int item = mine.x, sequence = item / key_heads, head = item % key_heads, length = mine.z, begin = mine.y;
     auto tiles_of = [&](int tokens) { return max(1, (tokens + TILE - 1) / TILE); };
-    int left = range, page = 0, tiles = tiles_of(length);
-    auto page_of = [&](int of, int tile) { return pages[(long long)of * pages_stride + tile * TILE / page_tokens]; };
-    auto place_in = [&](int token) {
-        return (long long)page * page_stride + token % page_tokens * token_stride + (long long)head * head_stride;
+    int left = range, tiles = tiles_of(length);
+    // A page holds whole tiles, so the page of a tile and its place there are found once for all of its tokens.
+    auto page_of = [&](int of, int tile) {
+        const int number = tile * TILE / page_tokens;
+        return make_int2(pages[(long long)of * pages_stride + number], tile * TILE - number * page_tokens);
+    };
+    int2 page = make_int2(0, 0);  // and the first of the tile's tokens in it
+    auto place_in = [&](int row) {
+        return (long long)page.x * page_stride + (page.y + row) * token_stride + (long long)head * head_stride;
     };
     auto now = [&](const u16* fresh, int stride) { return fresh + (long long)sequence * stride + head * HEAD_DIM; };
     u32 key[2][KEY_WORDS];  // keys of tokens hi and hi + 8
     auto load_keys = [&](int tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int token = tile * TILE + 8 * i + hi;
+            const int row = 8 * i + hi, token = tile * TILE + row;
             const u16* fresh = now(new_key, key_stride);
 #pragma unroll
             for (int w = 0; w < KEY_WORDS; ++w) key[i][w] = 0;
-            if (token < length) load_key(place_of(key_cache + place_in(token), fresh, token == length - 1), lo, key[i]);
+            if (token < length) load_key(place_of(key_cache + place_in(row), fresh, token == length - 1), lo, key[i]);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -177,7 +182,8 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
         const bool more = left > 0 && item + 1 < items;
         const int next_sequence = more && head + 1 == key_heads ? sequence + 1 : sequence;
         const int next_length = more ? lengths[next_sequence] : 0;
-        const int next_first_page = more && warp < tiles_of(next_length) ? page_of(next_sequence, warp) : 0;
+        const bool has_first = more && warp < tiles_of(next_length);
+        const int2 next_first_page = has_first ? page_of(next_sequence, warp) : make_int2(0, 0);
 
         float acc[WORDS][4], top[2] = {NONE, NONE}, sum[2] = {0.0f, 0.0f};  // for heads 2 lo and 2 lo + 1
 #pragma unroll
@@ -187,18 +193,18 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
             u32 value[4][VALUE_WORDS];  // values of tokens 2 lo, 2 lo + 1, 2 lo + 8 and 2 lo + 9
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int token = tile * TILE + 8 * (i / 2) + 2 * lo + i % 2;
+                const int row = 8 * (i / 2) + 2 * lo + i % 2, token = tile * TILE + row;
                 const u16* fresh = now(new_value, value_stride);
 #pragma unroll
                 for (int w = 0; w < VALUE_WORDS; ++w) value[i][w] = 0;
                 if (token < length)
-                    load_value(place_of(value_cache + place_in(token), fresh, token == length - 1), hi, value[i]);
+                    load_value(place_of(value_cache + place_in(row), fresh, token == length - 1), hi, value[i]);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (tile == tiles - 1 && tile * TILE + 8 * (i / 2) + 2 * lo + i % 2 == length - 1)
                     round_value(now(new_value, value_stride), hi, value_inverse, value[i]);
-            const int next_page = tile + WARPS < end ? page_of(sequence, tile + WARPS) : 0;
+            const int2 next_page = tile + WARPS < end ? page_of(sequence, tile + WARPS) : make_int2(0, 0);
             float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int i = 0; i < STEPS; ++i) {
@@ -225,21 +231,26 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
             for (int i = 0; i < 4; ++i) s[i] = hi + 8 * (i / 2) < tokens ? s[i] * score_scale : NONE;
             page = next_page;
             if (tile + WARPS < end) load_keys(tile + WARPS);
-            float weight[4];
+            float higher[2], weight[4];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float higher = fmaxf(top[i], max_of_rows(fmaxf(s[i], s[i + 2])));
-                const float shrunk = exp2_fast(top[i] - higher);
-                top[i] = higher;
-                weight[i] = exp2_fast(s[i] - higher);
-                weight[i + 2] = exp2_fast(s[i + 2] - higher);
-                sum[i] = sum[i] * shrunk + weight[i] + weight[i + 2];
+            for (int i = 0; i < 2; ++i) higher[i] = fmaxf(top[i], max_of_rows(fmaxf(s[i], s[i + 2])));
+            if (__any_sync(~0u, higher[0] > top[0] || higher[1] > top[1])) {  // soon it seldom is
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) {
-                    acc[w][i] *= shrunk;
-                    acc[w][i + 2] *= shrunk;
+                for (int i = 0; i < 2; ++i) {
+                    const float shrunk = exp2_fast(top[i] - higher[i]);
+                    top[i] = higher[i];
+                    sum[i] *= shrunk;
+#pragma unroll
+                    for (int w = 0; w < WORDS; ++w) {
+                        acc[w][i] *= shrunk;
+                        acc[w][i + 2] *= shrunk;
+                    }
                 }
             }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weight[i] = exp2_fast(s[i] - top[i % 2]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sum[i] = sum[i] + weight[i] + weight[i + 2];
             const u32 low = transposed(weight_word(weight[0], weight[1]));
             const u32 high = transposed(weight_word(weight[2], weight[3]));
 #pragma unroll

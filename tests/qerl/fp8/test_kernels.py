@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from qerl.fp8 import layout, reference
+from qerl.fp8 import layout, reference, training
 from qerl.fp8.reference import E4M3
-from qerl.fp8.training import E5M2, quantize_tensor
+from qerl.fp8.training import E5M2
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -87,22 +87,34 @@ def test_packing_counts_what_is_not_finite():
     assert packed(matrix, "pow2")[2] == 3
 
 
-def rounded(x, dtype, turned):
-    """The kernel's codes of x, and those of its twin on the CPU, both with the scale that the twin has chosen."""
+def check_rounded(x, dtype, plain=True, turned=0):
+    """Compare the kernel's codes and scale of x with those of its twin on the CPU; returns the kernel's codes."""
     from qerl.fp8 import kernels
 
-    right = quantize_tensor(x.cpu(), dtype, turned)
-    return kernels.round_matrix(x, right.scale.to(DEVICE), dtype, turned).cpu(), right.codes
+    found, right = kernels.round_matrix(x, dtype, plain, turned), training._rounded(x.cpu(), dtype, plain, turned)
+    for one, other in zip(found, right, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.shape == other.shape and same_bits(one.cpu()[None], other[None]))
+    return found.codes if plain else found.turned
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("plain", "turned"), [(True, 0), (False, 1), (True, 16), (False, 16)])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 5), (5, 1)], ids=str)
-def test_a_matrix_is_rounded_to_the_twin_s_bits_also_turned(shape, dtype, turned):
+def test_a_matrix_is_rounded_to_the_twin_s_bits_also_turned(shape, dtype, plain, turned):
     x = torch.randn(shape, device=DEVICE) * torch.logspace(-9, 2, shape[1], device=DEVICE)
-    assert same_bits(*rounded(x, dtype, turned))
+    check_rounded(x, dtype, plain, turned)
     wide = torch.cat([x, x], 1)
-    assert same_bits(*rounded(wide[:, shape[1] :], dtype, turned))  # columns of more
+    check_rounded(wide[:, shape[1] :], dtype, plain, turned)  # columns of more
+
+
+def test_the_largest_magnitude_may_be_anywhere_and_a_matrix_of_zeros_has_a_scale():
+    x = torch.randn(130, 2200, device=DEVICE)
+    for place in ((0, 0), (129, 2199), (64, 2048), (129, 0)):
+        one = x.clone()
+        one[place] = -1e6
+        check_rounded(one, E4M3)
+    check_rounded(torch.zeros(3, 4, device=DEVICE), E5M2, turned=16)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -112,9 +124,14 @@ def test_rounding_a_matrix_takes_the_even_code_of_two_and_keeps_nan(dtype):
     half = (values[1:] + values[:-1]) / 2
     near = torch.cat([values, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
     x = torch.cat([near, -near])[None].to(DEVICE)
-    assert same_bits(*rounded(x, dtype, turned=True))
-    x[0, 3] = torch.nan
-    assert rounded(x, dtype, turned=False)[0].float().isnan().all()  # its scale is NaN
+    check_rounded(x, dtype, plain=False, turned=1)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x[0, 3] = bad
+        from qerl.fp8 import kernels
+
+        codes, _, scale = kernels.round_matrix(x, dtype)
+        assert scale.isnan()
+        assert codes.cpu().float().isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 5)], ids=str)

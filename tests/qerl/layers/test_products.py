@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl.fp8 import reference
+from qerl.fp8 import reference, training
 from qerl.fp8.linear import FP8Linear
 from qerl.fp8.training import recipe_of
 from qerl.layers.lora import Part, lora_linear
@@ -76,6 +76,37 @@ def test_a_master_gets_the_gradient_of_the_rounded_product(name, forward):
     torch.testing.assert_close(master_of(model[0]).grad, 2 * right, rtol=1e-5, atol=1e-4)
     weight = master_of(model[0]).detach() if forward == "masters" else model[0].unpack(torch.float32)
     torch.testing.assert_close(y.detach(), recipe.output(x, recipe.weight(weight)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dx_needed", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "nvfp4"])
+def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, kind, dx_needed):
+    """As products of dy as a whole under one scale, whichever linear a column belongs to; the second has small ones."""
+    seen, own = [], training._rounded
+    monkeypatch.setattr(
+        training, "_rounded", lambda x, *given, **named: seen.append(tuple(x.shape)) or own(x, *given, **named)
+    )
+    model, recipe = model_of(kind), recipe_of("tensorwise", products="gradients")
+    for linear in model:
+        set_master_(linear, torch.as_tensor(linear.weight + 0).detach().clone())
+    set_recipe_(model, [*model], recipe)
+    x, upstream = torch.randn(9, 256, requires_grad=dx_needed), torch.randn(9, 384)
+    upstream[:, 256:] *= 1e-3
+    y = lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model])
+    y.backward(upstream)
+    assert seen.count((9, 384)) == 1
+    assert seen.count((9, 256)) == 1
+    right = recipe.to_weight(upstream, x.detach()).split([256, 128])
+    for linear, wanted in zip(model, right, strict=True):
+        torch.testing.assert_close(master_of(linear).grad, wanted, rtol=1e-6, atol=1e-6)
+    if dx_needed:
+        (codes, scale), _ = recipe.upstream(upstream)
+        weights = [recipe.turned(torch.as_tensor(linear.weight + 0)) for linear in model]
+        dx = sum(
+            (g * scale) @ (w.codes.float() * w.scale).t()
+            for g, w in zip(codes.float().split([256, 128], 1), weights, strict=True)
+        )
+        torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rounds_input", [True, False])

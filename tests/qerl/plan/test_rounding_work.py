@@ -17,8 +17,8 @@ from training.policy.train_memory import footprint_of
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
 # Gate and up have 2 x 18944 = 37888 columns of 3584 features: 135,790,592 weights.
 BY_HAND = {
-    # codes of the activation 18944 + of dy 3584; 4 x 67,895,296 of down's gradient
-    "tensorwise": (22_528, 271_581_184),
+    # codes of dy, also turned, 2 x 37888 - 37888 + 7168; 4 x 67,895,296 of a master's gradient
+    "tensorwise": (45_056, 271_581_184),
     # codes of dy 37888 + 296 scales of 4 bytes - 37888 + 7168; (1 + 1) x 135,790,592
     "blockwise": (8_352, 271_581_184),
     None: (0, 0),
