@@ -160,7 +160,7 @@ class QatConfig(Section):
     masters: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="mode weights: dtype of the trained weights; bfloat16 rounds at random; auto: float32 where the "
-        "card holds it",
+        "card holds it with room for micro-batches that are not slow",
     )
     train_norms: bool = Field(False, description="mode weights: train the decoder layers' norms too, in float32")
     start_in: Literal["auto", "card", "host"] = Field(

@@ -5,8 +5,9 @@ input and runs twice. Fewer tokens at a time take less memory, but every micro-b
 additional tokens: it decodes all packed weights once in each direction (as long as 170 tokens take: 2.6 bytes per
 weight at 4 TB/s against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. With
 4 micro-batches instead of 8, a 7B's step of 3.6 s is 80 ms shorter (benchmarks/step-7b-qerl-tokens*.json). With experts
-it decodes many more weights than a token is multiplied by, and costs as many more tokens. The plan compares the
-combinations that fit.
+it decodes many more weights than a token is multiplied by, and costs as many more tokens. Whole weights have a third
+pass, the products of their gradients, in which nothing is decoded but the sums are read and written. The plan compares
+the combinations that fit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.errors import EngineError
 from qerl.layers.saved import kept_bytes
@@ -29,7 +30,7 @@ CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
-DECODE_TOKENS = 170.0  # of these are for decoding the weights that a token is multiplied by
+DECODE_TOKENS = 170.0  # of these are for decoding the weights that a token is multiplied by, of 2.6 bytes each
 LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
 MARGIN = 0.08  # share of the available memory left for fragments and cuBLAS's workspaces
 # Plans whose cost is within these factors of the least count as equally fast. Recomputing has to save more than 2%:
@@ -53,6 +54,7 @@ class Footprint:
     logits: int = 0  # the logits of one chunk and their slopes
     teacher: int = 0  # while a teacher runs, before the policy keeps anything
     overhead: float = OVERHEAD_TOKENS  # what a micro-batch costs beside its tokens, as a number of further tokens
+    gradients: float | None = None  # the same for the gradients of whole weights; None without
 
     def needed(self, tokens: int, recomputed: int) -> int:
         """The peak of a micro-batch whose first `recomputed` layers recompute.
@@ -83,6 +85,7 @@ class Shapes:
     trained_bytes: float = 16.0  # for each of them: an adapter's gradient, optimizer state and 16-bit factors
     fp8_recipe: RecipeName | None = None  # that rounds the trainer's products
     rounds_kv: bool = False  # to 8 bits, of which a copy is kept
+    gradient_bytes: int = 0  # of one weight's gradient, where whole weights are trained
     copies: int = 0  # hidden states of a token while experts run, beside those of the stream
     decoded: int | None = None  # bytes of what is decoded for a product at most; None: gate and up
     share: float = 1.0  # of the weights that are decoded, that a token is multiplied by
@@ -131,7 +134,13 @@ class Shapes:
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
             overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1),
+            gradients=self._gradient_tokens(),
         )
+
+    def _gradient_tokens(self) -> float | None:
+        if not self.gradient_bytes:
+            return None
+        return OVERHEAD_TOKENS - DECODE_TOKENS + 2 * self.gradient_bytes / 2.6 * DECODE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,11 @@ class MicroBatchPlan:
         fitting = (r for r in range(self.least, self.most) if self.footprint.needed(tokens, r) <= self.usable)
         return next(fitting, self.most)
 
+    @property
+    def cost(self) -> float:
+        """The time per token, in units of a forward pass through all layers; 0 if memory is not planned."""
+        return 0.0 if self.footprint is None else _cost(self, self.micro_batch_tokens)
+
     def needed(self, tokens: int) -> int:
         """Bytes at the peak of a micro-batch of `tokens`; 0 if memory is not planned."""
         return 0 if self.footprint is None else self.footprint.needed(tokens, self.recomputed(tokens))
@@ -167,7 +181,13 @@ class Wishes:
     teacher: TeacherWork | None = None
     fp8_recipe: RecipeName | None = None
     rounds_kv: bool = False
+    gradient_bytes: int = 0
     length_keys: str = "rollout.max_new_tokens or data.max_prompt_tokens"  # what to lower if `longest` does not fit
+
+    @property
+    def of_shapes(self) -> dict[str, Any]:
+        """What `Shapes` has of them."""
+        return {name: getattr(self, name) for name in ("fp8_recipe", "rounds_kv", "gradient_bytes")}
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
@@ -250,7 +270,9 @@ def _sizes(wishes: Wishes) -> list[int]:
 
 def _cost(plan: MicroBatchPlan, tokens: int) -> float:
     """The time per token in micro-batches of `tokens`, in units of a forward pass through all layers."""
-    return (2 + plan.recomputed(tokens) / plan.footprint.layers) * (1 + plan.footprint.overhead / tokens)
+    footprint = plan.footprint
+    cost = (2 + plan.recomputed(tokens) / footprint.layers) * (1 + footprint.overhead / tokens)
+    return cost if footprint.gradients is None else cost + 1 + footprint.gradients / tokens
 
 
 def _near(costs: dict[int, float], times: float) -> dict[int, float]:

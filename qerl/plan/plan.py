@@ -48,6 +48,7 @@ from qerl.plan.trained import (
     adapter_rank,
     engine_expert_parameters,
     engine_rank,
+    masters_dtype,
     start_bytes,
     trained_of,
     trains_masters,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 GRADIENTS, DECODED = "gradients", "decoded experts"
 CHOSEN = "chosen experts"  # for each token of the KV cache, also while it is released
 START = "16-bit weights"  # that the adapter is added to
+SLOWER = 1.15  # times that training may be slower with masters in float32 than in bfloat16, where `auto` chooses
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 
 
@@ -178,14 +180,21 @@ def _plan_of_rows(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
 def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
     """The same with values for the card instead of `auto` in the section qat.
 
-    `masters` become float32 if the card holds that, otherwise bfloat16; `start_in` the card if it holds them, otherwise
-    the host.
+    `masters` become float32 if the card holds that and training then takes at most SLOWER times as long as with
+    bfloat16, since micro-batches are smaller; otherwise bfloat16. `start_in` becomes the card if it holds them,
+    otherwise the host.
     """
     key, values = ("masters", tuple(BYTES)) if trains_masters(config) else ("start_in", ("card", "host"))
     if config.qat is None or getattr(config.qat, key) != "auto":
         return config
     first, second = (config.model_copy(update={"qat": config.qat.model_copy(update={key: value})}) for value in values)
-    return second if any(problem.needed for problem in plan(first, sizes, card).found) else first
+    wide = plan(first, sizes, card)
+    if any(problem.needed for problem in wide.found):
+        return second
+    if key != "masters" or wide.micro_batches is None:
+        return first
+    narrow = plan(second, sizes, card).micro_batches
+    return second if narrow is not None and wide.micro_batches.cost > SLOWER * narrow.cost else first
 
 
 def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
@@ -204,8 +213,9 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     longest = config.longest_row
     work = None if sizes is None else teacher_work(config, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    tokens, rounded = longest * config.rows_per_step, (config.train.fp8_recipe, calibrates_kv(config))
-    wishes = Wishes(*asked, longest, tokens, work, *rounded)
+    gradient_bytes = BYTES[masters_dtype(config.qat)] if trains_masters(config) else 0
+    extra = (config.train.fp8_recipe, calibrates_kv(config), gradient_bytes)
+    wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
     return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 
 
@@ -300,8 +310,7 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
     trained, work = trained_of(config, sizes, ranks), teacher_work(config, sizes)
     shapes = Shapes.of(sizes, adapter_rank(config), trained.count)
-    shapes = replace(shapes, trained_bytes=trained.gradient_bytes, fp8_recipe=config.train.fp8_recipe)
-    shapes = replace(shapes, rounds_kv=calibrates_kv(config))
+    shapes = replace(shapes, trained_bytes=trained.gradient_bytes, **wishes_of(config).of_shapes)
     found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)
 

@@ -23,7 +23,8 @@
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
-#     qat80    560 s  such steps on a card of 80 GiB: gradients in FP8 and in BF16, weights in FP8, and TRL's with checkpointing
+#     qat80    310 s  such steps on a card of 80 GiB, and TRL's with gradient checkpointing
+#     qat80fp8 190 s  the same with gradients in FP8
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
 #     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
@@ -56,8 +57,10 @@
 #                     products
 #     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
 #                     and whole weights; another call with the same CHECKPOINTS goes on
-#     fp8kv    450 s  FP8 keys and values, calibrated: the kernel of decode steps, agreement on a small model without normed
-#                     keys, and agreement and decode speed of 48 sequences of 4096 tokens at 7B, beside 16 bits
+#     attention 70 s  attention of decode steps at 7B, keys and values in 8 and in 16 bits, beside FlashAttention; its tests
+#     fp8kv    150 s  FP8 keys and values, calibrated: agreement at 7B, and decode speed of 48 sequences of 4096 tokens beside
+#                     16 bits, in turns
+#     fp8kvsmall 200 s  the same agreement on a small model without normed keys, and of 16 bits at 7B
 #     fp8kvhead 200 s the same at 7B with a scale for each token and head
 #     fp8many  230 s  decode speed at 7B with 128 and 256 sequences, in turns: ours over FP8 and over NVFP4, and nothing else
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
@@ -265,13 +268,15 @@ batch_qatfp8() {
 }
 
 batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations
-    local gradients=(--set train.fp8_recipe=tensorwise --set train.fp8_products=gradients)
     checkpoint qwen2.5-7b 7b-16 --format bf16
-    script qat-7b-80-gradients-fp8 220 bench_qat 7b-16 --steps 4 --masters auto "${gradients[@]}"
+    script qat-7b-80 240 bench_qat 7b-16 --steps 3 --masters auto
     script step-7b-trl-full-80 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 79 --steps 3
-    script qat-7b-80-gradients-bf16 200 bench_qat 7b-16 --steps 3 --masters auto
-    script qat-7b-80-fp8 240 bench_qat 7b-16 --steps 4 --masters auto --set model.format=fp8_block \
-        --set qat.quant_cfg=fp8_block --set train.fp8_recipe=tensorwise
+}
+
+batch_qat80fp8() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise \
+        --set train.fp8_products=gradients
 }
 
 batch_w4a4() {
@@ -434,19 +439,28 @@ agree_of() { # NAME ARGUMENTS...: agreement of a 7B, of which several may run at
     script "agree-7b-$1" 200 check_engine 7b --only agreement --memory 20 "${@:2}" &
 }
 
-batch_fp8kv() {
+batch_attention() {
+    local bits
+    for bits in 8 16; do
+        run "attention-7b-$bits-bits" 90 "$python" scripts/bench/bench_attention.py --bits "$bits" --out "$out/attention-7b-$bits-bits.json"
+    done
     tests attention 150 -n 6 tests/qerl/layers/test_decode_attention.py
-    run attention-7b-8-bits 90 "$python" scripts/bench/bench_attention.py --bits 8 --out "$out/attention-7b-8-bits.json"
-    run attention-7b-8-bits-fewer 90 "$python" scripts/bench/bench_attention.py --bits 8 --splits 4x3,2x6 --out "$out/attention-7b-8-bits-fewer.json"
+}
+
+batch_fp8kv() {
+    checkpoint qwen2.5-7b 7b
+    agree_of kv-fp8 --kv-cache-dtype fp8 --calibrate-kv
+    turns 2 "${LONG[@]}" --rounds 4
+    turn 7b-kv-fp8 7b 0.3 --kv-cache-dtype fp8
+    turn 7b-kv-auto 7b 0.3
+    wait
+}
+
+batch_fp8kvsmall() {
     checkpoint tiny-qwen2 tiny-qwen2
     script engine-tiny-qwen2-fp8kv 150 check_engine tiny-qwen2 --kv-cache-dtype fp8 --calibrate-kv --only agreement sleep_and_wake
     checkpoint qwen2.5-7b 7b
-    agree_of kv-fp8 --kv-cache-dtype fp8 --calibrate-kv
     agree_of kv-auto
-    wait
-    turns 2 "${LONG[@]}" --rounds 4
-    turn 7b-kv-fp8 7b 0.4 --kv-cache-dtype fp8
-    turn 7b-kv-auto 7b 0.4
     wait
 }
 

@@ -70,8 +70,7 @@ def _shapes(policy: Policy, wishes: Wishes, rank: int) -> Shapes:
     return replace(
         model_shapes(policy.base_model.config.get_text_config(), rank, trained),
         trained_bytes=policy.trained_bytes,
-        fp8_recipe=wishes.fp8_recipe,
-        rounds_kv=wishes.rounds_kv,
+        **wishes.of_shapes,
     )
 
 

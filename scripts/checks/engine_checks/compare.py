@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_checks.context import Context
+from qerl.engine.transformers_kv import kv_in_8_bits
 
 
 def compare(context: Context, completions: list, temperature: float) -> dict:
@@ -17,6 +18,12 @@ def compare(context: Context, completions: list, temperature: float) -> dict:
 
 @torch.no_grad()
 def policy_logprobs(model, prompts: list, completions: list, temperature: float = 1.0) -> list[list[float]]:
+    """Of plain forward passes; keys and values are rounded if `model` has scales for them."""
+    with kv_in_8_bits(model):
+        return _logprobs(model, prompts, completions, temperature)
+
+
+def _logprobs(model, prompts: list, completions: list, temperature: float) -> list[list[float]]:
     rows = []
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = torch.tensor([[*prompt, *completion]], device="cuda")
