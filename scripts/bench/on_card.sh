@@ -16,7 +16,7 @@
 #     arith     60 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  650 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 400 steps (another
+#     distill  560 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 560 steps (another
 #                     number: DISTILL_STEPS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
@@ -81,7 +81,7 @@
 #     carried   90 s  a completion that goes on in the next step, on a small model
 #     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
 #     faults   650 s  two cards: a rank killed eight times (KILLS=3: 390 s), and whole weights two times, with other faults
-#     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each
+#     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each, all six runs at once
 #     ranks4   560 s  four cards: as ranks, without TRL, and whole weights
 #     ranks8   500 s  eight cards: as ranks, without TRL
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
@@ -216,9 +216,9 @@ batch_distill() {
     arith "$model"
     local study=("$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12)
     local rate name
-    for rate in ${DISTILL_RATES:-3e-5}; do
+    for rate in ${DISTILL_RATES:-2e-5}; do
         name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
-        run "study-$name" 590 "${study[@]}" --steps "${DISTILL_STEPS:-400}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
+        run "study-$name" 590 "${study[@]}" --steps "${DISTILL_STEPS:-560}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
     done
 }
 
@@ -624,7 +624,7 @@ batch_curves() {
     arith "$model"
     [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli quantize --model "$model" --out "$model-4"
     run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/study/study_noise.yaml --model "$model-4" \
-        --steps 30 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
+        --steps 30 --parallel 6 --set memory.cap_gib=9 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
         --out "$out/curves-21m.json" --picture "$out/curves-21m.png"
 }
 

@@ -4,8 +4,8 @@
     python3 scripts/checks/check_curves.py --runs runs/curves --out curves.json [--picture curves.png] [--seeds 0 1 2]
     python3 scripts/checks/check_curves.py --runs runs/curves --out curves.json --against rollout.carry_over=4
 
-With --against both runs have one rank, and the second one has this value of the recipe. Runs of one rank train on
-different cards at the same time where there are several.
+With --against both runs have one rank, and the second one has this value of the recipe. With --parallel several runs
+train at the same time, those of one rank on different cards where there are several.
 
 Sampled completions need not be equal: another number of sequences at once rounds differently, and one other token makes
 another completion. So what is compared is the reward at the end (the mean over the last quarter of the steps): the
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once; on cards give each a memory.cap_gib")
     parser.add_argument("--against", metavar="KEY=VALUE", help="compare with this value instead of with two ranks")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
@@ -51,7 +52,7 @@ def main() -> None:
     arguments.runs.mkdir(parents=True)
     arguments.model = arguments.model or packed_base(arguments.runs)
     kinds = RANKS if arguments.against is None else ("without", arguments.against)
-    rewards = {kind: curves(arguments, kind) for kind in kinds}
+    rewards = curves(arguments, kinds)
     found = {"command": command(), **machine(), **estimate(rewards), "rewards": rewards}
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -61,16 +62,15 @@ def main() -> None:
     sys.exit(0 if found["within"] else 1)
 
 
-def curves(arguments: argparse.Namespace, kind: str) -> dict[str, list[float]]:
-    """The reward of each step by seed, of all runs of that kind."""
-    from qerl.devices import visible_cards
-
-    cards = 1 if kind == RANKS[1] else max(1, len(visible_cards()))
-    with ThreadPoolExecutor(cards) as pool:
+def curves(arguments: argparse.Namespace, kinds: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """The reward of each step by kind and seed."""
+    with ThreadPoolExecutor(arguments.parallel) as pool:
         jobs = {
-            f"{seed}": pool.submit(curve, arguments, kind, seed, place) for place, seed in enumerate(arguments.seeds)
+            (kind, seed): pool.submit(curve, arguments, kind, seed, place)
+            for kind in reversed(kinds)  # those on several cards take longest
+            for place, seed in enumerate(arguments.seeds)
         }
-        return {seed: job.result() for seed, job in jobs.items()}
+        return {kind: {f"{seed}": jobs[kind, seed].result() for seed in arguments.seeds} for kind in kinds}
 
 
 def curve(arguments: argparse.Namespace, kind: str, seed: int, place: int) -> list[float]:

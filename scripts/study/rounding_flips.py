@@ -10,7 +10,8 @@ computed two times (a, b) with other z. A last bit that tips the rounding of an 
 step of 2^-4, and so from layer to layer the two approach the distance of independent roundings.
 
 `shape` makes one layer's weights at a time, with the deviations of scripts/models/make_random_checkpoint.py, and gives
-the KL divergence over 8192 of the tokens; it takes 15 minutes on a core. `model` gives `mismatch_kl` as a run logs it.
+the KL divergence over 8192 of the tokens; it takes 15 minutes on a core. `model` gives `mismatch_kl` as a run logs it,
+and that of keys and values in 8 bits as well (kv8), with scales calibrated on the prompts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,6 +28,9 @@ import torch
 import torch.nn.functional as F
 
 from qerl.fp8 import reference
+
+if TYPE_CHECKING:
+    from qerl.engine.kv_scales import KVScales
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, TOKENS = 3584, 18944, 28, 28, 4, 128, 8192, 24
 STD, NORM_STD, BIAS_STD = 0.02, 0.1, 0.5
@@ -126,40 +131,64 @@ def model(base: str, task: str, prompts: int, new_tokens: int) -> None:
             quantize_checkpoint(
                 base, Path(places[way][0]), QuantizeOptions(scheme="fp8_block", activations=activations)
             )
-        for way, place in places.items():
-            asked, written = sampled(place, task, prompts, new_tokens)
+        for way, place in {**places, "kv8": places["16"]}.items():
+            asked = prompts_of(base, task, prompts)
+            scales = calibrated(base, asked) if way == "kv8" else None
+            written = sampled(place, asked, new_tokens, scales)
             one, other, wide = (
-                scored(*given, asked, written) for given in ((*place, 1), (*place, 2), (base, "bf16", 3))
+                scored(*given, asked, written)
+                for given in ((*place, 1, scales), (*place, 2, scales), (base, "bf16", 3, None))
             )
             print(f"{way}: mismatch_kl {_mismatch(one, other):.1e}, to a 16-bit trainer {_mismatch(one, wide):.1e}")
 
 
-def sampled(place: tuple[str, str], task: str, prompts: int, new_tokens: int) -> tuple[list, list]:
-    """Token ids of prompts of the task, and of what the model at `place` writes to them."""
+def prompts_of(base: str, task: str, prompts: int) -> list:
+    """Token ids of prompts of the task."""
     from qerl.checkpoint.load import load_tokenizer
+    from qerl.tasks import build_messages, get_task, load_examples, render_prompt
+
+    found, tokenizer = get_task(task), load_tokenizer(base)
+    rows = load_examples(found, None, "test", None, prompts)[0]
+    return [render_prompt(tokenizer, build_messages(found, row.question)) for row in rows]
+
+
+def calibrated(base: str, asked: list) -> dict[int, KVScales]:
+    """The scales of keys and values that a run would take."""
+    from qerl.checkpoint.load import load_model
+    from qerl.engine.kv_scales import scales_of
+    from training.policy.kv_ranges import ROWS, measured
+
+    return scales_of(measured(load_model(base, "bf16", "float32"), asked[:ROWS]))
+
+
+def sampled(place: tuple[str, str], asked: list, new_tokens: int, scales: dict[int, KVScales] | None) -> list:
+    """Token ids of what the model at `place` writes to the prompts, with keys and values in 8 bits if it has scales."""
     from qerl.engine.interface import SamplingParams
     from qerl.engine.open import open_engine
     from qerl.engine.options import EngineOptions
-    from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 
-    engine, found = open_engine(*place, EngineOptions(engine="transformers", device="cpu")), get_task(task)
-    tokenizer = load_tokenizer(place[0])
-    rows = load_examples(found, None, "test", None, prompts)[0]
-    asked = [render_prompt(tokenizer, build_messages(found, row.question)) for row in rows]
-    written = engine.generate(asked, SamplingParams(new_tokens), seed=0)
-    return asked, [completion.token_ids for completion in written]
+    cache = {} if scales is None else {"kv_cache_dtype": "fp8", "calibrates_kv": True}
+    engine = open_engine(*place, EngineOptions(engine="transformers", device="cpu", **cache))
+    if scales is not None:
+        engine.set_kv_scales(scales)
+    return [completion.token_ids for completion in engine.generate(asked, SamplingParams(new_tokens), seed=0)]
 
 
-def scored(path: str, format: str, seed: int, asked: list, written: list) -> torch.Tensor:
+def scored(
+    path: str, format: str, seed: int, scales: dict[int, KVScales] | None, asked: list, written: list
+) -> torch.Tensor:
     """The logprobs of all tokens that were written, with the last bits of `seed`."""
     from qerl.checkpoint.load import load_model
+    from qerl.engine.transformers_kv import kv_in_8_bits
+    from qerl.layers.kv_rounding import set_kv_scales_
 
     model, generator = load_model(path, format, "float32").eval(), torch.Generator().manual_seed(seed)
+    set_kv_scales_(model, scales)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) or "norm" in name:
             module.register_forward_hook(lambda module, given, out: rounded(out, generator))
     logprobs = []
-    with torch.no_grad():
+    with torch.no_grad(), kv_in_8_bits(model):
         for prompt, completion in zip(asked, written, strict=True):
             logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
             logprobs.append(logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0])
