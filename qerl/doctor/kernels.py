@@ -11,14 +11,15 @@ from qerl import formats
 from qerl.cuda.nvrtc import has_kernels
 from qerl.devices import FP8_CAPABILITY
 from qerl.doctor.doctor import Check
+from qerl.fp8 import kv, training
 from qerl.fp8 import reference as fp8
-from qerl.fp8 import training
 from qerl.layers.decode_attention import Batch, Cache, Space, attend_, reference_attend_
 from qerl.nvfp4 import decode, gemm, lora, slab_layout
 from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
 from qerl.nvfp4.layout import BLOCK
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
+KV_SCALE = 2.0**-6  # of normal keys and values in 8 bits
 ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16
 REMEDY = "compare driver and versions with the tested ones above; with those, it is a bug of qerl: report it"
 
@@ -43,6 +44,7 @@ def kernel_checks() -> list[Check]:
         kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
         kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
         kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
+        kernel_check("kernel attention, 8-bit cache (cuda)", lambda: _cuda_attention(device, bits=8)),
     ]
 
 
@@ -139,17 +141,21 @@ def _cuda_lora(device: torch.device) -> Pair:
     return lora.add_(out, x, adapter), expected
 
 
-def _cuda_attention(device: torch.device) -> Pair:
+def _cuda_attention(device: torch.device, bits: int = 16) -> Pair:
     heads, key_heads, head_dim, length = 8, 2, 128, 100
     query, key = _normal((heads, head_dim), device)[None], _normal((key_heads, head_dim), device)[None]
     cache = _normal((2 * 7 * 16, key_heads * head_dim), device).view(2, 7, 16, key_heads, head_dim)  # pages of 16
     pages = torch.arange(7, dtype=torch.int32, device=device)[None]
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
     batch = Batch(pages, lengths, torch.tensor([length - 1], device=device))
-    space, new, scale = Space(1, key_heads, head_dim, device), (query, key, key), head_dim**-0.5
+    space, new, scale = Space(1, key_heads, head_dim, device, bits), (query, key, key), head_dim**-0.5
     space.plan_(lengths)
-    out = attend_(torch.empty_like(query), new, Cache(*cache), batch, scale, space)
-    return out, reference_attend_(torch.empty_like(query), new, Cache(*cache), batch, scale)
+    held = Cache(*cache)
+    if bits == 8:
+        scales = torch.full((2,), KV_SCALE, device=device)
+        held = Cache(*kv.encode(cache, KV_SCALE).view(torch.uint8), tuple(scales))
+    out = attend_(torch.empty_like(query), new, held, batch, scale, space)
+    return out, reference_attend_(torch.empty_like(query), new, held, batch, scale)
 
 
 def _adapter(device: torch.device) -> lora.Adapter:
