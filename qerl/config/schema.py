@@ -111,10 +111,12 @@ class RolloutConfig(Section):
         description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
     )
     kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
-        "auto", description="keys and values; auto: 16 bit; fp8: half the memory, rounded in trainer and engine alike"
+        "auto", description="keys and values; auto: 16 bit; fp8: half of vllm's cache, see kv_refresh"
     )
     kv_refresh: int | None = Field(
-        10, ge=1, description="steps between calibrations of fp8 keys and values, on the run's prompts; null: scale 1"
+        10,
+        ge=1,
+        description="steps between calibrations of fp8 keys and values, by which the trainer rounds too; null: scale 1",
     )
     memory: float | None = Field(
         None, gt=0, description="GPU budget of the vllm engine: GiB, or up to 1 a share of the card; null: what is left"

@@ -114,7 +114,7 @@ class TransformersEngine:
         completions: dict[int, Completion] = {}
         # All prompts draw from one stream here, which must be another one in each of the calls that share a batch.
         stream = request_seed(seed, first_index) if first_index else seed
-        with self._sampling_mode(model), forked_rng(model.device, stream):
+        with self._sampling(model), forked_rng(model.device, stream):
             for rows in batches(each, self._batch_size or max(1, len(prompts))):
                 limits = [each[row].max_new_tokens for row in rows]
                 done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
@@ -136,7 +136,7 @@ class TransformersEngine:
         longest = max((len(p) + len(c) for p, c in zip(prompts, completions, strict=True)), default=1)
         step = max(1, SCORED_TOKENS // longest)
         scores: list[list[float]] = []
-        with self._sampling_mode(model):
+        with self._sampling(model):
             for start in range(0, len(prompts), step):
                 rows = list(zip(prompts[start : start + step], completions[start : start + step], strict=True))
                 scores += self._score_batch(rows, temperature)
@@ -151,8 +151,9 @@ class TransformersEngine:
     def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
         if not self._kv_in_8_bits:
             raise EngineError("this engine keeps keys and values in the model's dtype: open it with kv_cache_dtype fp8")
+        count = set_kv_scales_(self._open(), scales)
         self._uncalibrated = False
-        return set_kv_scales_(self._open(), scales)
+        return count
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         model = self._open()
@@ -185,11 +186,11 @@ class TransformersEngine:
         prompts = [one.prompt for one in requests]
         check_context(prompts, limits, model.config.get_text_config().max_position_embeddings)
         check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
-        with self._sampling_mode(model), forked_rng(model.device, seed):
+        with self._sampling(model), forked_rng(model.device, seed):
             return self._generate_batch(prompts, requests[0].sampling, limits, ended)
 
     @contextmanager
-    def _sampling_mode(self, model: PreTrainedModel) -> Iterator[None]:
+    def _sampling(self, model: PreTrainedModel) -> Iterator[None]:
         if self._uncalibrated:
             raise EngineError(UNCALIBRATED)
         with _sampling_mode(model), kv_in_8_bits(model) if self._kv_in_8_bits else nullcontext():

@@ -1,5 +1,5 @@
 """Decode and pack FP8 weights on a card, round inputs and whole matrices and turn codes, in Triton: twins of
-`reference.dequantize_unchecked`, `quantize_unchecked` and `quantize_input` and of `training.quantize_tensor`, with the
+`reference.dequantize_unchecked`, `quantize_unchecked` and `quantize_input` and of `training.round_matrix`, with the
 same bits.
 
 They treat codes as bytes and so run on cards without FP8 too. They need triton, so they are imported only for a card.

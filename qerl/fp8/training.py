@@ -52,7 +52,7 @@ def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3, turned: bool = F
     Codes are rounded to even, once. A matrix that holds inf or NaN gets codes that are NaN. `turned`: the transpose of
     x, since products on a card sum along neighbours.
     """
-    codes, other, scale = _rounded(x, dtype, plain=not turned, turned=int(turned))
+    codes, other, scale = round_matrix(x, dtype, plain=not turned, turned=int(turned))
     return Scaled(other if turned else codes, scale)
 
 
@@ -66,11 +66,11 @@ class Both(NamedTuple):
 
 def quantize_both(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Both:
     """x and its transpose, rounded in one pass."""
-    codes, turned, scale = _rounded(x, dtype, plain=True, turned=ALIGNED)
+    codes, turned, scale = round_matrix(x, dtype, plain=True, turned=ALIGNED)
     return Both(Scaled(codes, scale), Scaled(turned, scale))
 
 
-def _rounded(x: torch.Tensor, dtype: torch.dtype, plain: bool, turned: int) -> tuple[torch.Tensor | None, ...]:
+def round_matrix(x: torch.Tensor, dtype: torch.dtype, plain: bool, turned: int) -> tuple[torch.Tensor | None, ...]:
     """See `qerl.fp8.kernels.round_matrix`, whose twin this is."""
     if x.is_cuda:
         from qerl.fp8 import kernels
@@ -133,7 +133,7 @@ class Tensorwise:
 
     def summed(self, x: torch.Tensor) -> Scaled:
         """x (T, in) as the product for dW takes it: transposed, for all weights that read x."""
-        return Scaled(*_rounded(x, E4M3, plain=False, turned=ALIGNED)[1:])
+        return Scaled(*round_matrix(x, E4M3, plain=False, turned=ALIGNED)[1:])
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,6 @@ class Blockwise:
     def to_input(self, grad: torch.Tensor, turned: FP8Tensor) -> torch.Tensor:
         """dx (T, in) in the dtype of dy."""
         return _product(grad, turned)
-
-    def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """dW is not rounded."""
 
 
 Recipe = Tensorwise | Blockwise

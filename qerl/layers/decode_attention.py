@@ -203,12 +203,12 @@ def reference_attend_(
             continue
         places = torch.arange(length, device=query.device)
         pages = batch.pages[index].long()[places // cache.page_tokens]
-        stored = [_stored(one, scale) for one, scale in zip((key[index], value[index]), cache.scales, strict=True)]
+        stored = [_stored(one, by) for one, by in zip((key[index], value[index]), cache.scales, strict=True)]
         keys, values = (
             torch.cat([part[pages, places % cache.page_tokens][:-1], one[None]])
             for part, one in zip((cache.keys, cache.values), stored, strict=True)
         )
-        keys, values = (_read(part, scale) for part, scale in zip((keys, values), cache.scales, strict=True))
+        keys, values = (_read(part, by) for part, by in zip((keys, values), cache.scales, strict=True))
         group = query.shape[1] // key.shape[1]
         scores = torch.einsum("hd,thd->ht", query[index].double(), keys.repeat_interleave(group, 1)) * scale
         out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).to(out.dtype)

@@ -137,7 +137,7 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
 
 
 def upstream_of(grad: torch.Tensor, parts: Sequence[Part]) -> Upstream:
-    """dy (T, N), for both of the next two."""
+    """dy (T, N), for `backward_to_input` and `backward_to_factors`."""
     return Upstream(grad, [part.base for part in parts], any(part.master is not None for part in parts))
 
 
@@ -181,7 +181,7 @@ def backward_to_factors(
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
         if part.master is not None:
-            add_weight_gradient_(part.master, upstream, columns, summed)
+            add_weight_gradient_(part.master, upstream, columns, summed, part.base)
             grads.append(None)
     return grads
 

@@ -55,13 +55,14 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
 class Upstream:
     """dy (T, out of all `bases`), the gradient of what linears with one input have computed.
 
-    Where a recipe rounds both the gradient to the input and those of masters (`trains`), dy is rounded once for all of
-    them, under one scale.
+    Where one recipe rounds both the gradient to the input and those of masters (`trains`), dy is rounded once for all
+    of them, under one scale.
     """
 
     def __init__(self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool) -> None:
         self.grad, recipe = grad, recipe_of(bases[0])
-        self.recipe = recipe if trains and isinstance(recipe, Tensorwise) else None
+        shares = trains and isinstance(recipe, Tensorwise) and all(recipe_of(base) == recipe for base in bases)
+        self.recipe = recipe if shares else None
         self._rounded: Both | None = None
 
     def rounded(self) -> Both | None:
@@ -112,13 +113,20 @@ def summed_input(x: torch.Tensor, upstream: Upstream) -> torch.Tensor | Scaled:
     return x if upstream.rounded() is None else upstream.recipe.summed(x)
 
 
-def add_weight_gradient_(master: nn.Parameter, upstream: Upstream, columns: slice, x: torch.Tensor | Scaled) -> None:
-    """The gradient of a master, dy^T x for these columns of dy and what `summed_input` gave, added to its own."""
-    if (rounded := upstream.rounded()) is None:
-        add_gradient_(master, upstream.grad[:, columns], x)
-    else:
+def add_weight_gradient_(
+    master: nn.Parameter, upstream: Upstream, columns: slice, x: torch.Tensor | Scaled, base: nn.Linear
+) -> None:
+    """The gradient of the master behind `base`, dy^T x for its columns of dy and what `summed_input` gave, added to its
+    own."""
+    if (rounded := upstream.rounded()) is not None:
         codes, scale = rounded.turned
         add_product_(master, scaled_product(Scaled(codes[columns], scale), x, torch.float32))
+        return
+    grad, recipe = upstream.grad[:, columns], recipe_of(base)
+    if isinstance(recipe, Tensorwise):
+        add_product_(master, recipe.to_weight(grad, x))
+    else:
+        add_gradient_(master, grad, x)
 
 
 def matrix_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Tensor, float]:

@@ -32,13 +32,8 @@ def check_kv_cache(kv_cache_dtype: str, sizes: ModelSizes, base: str | Path, cal
     raise ConfigError(
         f"rollout.kv_cache_dtype fp8 rounds keys and values with scale 1, which ruins models like {base}: it neither "
         f"norms its keys (as Qwen3, Gemma 3 and OLMo 2 do) nor carries calibrated scales ({', '.join(SCALES)}): write "
-        "rollout.kv_cache_dtype: fp8_per_token_head, or auto"
+        "a number for rollout.kv_refresh, which calibrates it, or rollout.kv_cache_dtype: fp8_per_token_head, or auto"
     )
-
-
-def fitting_8_bit_cache(sizes: ModelSizes) -> str:
-    """The value of rollout.kv_cache_dtype to recommend where memory is short."""
-    return "fp8" if sizes.head_norms else "fp8_per_token_head"
 
 
 def _calibrated(folder: Path, layers: int) -> bool:

@@ -120,7 +120,7 @@ class Shapes:
         compares `layer` with what autograd saves, and training replaces it by what it measures.
         """
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
-        rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate)
+        rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate, self.gradient_bytes > 0)
         decoded = 2 * self.hidden * 2 * self.intermediate if self.decoded is None else self.decoded
         return Footprint(
             layers=self.layers,

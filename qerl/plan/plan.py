@@ -30,7 +30,7 @@ from qerl.plan.engine_memory import (
     sampler_bytes,
     smaller_base,
 )
-from qerl.plan.kv_cache import calibrates_kv, fitting_8_bit_cache
+from qerl.plan.kv_cache import calibrates_kv
 from qerl.plan.micro_batch_plan import (
     GIB,
     MARGIN,
@@ -272,7 +272,7 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
         other += chosen_bytes(allowed, room.weights, per_token, _chosen_bytes(config, sizes))
     cache = wanted if wanted is not None else budget - other
     if cache < context * per_token:
-        smaller = f"set rollout.kv_cache_dtype: {fitting_8_bit_cache(sizes)}, " if kind == "auto" else ""
+        smaller = "set rollout.kv_cache_dtype: fp8, " if kind == "auto" else ""
         text = (
             f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
             f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "

@@ -7,10 +7,10 @@ blockwise: the peak is in the gradient to the input of gate and up. Then the gra
 per token, the codes of dy (2 I bytes), a float32 scale for each 128 of them, and the product (H numbers of 2 bytes); of
 the weight (2 I x H) codes and their transposed copy, 1 byte each.
 
-tensorwise: with masters the peak in tokens is there, too. The gradients of gate and up are rounded once for both of
-their products, so there are two times 2 I bytes per token of codes, and the product, beside what is gone. The peak in
-weights is the float32 product of a master's gradient (I x H) before it is added. Both are counted, though they do not
-come at the same time.
+tensorwise: the peak is in the same place, with the codes of dy but no scales per token, and the transposed codes of the
+weight alone. With masters dy is rounded for both of its products, which makes 4 I bytes per token of codes, less the
+2 I of the activation's gradient, which is gone. The float32 product of a master's gradient (I x H) is counted beside
+that, though it comes later.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class RoundingWork(NamedTuple):
     weight: int
 
 
-def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int) -> RoundingWork:
-    """What the recipe takes of a model with these sizes."""
+def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int, masters: bool = False) -> RoundingWork:
+    """What the recipe takes of a model with these sizes, whose `masters` are trained, or an adapter."""
     if recipe is None:
         return RoundingWork(0, 0)
     if recipe == "tensorwise":
-        return RoundingWork(2 * 2 * intermediate - 2 * intermediate + 2 * hidden, 4 * intermediate * hidden)
+        codes, gone, product = 2 * intermediate * (2 if masters else 1), 2 * intermediate, 2 * hidden
+        return RoundingWork(codes - gone + product, (4 if masters else 2) * intermediate * hidden)
     weight, product, gone = 2 * intermediate * hidden, 2 * hidden, 2 * intermediate
     rounded = 2 * intermediate + 4 * -(-2 * intermediate // 128)
     return RoundingWork(rounded - gone + product, (1 + 1) * weight)

@@ -68,6 +68,7 @@ class DecodeImpl(FlashAttentionImpl):
         plain = plain and self.kv_cache_dtype in ("auto", "bfloat16", *EIGHT_BITS)
         self.decodes = plain and takes(self.num_heads, self.num_kv_heads, self.head_size)
         self._in_8_bits = self.decodes and self.kv_cache_dtype in EIGHT_BITS
+        self._shape = (self.num_kv_heads, self.head_size, 8 if self._in_8_bits else 16)
         if self._in_8_bits:  # vLLM then hands queries on as they are
             self.supports_quant_query_input = False
 
@@ -86,7 +87,7 @@ class DecodeImpl(FlashAttentionImpl):
         if attn_metadata is None:  # in vLLM's profile run
             return output.fill_(0)
         space = attn_metadata.decode_space if self.decodes else None
-        if space is None or (space.key_heads, space.head_dim) != (self.num_kv_heads, self.head_size):
+        if space is None or (space.key_heads, space.head_dim, space.bits) != self._shape:
             if self.kv_sharing_target_layer_name is None and key is not None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             if self._in_8_bits:

@@ -1,7 +1,8 @@
 """Write the scales of 8-bit keys and values into vLLM's attention layers, where captured graphs read them.
 
 vLLM 0.25.1 keeps them as float32 buffers of the layer (`_k_scale`, `_v_scale`, and `_q_scale` where queries are rounded
-too), which FlashAttention and vLLM's Triton kernel read on the card, so that they can change under captured graphs.
+too), which our kernel, FlashAttention and vLLM's Triton kernel read on the card, so that they can change under captured
+graphs.
 Backends that take them from the host when a graph is captured (FlashInfer) cannot be calibrated.
 """
 

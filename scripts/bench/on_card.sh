@@ -13,7 +13,7 @@
 #     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
 #     qatsmall 460 s  weights (NVFP4, FP8) and adapters through the quantizer on the embedded model: bytes, exports in
 #                     stock vLLM, evaluations; gradients in FP8; distillation
-#     arith     60 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
+#     arith     80 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     distill  560 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 560 steps (another
@@ -23,8 +23,8 @@
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
-#     qat80    310 s  such steps on a card of 80 GiB, and TRL's with gradient checkpointing
-#     qat80fp8 190 s  the same with gradients in FP8
+#     qat80    310 s  steps of full-weight training on a card of 80 GiB, and TRL's with gradient checkpointing
+#     qat80fp8 190 s  such steps with gradients in FP8
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
 #     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
@@ -58,9 +58,9 @@
 #     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
 #                     and whole weights; another call with the same CHECKPOINTS goes on
 #     attention 70 s  attention of decode steps at 7B, keys and values in 8 and in 16 bits, beside FlashAttention; its tests
-#     fp8kv    150 s  FP8 keys and values, calibrated: agreement at 7B, and decode speed of 48 sequences of 4096 tokens beside
+#     fp8kv    240 s  FP8 keys and values, calibrated: agreement at 7B, and decode speed of 48 sequences of 4096 tokens beside
 #                     16 bits, in turns
-#     fp8kvsmall 200 s  the same agreement on a small model without normed keys, and of 16 bits at 7B
+#     fp8kvsmall 200 s  agreement with FP8 keys and values on a small model without normed keys, and with 16 bits at 7B
 #     fp8kvhead 200 s the same at 7B with a scale for each token and head
 #     fp8many  230 s  decode speed at 7B with 128 and 256 sequences, in turns: ours over FP8 and over NVFP4, and nothing else
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
@@ -449,10 +449,11 @@ batch_attention() {
 
 batch_fp8kv() {
     checkpoint qwen2.5-7b 7b
-    agree_of kv-fp8 --kv-cache-dtype fp8 --calibrate-kv
     turns 2 "${LONG[@]}" --rounds 4
     turn 7b-kv-fp8 7b 0.3 --kv-cache-dtype fp8
     turn 7b-kv-auto 7b 0.3
+    wait
+    agree_of kv-fp8 --kv-cache-dtype fp8 --calibrate-kv
     wait
 }
 

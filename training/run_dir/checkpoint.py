@@ -7,6 +7,7 @@ runs/<name>/checkpoints/step-000040/
     adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is (for a run that trains
                                                       whole weights: weights/, its masters)
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
+    kv_scales.json, carry_over.pt                     of runs that need them to go on
     checksums.json                                    written last; a folder without it is no checkpoint
 """
 

@@ -146,7 +146,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
             const u16* fresh = now(new_key, key_stride);
 #pragma unroll
             for (int w = 0; w < KEY_WORDS; ++w) key[i][w] = 0;
-            if (token < length) load_key(place_of(key_cache + place_in(row), fresh, token == length - 1), lo, key[i]);
+            if (token < length) load_key(source_of(key_cache + place_in(row), fresh, token == length - 1), lo, key[i]);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -198,7 +198,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
 #pragma unroll
                 for (int w = 0; w < VALUE_WORDS; ++w) value[i][w] = 0;
                 if (token < length)
-                    load_value(place_of(value_cache + place_in(row), fresh, token == length - 1), hi, value[i]);
+                    load_value(source_of(value_cache + place_in(row), fresh, token == length - 1), hi, value[i]);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)

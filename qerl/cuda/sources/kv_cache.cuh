@@ -27,7 +27,7 @@ typedef u8 Element;
 // Copy COUNT words between registers and memory, 16 bytes at a time if there are as many.
 template <int COUNT>
 static __device__ __forceinline__ void load_words(const void* place, u32* words) {
-    static_assert(COUNT == 1 || COUNT == 2 || COUNT % 4 == 0, "a power of two");
+    static_assert(COUNT == 1 || COUNT == 2 || COUNT % 4 == 0, "1, 2 or a multiple of 4");
     if constexpr (COUNT >= 4) {
 #pragma unroll
         for (int i = 0; i < COUNT / 4; ++i) {
@@ -80,7 +80,7 @@ static __device__ __forceinline__ uint2 paired(const u32* first, const u32* seco
 }
 
 // Where to load a token from: the new one is not in the cache yet.
-static __device__ __forceinline__ const u16* place_of(const u16* cached, const u16* fresh, bool is_new) {
+static __device__ __forceinline__ const u16* source_of(const u16* cached, const u16* fresh, bool is_new) {
     return is_new ? fresh : cached;
 }
 
@@ -95,10 +95,14 @@ static __device__ __forceinline__ u32 two_f16(float low, float high) {
     return two;
 }
 
-// bfloat16 reaches further than float16, but no query that a model computes does.
+// Within what float16 holds, as every query that a model computes is; NaN stays NaN.
+static __device__ __forceinline__ float clamped(float value) {
+    const float most = 65504.0f;
+    return value > most ? most : value < -most ? -most : value;
+}
+
 static __device__ __forceinline__ u32 query_word(u32 two) {
-    const float most = 65504.0f, low = from_bf16((u16)two), high = from_bf16((u16)(two >> 16));
-    return two_f16(fminf(fmaxf(low, -most), most), fminf(fmaxf(high, -most), most));
+    return two_f16(clamped(from_bf16((u16)two)), clamped(from_bf16((u16)(two >> 16))));
 }
 
 static __device__ __forceinline__ u32 weight_word(float low, float high) { return two_f16(low, high); }
@@ -143,7 +147,7 @@ static __device__ __forceinline__ void round_words(const u16* fresh, float inver
 }
 
 // What the cache has in the place of the new token is loaded like any other; `round_key` and `round_value` replace it.
-static __device__ __forceinline__ const u8* place_of(const u8* cached, const u16*, bool) { return cached; }
+static __device__ __forceinline__ const u8* source_of(const u8* cached, const u16*, bool) { return cached; }
 
 static __device__ __forceinline__ void round_key(const u16* fresh, int lo, float inverse, u32* key) {
 #pragma unroll

@@ -138,6 +138,10 @@ PAIRS = [
         "rollout.kv_cache_dtype fp8_per_token_head with rollout.engine transformers",
     ),
     (
+        ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=null"],
+        "rollout.kv_cache_dtype fp8 with rollout.engine transformers",
+    ),
+    (
         ["rollout.tune_kernels=true", "rollout.deterministic=true"],
         "rollout.tune_kernels true with rollout.deterministic true",
     ),

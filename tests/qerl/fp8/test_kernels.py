@@ -91,7 +91,7 @@ def check_rounded(x, dtype, plain=True, turned=0):
     """Compare the kernel's codes and scale of x with those of its twin on the CPU; returns the kernel's codes."""
     from qerl.fp8 import kernels
 
-    found, right = kernels.round_matrix(x, dtype, plain, turned), training._rounded(x.cpu(), dtype, plain, turned)
+    found, right = kernels.round_matrix(x, dtype, plain, turned), training.round_matrix(x.cpu(), dtype, plain, turned)
     for one, other in zip(found, right, strict=True):
         assert (one is None) == (other is None)
         assert one is None or (one.shape == other.shape and same_bits(one.cpu()[None], other[None]))

@@ -67,14 +67,13 @@ def test_tensorwise_products_are_those_of_the_rounded_matrices(name):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)
 
 
-def test_blockwise_products_are_those_of_groups_and_blocks_and_leave_the_weight_s_gradient():
+def test_blockwise_products_are_those_of_groups_and_blocks():
     recipe, x, weight, grad = recipe_of("blockwise"), normal(T, IN), normal(OUT, IN, seed=1), normal(T, OUT, seed=2)
     held = recipe.weight(weight)
     torch.testing.assert_close(recipe.output(x, held).double(), grouped(x) @ blocks(weight).t(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(
         recipe.to_input(grad, recipe.turned(held)).double(), grouped(grad) @ blocks(weight), rtol=1e-5, atol=1e-4
     )
-    assert recipe.to_weight(grad, x) is None
     assert recipe.weight(held) is held
 
 

@@ -71,8 +71,7 @@ def test_a_master_gets_the_gradient_of_the_rounded_product(name, forward):
     for _ in range(2):
         y = model[0](x)
         y.backward(upstream)
-    product = recipe.to_weight(upstream, x)
-    right = upstream.t() @ x if product is None else product
+    right = recipe.to_weight(upstream, x) if name == "tensorwise" else upstream.t() @ x
     torch.testing.assert_close(master_of(model[0]).grad, 2 * right, rtol=1e-5, atol=1e-4)
     weight = master_of(model[0]).detach() if forward == "masters" else model[0].unpack(torch.float32)
     torch.testing.assert_close(y.detach(), recipe.output(x, recipe.weight(weight)), rtol=1e-5, atol=1e-5)
@@ -82,9 +81,9 @@ def test_a_master_gets_the_gradient_of_the_rounded_product(name, forward):
 @pytest.mark.parametrize("kind", ["dense", "nvfp4"])
 def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, kind, dx_needed):
     """As products of dy as a whole under one scale, whichever linear a column belongs to; the second has small ones."""
-    seen, own = [], training._rounded
+    seen, own = [], training.round_matrix
     monkeypatch.setattr(
-        training, "_rounded", lambda x, *given, **named: seen.append(tuple(x.shape)) or own(x, *given, **named)
+        training, "round_matrix", lambda x, *given, **named: seen.append(tuple(x.shape)) or own(x, *given, **named)
     )
     model, recipe = model_of(kind), recipe_of("tensorwise", products="gradients")
     for linear in model:
@@ -107,6 +106,20 @@ def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, ki
             for g, w in zip(codes.float().split([256, 128], 1), weights, strict=True)
         )
         torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rounded", [0, 1])
+def test_a_linear_without_the_recipe_beside_one_with_it_gets_an_exact_gradient(rounded):
+    """As where `ignore` keeps q in 16 bits, and k and v are packed."""
+    model, recipe = model_of("dense"), recipe_of("tensorwise", products="gradients")
+    for linear in model:
+        set_master_(linear, linear.weight.detach().clone())
+    set_recipe_(model, [model[rounded]], recipe)
+    x, upstream = torch.randn(9, 256), torch.randn(9, 384)
+    lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model]).backward(upstream)
+    for number, (linear, grad) in enumerate(zip(model, upstream.split([256, 128], 1), strict=True)):
+        right = recipe.to_weight(grad, x) if number == rounded else grad.t() @ x
+        torch.testing.assert_close(master_of(linear).grad, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rounds_input", [True, False])

@@ -17,7 +17,7 @@ from qerl.plan.sizes import KNOWN, sizes_of
 from qerl.vllm_plugin import opening
 from training.preflight.checks import read_prompts
 
-REMEDY = "write rollout.kv_cache_dtype: fp8_per_token_head, or auto"
+REMEDY = "which calibrates it, or rollout.kv_cache_dtype: fp8_per_token_head, or auto"
 SMALL = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "vocab_size": 320}
 
 

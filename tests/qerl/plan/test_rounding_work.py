@@ -17,19 +17,23 @@ from training.policy.train_memory import footprint_of
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
 # Gate and up have 2 x 18944 = 37888 columns of 3584 features: 135,790,592 weights.
 BY_HAND = {
-    # codes of dy, also turned, 2 x 37888 - 37888 + 7168; 4 x 67,895,296 of a master's gradient
-    "tensorwise": (45_056, 271_581_184),
+    # codes of dy 37888 - 37888 + 7168; the weight's codes, turned
+    "tensorwise": (7_168, 135_790_592),
     # codes of dy 37888 + 296 scales of 4 bytes - 37888 + 7168; (1 + 1) x 135,790,592
     "blockwise": (8_352, 271_581_184),
     None: (0, 0),
 }
+# codes of dy, also turned, 2 x 37888 - 37888 + 7168; 4 x 67,895,296 of a master's gradient
+WITH_MASTERS = BY_HAND | {"tensorwise": (45_056, 271_581_184)}
 
 
-@pytest.mark.parametrize(("recipe", "bytes_"), BY_HAND.items())
-def test_the_temporaries_of_a_recipe_are_in_a_micro_batch(recipe, bytes_):
-    token, weight = bytes_
-    assert rounding_work(recipe, 3584, 18944) == (token, weight)
-    plain, rounded = SEVEN_B.footprint(), replace(SEVEN_B, fp8_recipe=recipe).footprint()
+@pytest.mark.parametrize("gradient_bytes", [0, 4])
+@pytest.mark.parametrize("recipe", BY_HAND)
+def test_the_temporaries_of_a_recipe_are_in_a_micro_batch(recipe, gradient_bytes):
+    token, weight = (WITH_MASTERS if gradient_bytes else BY_HAND)[recipe]
+    assert rounding_work(recipe, 3584, 18944, gradient_bytes > 0) == (token, weight)
+    shapes = replace(SEVEN_B, gradient_bytes=gradient_bytes)
+    plain, rounded = shapes.footprint(), replace(shapes, fp8_recipe=recipe).footprint()
     assert rounded == replace(plain, working=plain.working + token, fixed=plain.fixed + weight)
     assert rounded.needed(16384, 0) - plain.needed(16384, 0) == 16384 * token + weight
 
@@ -43,7 +47,8 @@ def test_the_plan_of_a_run_has_them(base):
 
     plain, found = planned(), {name: planned(f"train.fp8_recipe={name}") for name in ("tensorwise", "blockwise")}
     more = {name: each.peak("training") - plain.peak("training") for name, each in found.items()}
-    tokens = {(bytes_ - BY_HAND[name][1]) / BY_HAND[name][0] for name, bytes_ in more.items()}
+    by_hand = WITH_MASTERS if "qat" in base else BY_HAND
+    tokens = {(bytes_ - by_hand[name][1]) / by_hand[name][0] for name, bytes_ in more.items()}
     assert len(tokens) == 1  # of the step's largest micro-batch
     assert 0.9 * 16384 < tokens.pop() <= 16384
     assert all(each.peak("rollout") == plain.peak("rollout") for each in found.values())

@@ -38,9 +38,14 @@ def test_masters_in_bfloat16_move_by_small_steps_and_resume_to_the_same_bits(bas
 
 @pytest.mark.parametrize(
     ("recipe", "size", "card", "dtype"),
-    [("qat_3b", "qwen2.5-3b", "h200", "float32"), ("qat_3b", "qwen2.5-3b", "4090", "bfloat16")],
+    [
+        ("qat_3b", "qwen2.5-3b", "h200", "float32"),
+        ("qat_3b", "qwen2.5-3b", "4090", "bfloat16"),
+        ("qat_7b", "qwen2.5-7b", "h200", "float32"),
+        ("qat_7b", "qwen2.5-7b", "h100", "bfloat16"),  # it holds float32, with micro-batches of 2048 tokens
+    ],
 )
-def test_auto_takes_float32_where_the_card_holds_it(recipe, size, card, dtype):
+def test_auto_takes_float32_where_the_card_holds_it_and_training_is_not_slow(recipe, size, card, dtype):
     from qerl.config.recipe import load_recipe
 
     config, sizes = load_recipe(recipe, ["qat.masters=auto"]), sizes_of(KNOWN[size], size)
