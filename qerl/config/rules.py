@@ -71,6 +71,13 @@ def engine(config: RunConfig) -> Conflicts:
     run starts (training/preflight/checks.py)."""
     rollout = config.rollout
     for key, value in vllm_only(config).items() if rollout.engine == "transformers" else ():
+        if value == "fp8":
+            yield Conflict(
+                {key: value, "rollout.kv_refresh": None, "rollout.engine": "transformers"},
+                "it rounds keys and values by calibrated scales only",
+                "a number for rollout.kv_refresh, or rollout.kv_cache_dtype: auto",
+            )
+            continue
         yield Conflict(
             {key: value, "rollout.engine": "transformers"},
             "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),

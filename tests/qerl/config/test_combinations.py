@@ -139,7 +139,7 @@ PAIRS = [
     ),
     (
         ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=null"],
-        "rollout.kv_cache_dtype fp8 with rollout.engine transformers",
+        "write a number for rollout.kv_refresh, or rollout.kv_cache_dtype: auto",
     ),
     (
         ["rollout.tune_kernels=true", "rollout.deterministic=true"],
