@@ -102,7 +102,11 @@ def qerl(*words: object) -> None:
 
 
 def distilled(given: argparse.Namespace, seed: int, out: Path) -> None:
-    """One run of the recipe."""
+    """One run of the recipe; where there are several cards, seeds take them in turns."""
+    from qerl.devices import visible_cards
+
+    cards = visible_cards()
+    card = ["--gpu", cards[given.seeds.index(seed) % len(cards)].index] if len(cards) > 1 else []
     keys = {
         "data.task": given.task,
         "qat.quant_cfg": given.quant_cfg,
@@ -118,7 +122,7 @@ def distilled(given: argparse.Namespace, seed: int, out: Path) -> None:
     }
     values = [*(f"{key}={value}" for key, value in keys.items()), *given.set]
     sets = [word for value in values for word in ("--set", value)]
-    named = ["--model", given.base, "--steps", given.steps, "--seed", seed]
+    named = ["--model", given.base, "--steps", given.steps, "--seed", seed, *card]
     qerl("distill", "--recipe", "qad_tiny", *named, *sets, "--out", out)
 
 
