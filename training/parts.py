@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from qerl.data.sources import sources_of
 from qerl.engine.interface import SamplingParams
 from qerl.parallel import ALONE, Parallel
-from qerl.plan.kv_cache import calibrates_kv
 from qerl.tasks import task_of
 from training.policy.kv_ranges import KVCalibration
 from training.policy.packed_policy import PackedPolicy
@@ -97,7 +96,7 @@ def make_parts(
         ahead = grading_ahead(graded, tokenizer)
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     sampler = Sampler(engine, policy, sampler_options(config), ahead, given.environments)
-    if calibrates_kv(config):
+    if config.rollout.calibrates_kv:
         prompts = [prompt.ids for prompt in given.prompts]
         sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh, given.parallel)
     return Parts(

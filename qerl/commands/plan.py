@@ -97,13 +97,13 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     """
     from qerl.checkpoint.resolve import model_under
     from qerl.plan.cards import card_of
-    from qerl.plan.kv_cache import calibrates_kv, check_kv_cache
+    from qerl.plan.kv_cache import check_kv_cache
     from qerl.plan.plan import plan
     from qerl.plan.sizes import read_sizes
 
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
-    check_kv_cache(config.rollout.kv_cache_dtype, sizes, base, calibrates_kv(config))
+    check_kv_cache(config.rollout.kv_cache_dtype, sizes, base, config.rollout.calibrates_kv)
     card = this_card(gpus) if gpu is None else card_of(gpu)
     return plan(config, sizes, replace(card, ranks=gpus))
 

@@ -54,11 +54,12 @@ def task(config: RunConfig) -> Conflicts:
 def vllm_only(config: RunConfig) -> dict[str, object]:
     """The values that were set of keys that only the vllm engine reads."""
     rollout = config.rollout
-    calibrated = rollout.kv_cache_dtype == "fp8" and rollout.kv_refresh is not None  # by which both engines round
     asked = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
         "rollout.tune_kernels": rollout.tune_kernels or None,
-        "rollout.kv_cache_dtype": None if rollout.kv_cache_dtype == "auto" or calibrated else rollout.kv_cache_dtype,
+        "rollout.kv_cache_dtype": None
+        if rollout.kv_cache_dtype == "auto" or rollout.calibrates_kv  # both engines round by calibrated scales
+        else rollout.kv_cache_dtype,
         "rollout.memory": rollout.memory,
         "rollout.deterministic": rollout.deterministic or None,
         "memory.cap_gib": config.memory.cap_gib,

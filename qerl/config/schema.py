@@ -125,6 +125,11 @@ class RolloutConfig(Section):
         False, description="rollouts and training steps repeat to the bit (vllm engine only; slower)"
     )
 
+    @property
+    def calibrates_kv(self) -> bool:
+        """Whether a run measures the scales of its keys and values, at its first sync and then now and again."""
+        return self.kv_cache_dtype == "fp8" and self.kv_refresh is not None
+
 
 class CorrectionConfig(Section):
     """Importance weights for sampling from another policy than the one trained (kernels, noise)."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.errors import CheckpointError
-from qerl.plan.kv_cache import calibrates_kv
 from qerl.plan.trained import engine_expert_rank, engine_rank
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class EngineOptions:
             deterministic=rollout.deterministic,
             tune_kernels=rollout.tune_kernels,
             kv_cache_dtype=rollout.kv_cache_dtype,
-            calibrates_kv=calibrates_kv(config),
+            calibrates_kv=config.rollout.calibrates_kv,
             max_context=config.data.max_prompt_tokens + config.longest_completion,
             max_rank=engine_rank(config),
             experts=config.adapter.experts,

@@ -172,7 +172,8 @@ def backward_to_factors(
 
     For a master there is None, as its gradient has been added to it.
     """
-    grad, grads = upstream.grad, []
+    grad = upstream.grad
+    grads: list[torch.Tensor | None] = []
     summed = summed_input(x, upstream) if any(part.master is not None for part in parts) else None
     da = None if g is None else product_32(g.t(), x)
     for part, rows, columns in _columns(parts):

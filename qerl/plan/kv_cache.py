@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.errors import ConfigError
 from qerl.plan.sizes import ModelSizes
 
-if TYPE_CHECKING:
-    from qerl.config.schema import RunConfig
-
 SCALES = ("k_scale", "v_scale")
-
-
-def calibrates_kv(config: RunConfig) -> bool:
-    """Whether a run measures the scales of its keys and values, at its first sync and then now and again."""
-    return config.rollout.kv_cache_dtype == "fp8" and config.rollout.kv_refresh is not None
 
 
 def check_kv_cache(kv_cache_dtype: str, sizes: ModelSizes, base: str | Path, calibrates: bool = False) -> None:

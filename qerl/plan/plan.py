@@ -30,7 +30,6 @@ from qerl.plan.engine_memory import (
     sampler_bytes,
     smaller_base,
 )
-from qerl.plan.kv_cache import calibrates_kv
 from qerl.plan.micro_batch_plan import (
     GIB,
     MARGIN,
@@ -214,7 +213,7 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     work = None if sizes is None else teacher_work(config, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
     gradient_bytes = BYTES[masters_dtype(config.qat)] if trains_masters(config) else 0
-    extra = (config.train.fp8_recipe, calibrates_kv(config), gradient_bytes)
+    extra = (config.train.fp8_recipe, config.rollout.calibrates_kv, gradient_bytes)
     wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
     return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 

@@ -7,7 +7,8 @@ Everything that the workload does not determine is TRL's default, except vLLM's 
 7B model and a cache stay on the card), gradient checkpointing, and LoRA on the seven projections. `--tuned` turns
 checkpointing off and Liger's kernels on, and `--full` trains all weights in BF16 with 8-bit AdamW. `--cap-gib` stands
 for a smaller card: torch gets no more, vLLM the same share of that as of a whole card, and the 8-bit state of AdamW may
-be paged to the host. A run that then lacks memory is reported with the error, and is no failure of the script.
+be paged to the host; on a card that has no more nothing is capped or paged. A run with `--cap-gib` that lacks memory is
+reported with the error, and is no failure of the script.
 torchrun spreads the batch over several cards. `--model` is a 16-bit checkpoint from
 scripts/models/make_random_checkpoint.py. Prompts and lengths are those of bench_step.py. All rewards are 0, which does
 not change the work that TRL does.
@@ -86,12 +87,12 @@ def main() -> None:
 
 
 def capped(cap_gib: float | None) -> float:
-    """The share of the card that `cap_gib` is, which torch is held to; 1 without a cap."""
+    """The share of the card that `cap_gib` is, which torch is held to; 1 without a cap or with a larger one."""
     import torch
 
     if cap_gib is None or not torch.cuda.is_available():
         return 1.0
-    share = cap_gib * 2**30 / torch.cuda.mem_get_info()[1]
+    share = min(1.0, cap_gib * 2**30 / torch.cuda.mem_get_info()[1])
     torch.cuda.set_per_process_memory_fraction(share)
     return share
 

@@ -23,7 +23,8 @@
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
-#     qat80    310 s  steps of full-weight training on a card of 80 GiB, and TRL's with gradient checkpointing
+#     qat80    430 s  steps of full-weight training on a card of 80 GiB, and TRL's with gradient checkpointing, whose
+#                     micro-batches are 8 and 16
 #     qat80fp8 190 s  such steps with gradients in FP8
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
 #     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
@@ -270,7 +271,8 @@ batch_qatfp8() {
 batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80 240 bench_qat 7b-16 --steps 3 --masters auto
-    script step-7b-trl-full-80 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 79 --steps 3
+    script step-7b-trl-full-80 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 80 --steps 3
+    script step-7b-trl-full-80-16 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 16 --cap-gib 80 --steps 3
 }
 
 batch_qat80fp8() {

@@ -30,7 +30,7 @@ from qerl.engine.own_memory import others_bytes
 from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
-from qerl.plan.kv_cache import calibrates_kv, check_kv_cache
+from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.plan import GIB, plan, settled_for
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears, trains_masters
@@ -110,7 +110,7 @@ def read_prompts(
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config.adapter)
     sizes = sizes_at(base)
-    check_kv_cache(config.rollout.kv_cache_dtype, sizes, local_folder(base.base), calibrates_kv(config))
+    check_kv_cache(config.rollout.kv_cache_dtype, sizes, local_folder(base.base), config.rollout.calibrates_kv)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     switches = config.data.chat_template_kwargs
     check_switches(tokenizer, switches, "data.chat_template_kwargs")
