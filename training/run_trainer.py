@@ -85,8 +85,7 @@ class RunTrainer(Trainer):
         trained = [*self.parts.policy.parameters(), *(shards.elsewhere if shards else ())]
         masters = trained if trains_masters(config) else ()
         if any(master.dtype == torch.bfloat16 for master in masters):
-            elsewhere = shards.elsewhere if shards else {}
-            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed, elsewhere)
+            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
         return optimizer
 
     def compute_loss(

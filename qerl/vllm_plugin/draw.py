@@ -1,33 +1,19 @@
 """Drawing one token per row in plain torch: the twin of `draw_kernel.draw`, which uses the same random numbers.
 
 It uses the Gumbel-max trick: the largest of z + g is a draw from softmax(z), where g = -log(-log(1 - u)) and u is
-uniform. The u are words of Philox4x32-10 (Salmon et al., SC 2011). The first word for the request's seed and the
-token's position is the key of the row; the four words of one counter are for four logits, a quarter of a block apart.
-We compute Philox ourselves because torch 2.11 has it only on CUDA, and does not let one choose the counter.
+uniform. The u are words of Philox (`qerl/philox.py`). The first word for the request's seed and the token's position is
+the key of the row; the four words of one counter are for four logits, a quarter of a block apart.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+
+from qerl.philox import WORD, Words, philox
 
 BLOCK = 4096  # logits per program
 QUARTER = BLOCK // 4
-WORD = 0xFFFFFFFF
-ROUNDS = 10
-MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 SMALLEST = 4.6566127342e-10  # the smallest u: 2^-31, with the digits that the kernel has
-
-
-class Words(NamedTuple):
-    """Four tensors of 32-bit words, as int64 from 0 to 2^32 - 1."""
-
-    first: torch.Tensor
-    second: torch.Tensor
-    third: torch.Tensor
-    fourth: torch.Tensor
 
 
 def reference_draw(
@@ -67,15 +53,3 @@ def gumbel(key: torch.Tensor, vocabulary: int) -> torch.Tensor:
     positive = torch.where(bits > WORD // 2, WORD - bits, bits)  # read as a signed word s: s, or -1 - s if negative
     uniform = (positive.float() * SMALLEST).clamp(min=SMALLEST).double()
     return -torch.log(-torch.log1p(-uniform))
-
-
-def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Philox4x32-10 of a counter and a key, as int64; their words are broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        low, high = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2  # 64 bits; it does not matter that int64 has a sign
-        c0, c1 = (high >> 32) & WORD ^ c1 ^ k0, high & WORD
-        c2, c3 = (low >> 32) & WORD ^ c3 ^ k1, low & WORD
-        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
-    return Words(c0, c1, c2, c3)

@@ -8,74 +8,83 @@ update itself, bitsandbytes' with 8-bit moments as well: it is given one weight 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from qerl.philox import WORD, Words, philox
 from training.rollout.seeds import derive_seed
 
-PIECE = 2**24  # numbers for which random bits exist at once
+LANES = 1024  # counters per program; each gives the 16 random bits of eight numbers, which lie this far apart
+BLOCK = 8 * LANES
+PIECE = 1024  # blocks whose random bits exist at once in plain torch
+EXPONENT, QUIET = 0x7F800000, 0x400000  # of float32: all bits set in inf and NaN; set in NaN that stays NaN when cut
 
 
-def round_randomly_(target: torch.Tensor, value: torch.Tensor, generator: torch.Generator) -> None:
-    """Write `value` (float32, contiguous) to `target` (bfloat16), up or down with the probability of its nearness.
+def round_randomly_(target: torch.Tensor, value: torch.Tensor, seed: int) -> None:
+    """Write `value` (float32) to `target` (bfloat16), up or down with the probability of its nearness.
 
-    Exact numbers, inf and NaN stay as they are. `value` is overwritten.
+    Both are contiguous and of one shape. Exact numbers, inf and NaN stay as they are. The random bits depend on `seed`
+    (0 to 2^63 - 1) and on a number's place, and are the same on a CPU and on a GPU.
     """
-    for to, of in zip(target.view(-1).split(PIECE), value.view(-1).split(PIECE), strict=True):
-        dropped = torch.randint(0, 2**16, of.shape, dtype=torch.int32, device=of.device, generator=generator)
-        dropped.masked_fill_(~of.isfinite(), 0)  # a carry would turn NaN into a number
-        of.view(torch.int32).add_(dropped).bitwise_and_(-(2**16))
-        to.copy_(of)
+    if value.is_cuda:
+        from training.policy.rounding_kernel import round_randomly_ as by_kernel_
+
+        by_kernel_(target, value, seed)
+    else:
+        reference_round_randomly_(target, value, seed)
 
 
-def pass_over_(count: int, device: torch.device, generator: torch.Generator) -> None:
-    """Draw the random bits for so many weights and drop them, so that the next weights get the bits that are theirs."""
-    for start in range(0, count, PIECE):
-        shape = (min(PIECE, count - start),)
-        torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
+def reference_round_randomly_(target: torch.Tensor, value: torch.Tensor, seed: int) -> None:
+    """The twin of the kernel, in plain torch."""
+    pieces = zip(target.view(-1).split(PIECE * BLOCK), value.view(-1).split(PIECE * BLOCK), strict=True)
+    for number, (to, of) in enumerate(pieces):
+        bits = of.view(torch.int32)
+        finite = bits.bitwise_and(EXPONENT) != EXPONENT
+        dropped = random_halves(seed, number * PIECE, of.numel()).to(device=of.device, dtype=torch.int32)
+        up = torch.where(finite, bits + dropped, torch.where(of.isnan(), bits | QUIET, bits))
+        to.view(torch.int16).copy_(up >> 16)
+
+
+def random_halves(seed: int, block: int, count: int) -> torch.Tensor:
+    """16 random bits (count,) int64 for each of the numbers from a block on."""
+    blocks = -(-count // BLOCK)
+    lanes = block * LANES + torch.arange(blocks * LANES)
+    nothing = torch.zeros_like(lanes)
+    key = torch.tensor(seed & WORD), torch.tensor(seed >> 32)
+    words = philox(Words(lanes, nothing, nothing, nothing), key)
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])  # (8, blocks x lanes)
+    return halves.unflatten(1, (blocks, LANES)).transpose(0, 1).flatten()[:count]
 
 
 class RandomlyRounded(torch.optim.Optimizer):
     """`inner`, with parameters in bfloat16 updated in float32 and then rounded at random; others are left to it.
 
     `inner` is a new optimizer of these parameters, which from then on works for this one alone. The random bits depend
-    on `seed` and the number of updates, which is part of the state, so a resumed run continues with the same bits. Its
-    memory beside the state is a float32 copy of one weight and of its gradient.
+    on `seed`, a parameter's number and the number of updates, which is part of the state, so a resumed run continues
+    with the same bits, and so do several ranks that share out the parameters. Its memory beside the state is a float32
+    copy of one weight and of its gradient.
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, seed: int, elsewhere: Mapping[nn.Parameter, int] | None = None
-    ) -> None:
-        """`elsewhere` has the number of weights behind each empty parameter that another rank updates."""
+    def __init__(self, inner: torch.optim.Optimizer, seed: int) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        self._elsewhere = dict(elsewhere or {})
         self.param_groups[0].setdefault("updates", 0)
         self._inner, self._seed = inner, seed
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        updates, generators = self.param_groups[0]["updates"], {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                elsewhere = self._elsewhere.get(parameter, 0)
-                if parameter.grad is None and not elsewhere:
-                    continue
-                if (device := parameter.device) not in generators:
-                    generators[device] = torch.Generator(device).manual_seed(
-                        derive_seed(self._seed, updates, "rounding")
-                    )
-                if elsewhere:
-                    pass_over_(elsewhere, device, generators[device])
-                else:
-                    self._update_(parameter, group, generators[device])
+        updates = self.param_groups[0]["updates"]
+        parameters = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for number, (parameter, group) in enumerate(parameters):
+            if parameter.grad is not None:
+                self._update_(parameter, group, derive_seed(self._seed, updates, f"rounding of {number}"))
         self.param_groups[0]["updates"] = updates + 1
         return loss
 
-    def _update_(self, parameter: nn.Parameter, group: dict[str, Any], generator: torch.Generator) -> None:
+    def _update_(self, parameter: nn.Parameter, group: dict[str, Any], seed: int) -> None:
         """One step of `inner` on one parameter, which has its state here."""
         wide = parameter
         if parameter.dtype == torch.bfloat16:
@@ -86,7 +95,7 @@ class RandomlyRounded(torch.optim.Optimizer):
         self._inner.step()
         self.state[parameter] = self._inner.state[wide]
         if wide is not parameter:
-            round_randomly_(parameter, wide.data, generator)
+            round_randomly_(parameter.data, wide.data, seed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with the dtypes it was saved in; torch would cast it to those of the parameters."""

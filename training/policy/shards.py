@@ -14,7 +14,6 @@ torch.distributed.checkpoint, work on torch's default group, which vLLM takes fo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,9 +51,7 @@ class Shards:
 
     def receive_gradients_(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients of all masters where these are. Elsewhere the parameter is empty."""
-        self.elsewhere = {
-            master: math.prod(self.shape(name)) for name, master in masters.items() if not self.mine(name)
-        }
+        self.elsewhere = [master for name, master in masters.items() if not self.mine(name)]
         for layer in self._layers:
             layer.receive_gradients_(masters)
 

@@ -1,12 +1,20 @@
-"""Weights in bfloat16, rounded at random: exact where nothing is dropped, right on average, the same bits again."""
+"""Weights in bfloat16, rounded at random: exact where nothing is dropped, right on average, the same bits again.
+
+Without a card but with triton installed, the kernel runs by
+`TRITON_INTERPRET=1 pytest -m gpu tests/training/policy/test_rounding.py`.
+"""
+
+import os
 
 import pytest
 import torch
 from torch import nn
 
-from training.policy.rounding import PIECE, RandomlyRounded, round_randomly_
+from training.policy.rounding import BLOCK, RandomlyRounded, random_halves, round_randomly_
 
 BFLOAT16 = torch.bfloat16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def seeded(seed=0):
@@ -15,14 +23,14 @@ def seeded(seed=0):
 
 def rounded(value, seed=0):
     target = torch.empty(value.shape, dtype=BFLOAT16)
-    round_randomly_(target, value.clone(), seeded(seed))
+    round_randomly_(target, value, seed)
     return target
 
 
 def test_numbers_of_bfloat16_and_what_is_not_finite_stay():
     values = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0**-130, 3e38, float("inf"), -float("inf")]).to(BFLOAT16).float()
     assert torch.equal(rounded(values).view(torch.int16), values.to(BFLOAT16).view(torch.int16))
-    every_nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+    every_nan = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert rounded(every_nan).isnan().all()
 
 
@@ -37,13 +45,33 @@ def test_a_number_goes_up_with_the_probability_of_its_nearness(share, sign):
     assert (result == high).float().mean().item() == pytest.approx(share, abs=0.002)
 
 
-def test_the_pieces_have_bits_of_their_own(monkeypatch):
+def test_no_number_shares_its_bits_with_another_and_pieces_change_nothing(monkeypatch):
+    """The 16 random bits of 64 numbers in a row are the same by chance in one of 10^300 seeds."""
     import training.policy.rounding as module
 
-    monkeypatch.setattr(module, "PIECE", 64)
-    result = rounded(torch.full((4, 64), 1.0 + 2.0**-8))
-    assert len({tuple(row.tolist()) for row in result}) == 4
-    assert PIECE > 64
+    halves = random_halves(2**62 + 5, 0, 3 * BLOCK - 7)
+    assert len({tuple(row.tolist()) for row in halves[: len(halves) // 64 * 64].view(-1, 64)}) == len(halves) // 64
+    assert halves.float().mean().item() == pytest.approx(2**15, abs=0.02 * 2**15)
+    assert torch.equal(random_halves(2**62 + 5, 1, 100), halves[BLOCK : BLOCK + 100])
+    assert not torch.equal(random_halves(2**61 + 5, 0, 100), halves[:100])
+    values = torch.full((3 * BLOCK - 7,), 1.0 + 2.0**-8)
+    whole = rounded(values)
+    monkeypatch.setattr(module, "PIECE", 1)
+    assert torch.equal(rounded(values), whole)
+
+
+# Both last passed in Triton's interpreter on 2026-11-26.
+@pytest.mark.gpu(instead=INTERPRETED)
+@pytest.mark.parametrize("count", [1, 1023, BLOCK, 2 * BLOCK + 77])
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 123456789])
+def test_the_kernel_has_the_bits_of_its_twin(count, seed):
+    from training.policy.rounding_kernel import round_randomly_ as by_kernel_
+
+    bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)  # NaN and inf among them
+    value = bits.view(torch.float32)
+    target = torch.empty(count, dtype=BFLOAT16, device=DEVICE)
+    by_kernel_(target, value.to(DEVICE), seed)
+    assert torch.equal(target.cpu().view(torch.int16), rounded(value, seed).view(torch.int16))
 
 
 def parameters(dtype, seed=0):
