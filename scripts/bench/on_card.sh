@@ -83,7 +83,10 @@
 #     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
 #     faults   650 s  two cards: a rank killed eight times (KILLS=3: 390 s), and whole weights two times, with other faults
 #     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each, all six runs at once
-#     ranks4   560 s  four cards: as ranks, without TRL, and whole weights
+#     ranks4   560 s  four cards: as ranks, on one card, two and four
+#     hosts4   220 s  four cards: workload A by two launchers with two cards each; a step of a 32B
+#     killed4  300 s  four cards: one of two such launchers killed KILLS times (default 3); it ends with the other alone
+#     qat4     120 s  four cards: whole weights of a 7B
 #     ranks8   500 s  eight cards: as ranks, without TRL
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
@@ -578,27 +581,68 @@ ranks_checkpoints() {
     wait
 }
 
-on_cards() { # CARDS: workload A and geometric lengths on one card each, then on CARDS, and CARDS times the batch
-    ranks_checkpoints
-    one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
-    one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    wait
+on_cards() { # CARDS: workload A, geometric lengths and CARDS times the batch
     ranks "step-7b-cards$1" 200 "$1" bench_step 7b --steps 4
     ranks "step-7b-mixed-cards$1" 150 "$1" bench_step 7b-mixed --steps 4 --new-tokens 1024
     ranks "step-7b-cards$1-weak" 120 "$1" bench_step 7b --steps 4 --prompts $((16 * $1))
 }
 
+on_one() { # workload A and geometric lengths on one card each, at the same time
+    one_card 0 "geometric lengths on card 1${1:+, $1}" step-7b-cards1 300 bench_step 7b --steps 4
+    one_card 1 "workload A on card 0${1:+, $1}" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
+}
+
 batch_ranks() {
+    ranks_checkpoints
+    on_one
+    wait
     on_cards 2
     ranks step-7b-trl-cards2 200 2 bench_trl 7b-16 --steps 3 --tuned
 }
 
-batch_ranks4() {
+batch_ranks4() { # two cards on the other half of the host, while one card each works on the first
+    MAKE_S=240 checkpoint qwen2.5-32b 32b &
+    ranks_checkpoints
+    on_one "workload A on cards 2 and 3"
+    CUDA_VISIBLE_DEVICES=2,3 QERL_BESIDE="workload A on card 0, geometric lengths on card 1" \
+        ranks step-7b-cards2 300 2 bench_step 7b --steps 4 &
+    wait
     on_cards 4
+    ranks step-7b-trl-cards4 200 4 bench_trl 7b-16 --steps 3 --tuned
+}
+
+host_of() { # NUMBER NAME ARGUMENTS...: one of two hosts, which has two of the four cards
+    CUDA_VISIBLE_DEVICES=$((2 * $1)),$((2 * $1 + 1)) run "$2-host$1" 200 "$python" -m torch.distributed.run --nnodes 2 \
+        --node-rank "$1" --nproc-per-node 2 --rdzv-endpoint 127.0.0.1:29517 "${@:3}" --out "$out/$2.json"
+}
+
+batch_hosts4() { # two launchers with two cards each, as on two hosts; and 32B on four cards
+    checkpoint qwen2.5-7b 7b
+    local host
+    for host in 0 1; do
+        host_of "$host" step-7b-hosts2 scripts/bench/bench_step.py --model "$checkpoints/7b" --steps 4 &
+    done
+    wait
+    MAKE_S=240 checkpoint qwen2.5-32b 32b
+    ranks step-32b-cards4 300 4 bench_step 32b --steps 2 --rank 16 --group 8 --prompts 8 --prompt-tokens 256 \
+        --new-tokens 2048 --set noise.enabled=false
+}
+
+batch_killed4() { # one of two hosts with two cards each is killed; at last the run goes on with two cards
+    check_faults killed-hosts --hosts --ranks 4 --per-host 2 --kills "${KILLS:-3}" --left 1 --engine vllm --set memory.cap_gib=9
+}
+
+batch_qat4() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
     ranks qat-7b-cards4 200 4 bench_qat 7b-16 --steps 3
 }
 
-batch_ranks8() { on_cards 8; }
+batch_ranks8() {
+    ranks_checkpoints
+    on_one
+    wait
+    on_cards 8
+}
 
 batch_carry() { # completions of geometric length, with and without carrying the unfinished ones over
     local work=(--steps 12 --new-tokens 1024) over=(--set rollout.carry_over=2)

@@ -6,8 +6,9 @@
 A run is killed by SIGKILL to one rank, drawn as the moment is, and resumed to be killed again; after the last kill it
 goes on to its end, and is compared with a run that nobody killed. Then a rank runs out of memory, finds a NaN, or has a
 reward that raises. Ranks are started without torch's launcher, which would end the others itself: here they notice by
-what qerl does. With --hosts each has a launcher of its own, which is killed with it. Ranks talk by gloo on a CPU and
-take a card each where there are several.
+what qerl does. With --hosts there is a launcher for every --per-host ranks, as on hosts of their own, and a whole host
+is killed. With --left the run goes on after the last kill on so many hosts, whose sums are in another order. Ranks talk
+by gloo on a CPU and take a card each where there are several.
 """
 
 from __future__ import annotations
@@ -66,13 +67,17 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
-    parser.add_argument("--hosts", action="store_true", help="torch's launcher for each rank, as on hosts of their own")
+    parser.add_argument("--hosts", action="store_true", help="torch's launcher for ranks, as on hosts of their own")
+    parser.add_argument("--per-host", type=int, default=1, help="ranks of a launcher, with --hosts")
+    parser.add_argument("--left", type=int, help="hosts, or ranks without --hosts, that go on after the last kill")
     parser.add_argument("--qat", action="store_true", help="whole weights, which the ranks share out")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.runs.mkdir(parents=True)
+    if arguments.ranks % arguments.per_host or (arguments.per_host > 1 and not arguments.hosts):
+        parser.error(f"--per-host {arguments.per_host} needs --hosts, and --ranks that it divides")
     from scripts.bench.provenance import command, machine
 
     found = {"command": command(), **machine(), **checked(arguments)}
@@ -100,11 +105,15 @@ def checked(arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(arguments.kills):
         kills.append(one_kill(arguments, killed, steps, chosen))
         note(arguments.out, {"unfinished": True, "exit_codes": {"not killed": alone}, "kills": kills})
-    ended = Ranks(arguments, runs, ["--resume", str(killed)]).ended(START_S + 60 * steps)
+    last = argparse.Namespace(
+        **{**vars(arguments), "ranks": (arguments.left or 0) * arguments.per_host or arguments.ranks}
+    )
+    ended = Ranks(last, runs, ["--resume", str(killed)]).ended(START_S + 60 * steps)
     faults = {name: one_fault(arguments, name) for name in FAULTS} if arguments.engine == "transformers" else {}
     return {
         "ranks": arguments.ranks,
-        "launcher_for_each": arguments.hosts,
+        "ranks_per_launcher": arguments.per_host if arguments.hosts else None,
+        "ranks_after_the_last_kill": last.ranks,
         "whole_weights": arguments.qat,
         "kills": kills,
         "exit_codes": {"not killed": alone, "after the last kill": ended},
@@ -131,17 +140,20 @@ def packed_base(folder: Path) -> str:
 
 
 class Ranks:
-    """The processes of a run, each with a log of its own in `folder`."""
+    """The processes of a run, ranks or the launchers of hosts, each with a log of its own in `folder`."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, words: Sequence[str], fault: str = "none") -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = str(found.getsockname()[1])
-        self.logs = [folder / f"rank-{rank}.log" for rank in range(arguments.ranks)]
+        count = arguments.ranks // (arguments.per_host if arguments.hosts else 1)
+        self.logs = [folder / f"rank-{rank}.log" for rank in range(count)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            launcher, environ = (host if arguments.hosts else alone)(rank, arguments.ranks, port)
-            command = [*launcher, __file__, AS_RANK, fault if rank == arguments.ranks - 1 else "none", *words]
+            launcher, environ = (
+                host(rank, count, port, arguments.per_host) if arguments.hosts else alone(rank, count, port)
+            )
+            command = [*launcher, __file__, AS_RANK, fault if rank == count - 1 else "none", *words]
             own = {"env": os.environ | environ | {"PYTHONPATH": PATHS}, "start_new_session": True}
             with log.open("w") as output:
                 self.processes.append(subprocess.Popen(command, stdout=output, stderr=output, **own))
@@ -166,11 +178,11 @@ class Ranks:
         self.processes[rank].wait()
 
     def errors(self) -> list[list[str]]:
-        """The lines of each rank that begin with `error:`, without folders of this machine."""
+        """The different lines of each process that begin with `error:`, without folders of this machine."""
         from scripts.bench.provenance import without_folders
 
         texts = [without_folders(log.read_text()) for log in self.logs]
-        return [[line for line in text.splitlines() if line.startswith("error: ")] for text in texts]
+        return [list(dict.fromkeys(line for line in text.splitlines() if line.startswith("error: "))) for text in texts]
 
 
 def with_children(pid: int) -> list[int]:
@@ -188,18 +200,18 @@ def alone(rank: int, ranks: int, port: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable], {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def host(rank: int, ranks: int, port: str) -> tuple[list[str], dict[str, str]]:
-    """torch's launcher as on a host of its own, with one rank; where there are cards it sees one."""
-    words = ["--nnodes", str(ranks), "--node-rank", str(rank), "--nproc-per-node", "1"]
+def host(number: int, hosts: int, port: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """torch's launcher as on a host of its own; where there are cards it sees one for each of its ranks."""
+    words = ["--nnodes", str(hosts), "--node-rank", str(number), "--nproc-per-node", str(ranks)]
     launcher = [sys.executable, "-m", "torch.distributed.run", *words, "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    return launcher, {"CUDA_VISIBLE_DEVICES": str(rank)}
+    return launcher, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(number * ranks, (number + 1) * ranks)))}
 
 
 def one_kill(arguments: argparse.Namespace, run: Path, steps: int, chosen: random.Random) -> dict[str, Any]:
     """Start or resume the run, kill a rank after its first step, within about two more, and wait for the others."""
     before = steps_of(run)
     ranks = Ranks(arguments, run.parent, ["--resume", str(run)] if before else train(arguments, run, steps))
-    victim, share = chosen.randrange(arguments.ranks), 2 * chosen.random()
+    victim, share = chosen.randrange(len(ranks.processes)), 2 * chosen.random()
     started = time.monotonic()
     while steps_of(run) <= before and all(process.poll() is None for process in ranks.processes):
         if time.monotonic() - started > START_S:

@@ -60,19 +60,33 @@ def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_pa
 
 @pytest.mark.parametrize(
     ("batch", "cards", "beside"),
-    [("ranks", 2, "step-7b-trl-cards2"), ("ranks4", 4, "qat-7b-cards4"), ("ranks8", 8, None)],
+    [("ranks", 2, "step-7b-trl-cards2"), ("ranks4", 4, "step-7b-trl-cards4"), ("ranks8", 8, None)],
 )
 def test_runs_on_one_card_share_the_host_before_those_on_several(tmp_path, batch, cards, beside):
     python = 'echo "card $CUDA_VISIBLE_DEVICES beside $QERL_BESIDE, $3 $5 $*"'
     out, _ = on_card(tmp_path, python, batch, CUDA_VISIBLE_DEVICES="")
     said = {path.stem: path.read_text().strip() for path in out.glob("*-7b-*.log") if "make" not in path.stem}
-    assert said.pop("step-7b-cards1").startswith("card 0 beside geometric lengths on card 1, ")
-    assert said.pop("step-7b-mixed-cards1").startswith("card 1 beside workload A on card 0, ")
+    other = ", workload A on cards 2 and 3" if cards == 4 else ""
+    assert said.pop("step-7b-cards1").startswith(f"card 0 beside geometric lengths on card 1{other}, ")
+    assert said.pop("step-7b-mixed-cards1").startswith(f"card 1 beside workload A on card 0{other}, ")
+    if cards == 4:
+        assert said.pop("step-7b-cards2").startswith(
+            "card 2,3 beside workload A on card 0, geometric lengths on card 1, "
+        )
     for text in said.values():
         assert text.startswith(f"card  beside , --standalone {cards} ")
     assert said[f"step-7b-cards{cards}-weak"].endswith(f"--prompts {16 * cards}")
     several = {f"step-7b-{name}" for name in (f"cards{cards}", f"mixed-cards{cards}", f"cards{cards}-weak")}
     assert set(said) == several | ({beside} if beside else set())
+
+
+def test_two_hosts_have_two_cards_each_and_one_file(tmp_path):
+    out, _ = on_card(tmp_path, 'echo "card $CUDA_VISIBLE_DEVICES, $*"', "hosts4", CUDA_VISIBLE_DEVICES="")
+    for number, cards in enumerate(("0,1", "2,3")):
+        text = (out / f"step-7b-hosts2-host{number}.log").read_text().strip()
+        assert text.startswith(f"card {cards}, ")
+        assert f"--nnodes 2 --node-rank {number} --nproc-per-node 2 " in text
+        assert text.endswith("/step-7b-hosts2.json")
 
 
 @pytest.mark.parametrize(("driver", "opened"), [("exit 9", "000"), ("echo 0; echo 1", "010")])
