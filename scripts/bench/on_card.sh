@@ -629,7 +629,7 @@ batch_hosts4() { # two launchers with two cards each, as on two hosts; and 32B o
 }
 
 batch_killed4() { # one of two hosts with two cards each is killed; at last the run goes on with two cards
-    check_faults killed-hosts --hosts --ranks 4 --per-host 2 --kills "${KILLS:-3}" --left 1 --engine vllm --set memory.cap_gib=9
+    check_faults killed-hosts --hosts --ranks 4 --per-host 2 --kills "${KILLS:-3}" --left 1 --engine vllm --set rollout.memory=7
 }
 
 batch_qat4() {
@@ -671,7 +671,7 @@ batch_curves() {
     arith "$model"
     [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli quantize --model "$model" --out "$model-4"
     run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/study/study_noise.yaml --model "$model-4" \
-        --steps 30 --parallel 6 --set memory.cap_gib=9 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
+        --steps 30 --parallel 6 --set rollout.memory=7 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
         --out "$out/curves-21m.json" --picture "$out/curves-21m.png"
 }
 
