@@ -128,7 +128,7 @@ def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales
     return faults
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _input_kernel(
     x_ptr,
     codes_ptr,
@@ -189,7 +189,7 @@ def _has_e4m3(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a micro-batch has any number of tokens
 def _largest_kernel(x_ptr, largest_ptr, rows, columns, x_stride, TILES: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     places, first = row[:, None].to(tl.int64) * x_stride, tl.program_id(1) * TILES * BLOCK
@@ -202,7 +202,7 @@ def _largest_kernel(x_ptr, largest_ptr, rows, columns, x_stride, TILES: tl.const
     tl.atomic_max(largest_ptr, tl.max(tl.max(most, axis=1), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a micro-batch has any number of tokens
 def _round_kernel(
     x_ptr,
     largest_ptr,
