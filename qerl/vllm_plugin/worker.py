@@ -95,6 +95,11 @@ class QerlWorker(Worker):
         allocator()
         return super()._maybe_get_memory_pool_context(tag)
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache. vLLM's own fails if another process takes more of the card meanwhile than this frees."""
+        torch.accelerator.synchronize()
+        self._get_sleep_mode_backend().suspend(level)
+
     def determine_available_memory(self) -> int:
         with self.parts.part("profile"):
             return super().determine_available_memory()

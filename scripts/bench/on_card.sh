@@ -662,7 +662,7 @@ batch_ranksqat() {
 }
 
 batch_faults() {
-    check_faults kills --kills "${KILLS:-8}" --engine vllm
+    check_faults kills --kills "${KILLS:-8}" --engine vllm --set rollout.memory=7
     check_faults kills-weights --kills 2 --qat
 }
 

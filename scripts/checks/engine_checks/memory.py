@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -81,7 +83,10 @@ def storages(model: torch.nn.Module) -> dict[int, int]:
 
 
 def sleep_and_wake(context: Context) -> dict:
-    """Sleeping frees the KV cache and nothing else, and sampling gives the same results afterwards."""
+    """Sleeping frees the KV cache and nothing else, and sampling gives the same results afterwards.
+
+    So it does if others take more of the card than it frees, while it falls asleep.
+    """
     from qerl.vllm_plugin.sleep import kv_cache_bytes
 
     engine = context.engine
@@ -103,6 +108,9 @@ def sleep_and_wake(context: Context) -> dict:
     engine.wake()
     torch.cuda.synchronize()
     times.append((time.perf_counter() - started) * 1e3)
+    with _others_taking(kv_cache_bytes() + 2**26):
+        engine.sleep()
+    engine.wake()
     after = engine.generate(context.prompts[:8], context.greedy)
     return {
         "used_gib": used,
@@ -115,6 +123,25 @@ def sleep_and_wake(context: Context) -> dict:
         "policy_works_asleep": len(logprobs[0]) == 3,
         "same": same(before, after),
     }
+
+
+@contextmanager
+def _others_taking(size: int) -> Iterator[None]:
+    """So many bytes of the card are taken as soon as the KV cache is free, until this ends."""
+    from qerl.vllm_plugin.sleep import KVCacheBackend
+
+    suspend, taken = KVCacheBackend.suspend, []
+
+    def suspended(backend: KVCacheBackend, level: int = 1) -> None:
+        suspend(backend, level)
+        taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    KVCacheBackend.suspend = suspended
+    try:
+        yield
+    finally:
+        KVCacheBackend.suspend = suspend
+        assert taken
 
 
 def _used_gib() -> float:
