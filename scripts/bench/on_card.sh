@@ -16,15 +16,15 @@
 #     arith     80 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  560 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 560 steps (another
-#                     number: DISTILL_STEPS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
+#     distill  560 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 150 steps of 512 prompts
+#                     (DISTILL_STEPS, DISTILL_PROMPTS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
-#     qat80    430 s  steps of full-weight training on a card of 80 GiB, and TRL's with gradient checkpointing, whose
-#                     micro-batches are 8 and 16
+#     qat80    430 s  steps of full-weight training on a card of 80 GiB, and TRL's, with micro-batches of 4, and of 16 with
+#                     gradient checkpointing
 #     qat80fp8 190 s  such steps with gradients in FP8
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
 #     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
@@ -222,7 +222,7 @@ batch_distill() {
     local rate name
     for rate in ${DISTILL_RATES:-2e-5}; do
         name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
-        run "study-$name" 590 "${study[@]}" --steps "${DISTILL_STEPS:-560}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
+        run "study-$name" 590 "${study[@]}" --prompts "${DISTILL_PROMPTS:-512}" --steps "${DISTILL_STEPS:-150}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
     done
 }
 
@@ -271,10 +271,10 @@ batch_qatfp8() {
     script step-7b-trl-full 200 bench_trl 7b-16 --full --tuned --steps 3
 }
 
-batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations
+batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations or take small micro-batches
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80 240 bench_qat 7b-16 --steps 3 --masters auto
-    script step-7b-trl-full-80 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 80 --steps 3
+    script step-7b-trl-full-80-4 240 bench_trl 7b-16 --full --tuned --micro-batch 4 --cap-gib 80 --steps 3
     script step-7b-trl-full-80-16 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 16 --cap-gib 80 --steps 3
 }
 

@@ -294,16 +294,16 @@ def compared(one: Path, other: Path) -> dict[str, float]:
 
 def sound(found: dict[str, Any]) -> bool:
     """Whether all is as it should be."""
-    kills = all(kill_sound(kill) for kill in found["kills"])
+    kills = all(kill_sound(kill, found["ranks_per_launcher"] or 1) for kill in found["kills"])
     faults = all(fault_sound(FAULTS[name], fault) for name, fault in found["faults"].items())
     return kills and faults and found["largest_difference"] is not None
 
 
-def kill_sound(kill: dict[str, Any]) -> bool:
-    """Whether the others stopped in time by themselves, each with one line."""
+def kill_sound(kill: dict[str, Any], ranks: int = 1) -> bool:
+    """Whether the others stopped in time by themselves, each rank with one line; a process may be a host of several."""
     codes = [code for rank, code in enumerate(kill["exit_codes"]) if rank != kill["rank"]]
     in_time = kill["others_stopped_s"] < LIMIT_S and all(code is not None and code > 0 for code in codes)
-    return in_time and all(len(lines) == 1 for lines in kill["others_said"])
+    return in_time and all(1 <= len(lines) <= ranks for lines in kill["others_said"])
 
 
 def fault_sound(message: str, fault: dict[str, Any]) -> bool:
@@ -315,7 +315,7 @@ def fault_sound(message: str, fault: dict[str, Any]) -> bool:
 
 def summary(found: dict[str, Any]) -> str:
     """In a few lines."""
-    good = sum(kill_sound(kill) for kill in found["kills"])
+    good = sum(kill_sound(kill, found["ranks_per_launcher"] or 1) for kill in found["kills"])
     slowest = max((kill["others_stopped_s"] for kill in found["kills"]), default=0.0)
     lines = [f"{good} of {len(found['kills'])} kills: the others stopped by themselves, the slowest in {slowest} s"]
     lines.append(f"after them the run ended as one that was not killed, apart by {found['largest_difference']}")

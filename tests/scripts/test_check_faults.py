@@ -18,12 +18,24 @@ def test_a_kill_is_sound_if_the_others_stop_in_time_with_one_line(changed):
     assert not kill_sound({**KILL, **changed})
 
 
+def test_each_rank_of_a_host_may_say_its_own_line():
+    kill = {**KILL, "others_said": [["error: gone (reset)", "error: gone (closed)"]]}
+    assert kill_sound(kill, 2)
+    assert not kill_sound(kill, 1)
+    assert not kill_sound({**KILL, "others_said": [[]]}, 2)
+
+
 def test_a_fault_is_sound_if_all_ranks_say_it():
     message = FAULTS["NaN"]
     fault = {"exit_codes": [1, 1], "said": [[f"error: {message}"], [f"error: rank 1 failed: {message}"]], "steps": 1}
     assert fault_sound(message, fault)
     assert not fault_sound(message, {**fault, "said": [[f"error: {message}"], ["error: rank 1 is gone"]]})
-    found = {"kills": [KILL], "faults": {"NaN": fault}, "largest_difference": {"weights": 0.0}}
+    found = {
+        "ranks_per_launcher": None,
+        "kills": [KILL],
+        "faults": {"NaN": fault},
+        "largest_difference": {"weights": 0.0},
+    }
     assert summary(found).startswith("1 of 1 kills: the others stopped by themselves, the slowest in 0.4 s")
 
 
