@@ -25,6 +25,8 @@ from qerl.plan.trained import masters_dtype, trained_linears, trained_of
 from training.policy.packed_in import PackedInPolicy
 from training.policy.policy import AdapterPolicy, WeightsPolicy
 from training.policy.shards import Shards
+from training.policy.ties import off_ties
+from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +112,7 @@ def build_weights_policy(
 ) -> WeightsPolicy:
     """Put masters behind the engine's packed weights, read from the 16-bit model that the run starts from.
 
-    Of several ranks each has those of its layers.
+    In float32 they begin off the ties of rounding (`ties.py`). Of several ranks each has those of its layers.
     """
     qat, model = config.qat, engine.policy_model()
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))
@@ -120,8 +122,15 @@ def build_weights_policy(
     modules = dict(model.named_modules())
     shards = Shards({name: modules[name] for name in names}, parallel) if parallel.size > 1 else None
     own = [name for name in names if shards is None or shards.mine(name)]
+
+    def weight_of(name: str) -> torch.Tensor:
+        weight, linear = read(f"{name}.weight"), modules[name]
+        if dtype != "float32" or not isinstance(linear, PackedLinear):
+            return weight
+        return off_ties(weight, linear.dense(torch.float32), derive_seed(config.run.seed, 0, f"ties of {name}"))
+
     with TensorReader(tensors) as read:
-        weights = ((name, read(f"{name}.weight") if name in own else torch.empty(0)) for name in names)
+        weights = ((name, weight_of(name) if name in own else torch.empty(0)) for name in names)
         policy = WeightsPolicy(model, weights, norms, getattr(torch, dtype), work_bytes, shards)
     if qat.forward == "masters":
         multiply_by_masters_(model)
