@@ -140,6 +140,12 @@ def matrix_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Ten
     return (base.dense(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)), 1.0
 
 
+def decoded(base: PackedLinear) -> torch.Tensor:
+    """The packed weight (out, in) in float32, by the fast kernel if there is one, which writes bfloat16, exactly."""
+    matrix, factor = matrix_of([base], torch.bfloat16 if adjacent([base]) else torch.float32)
+    return matrix.float() * factor
+
+
 def _is_own(recipe: Recipe, base: nn.Linear) -> bool:
     """Whether the recipe's output is what the linear computes anyway, as its engine does."""
     return isinstance(recipe, Blockwise) and isinstance(base, FP8Linear) and base.rounds_input

@@ -19,7 +19,7 @@ from qerl.formats.linear import PackedLinear
 from qerl.fp8.training import recipe_of
 from qerl.layers.master import multiply_by_masters_
 from qerl.layers.norms import block_norms
-from qerl.layers.products import set_recipe_
+from qerl.layers.products import decoded, set_recipe_
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
 from training.policy.packed_in import PackedInPolicy
@@ -127,7 +127,7 @@ def build_weights_policy(
         weight, linear = read(f"{name}.weight"), modules[name]
         if dtype != "float32" or not isinstance(linear, PackedLinear):
             return weight
-        return off_ties(weight, linear.dense(torch.float32), derive_seed(config.run.seed, 0, f"ties of {name}"))
+        return off_ties(weight, decoded(linear), derive_seed(config.run.seed, 0, f"ties of {name}"))
 
     with TensorReader(tensors) as read:
         weights = ((name, weight_of(name) if name in own else torch.empty(0)) for name in names)

@@ -10,6 +10,7 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver, pack_weights_
 from qerl.errors import EngineError
+from qerl.layers.products import decoded
 from qerl.nvfp4 import reference, slab_layout
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelWeight
 from qerl.nvfp4.kernel_linear import KernelLinear
@@ -175,6 +176,17 @@ def fused_weight(layout=QERL, seed=0):
 def views(weight):
     layer = SimpleNamespace(output_partition_sizes=list(SIZES.values()))
     return {name: KernelLinear(weight, start, rows, None) for name, start, rows in parts("model.a.qkv_proj", layer)}
+
+
+def test_the_parts_of_a_fused_linear_decode_to_their_rows_of_the_whole():
+    """Under a power of two, which the weights of a run that trains them have, bfloat16 holds them exactly."""
+    dense, _ = fused_weight()
+    scale = reference.power_of_two_scale(dense.abs().max(), 2)
+    packed = reference.quantize(dense, scale)
+    words, laid = slab_layout.pack(packed.packed, packed.block_scale)
+    weight = KernelWeight(QERL, words, laid, len(dense), COLUMNS, float(scale))
+    whole = torch.cat([decoded(view) for view in views(weight).values()])
+    assert torch.equal(whole, reference.dequantize(*packed, torch.float32))
 
 
 def test_packing_the_parts_of_a_fused_linear_equals_packing_the_whole():
