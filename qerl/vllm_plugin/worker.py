@@ -96,7 +96,11 @@ class QerlWorker(Worker):
         return super()._maybe_get_memory_pool_context(tag)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the KV cache. vLLM's own fails if another process takes more of the card meanwhile than this frees."""
+        """Free the KV cache.
+
+        vLLM's own method asserts that more of the card is free afterwards, which fails if another process takes memory
+        meanwhile. Remove when vLLM (0.25.1: v1/worker/gpu_worker.py) drops that assertion.
+        """
         torch.accelerator.synchronize()
         self._get_sleep_mode_backend().suspend(level)
 

@@ -3,8 +3,8 @@
 
     python3 scripts/bench/cards_figure.py benchmarks/several-gpus/four-cards docs/images/cards-7b.png
 
-A bar is the mean of the steps after the first: the rollout, training, and the rest. The dashes above it are what one
-card's seconds would be if they were divided by the number of cards.
+A bar is the mean of the steps after the first: the rollout, training, and the rest. The dashed line in it is one card's
+seconds divided by the number of cards.
 """
 
 from __future__ import annotations

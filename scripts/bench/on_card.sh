@@ -601,7 +601,7 @@ batch_ranks() {
 }
 
 batch_ranks4() { # two cards on the other half of the host, while one card each works on the first
-    MAKE_S=240 checkpoint qwen2.5-32b 32b &
+    MAKE_S=240 checkpoint qwen2.5-32b 32b & # for hosts4, which comes next: it takes 10 s more than the others
     ranks_checkpoints
     on_one "workload A on cards 2 and 3"
     CUDA_VISIBLE_DEVICES=2,3 QERL_BESIDE="workload A on card 0, geometric lengths on card 1" \

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once; on cards give each a memory.cap_gib")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once; on cards give each a rollout.memory")
     parser.add_argument("--against", metavar="KEY=VALUE", help="compare with this value instead of with two ranks")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)

@@ -78,6 +78,8 @@ def main() -> None:
     arguments.runs.mkdir(parents=True)
     if arguments.ranks % arguments.per_host or (arguments.per_host > 1 and not arguments.hosts):
         parser.error(f"--per-host {arguments.per_host} needs --hosts, and --ranks that it divides")
+    if arguments.left is not None and not 0 < arguments.left <= arguments.ranks // arguments.per_host:
+        parser.error(f"--left {arguments.left} has to be at least 1, and no more than there were before")
     from scripts.bench.provenance import command, machine
 
     found = {"command": command(), **machine(), **checked(arguments)}
@@ -106,7 +108,7 @@ def checked(arguments: argparse.Namespace) -> dict[str, Any]:
         kills.append(one_kill(arguments, killed, steps, chosen))
         note(arguments.out, {"unfinished": True, "exit_codes": {"not killed": alone}, "kills": kills})
     last = argparse.Namespace(
-        **{**vars(arguments), "ranks": (arguments.left or 0) * arguments.per_host or arguments.ranks}
+        **{**vars(arguments), "ranks": arguments.left * arguments.per_host if arguments.left else arguments.ranks}
     )
     ended = Ranks(last, runs, ["--resume", str(killed)]).ended(START_S + 60 * steps)
     faults = {name: one_fault(arguments, name) for name in FAULTS} if arguments.engine == "transformers" else {}
@@ -178,11 +180,11 @@ class Ranks:
         self.processes[rank].wait()
 
     def errors(self) -> list[list[str]]:
-        """The different lines of each process that begin with `error:`, without folders of this machine."""
+        """The lines of each process that begin with `error:`, without folders of this machine."""
         from scripts.bench.provenance import without_folders
 
         texts = [without_folders(log.read_text()) for log in self.logs]
-        return [list(dict.fromkeys(line for line in text.splitlines() if line.startswith("error: "))) for text in texts]
+        return [[line for line in text.splitlines() if line.startswith("error: ")] for text in texts]
 
 
 def with_children(pid: int) -> list[int]:
@@ -294,21 +296,23 @@ def compared(one: Path, other: Path) -> dict[str, float]:
 
 def sound(found: dict[str, Any]) -> bool:
     """Whether all is as it should be."""
-    kills = all(kill_sound(kill, found["ranks_per_launcher"] or 1) for kill in found["kills"])
-    faults = all(fault_sound(FAULTS[name], fault) for name, fault in found["faults"].items())
+    ranks = found["ranks_per_launcher"] or 1
+    kills = all(kill_sound(kill, ranks) for kill in found["kills"])
+    faults = all(fault_sound(FAULTS[name], fault, ranks) for name, fault in found["faults"].items())
     return kills and faults and found["largest_difference"] is not None
 
 
 def kill_sound(kill: dict[str, Any], ranks: int = 1) -> bool:
-    """Whether the others stopped in time by themselves, each rank with one line; a process may be a host of several."""
+    """Whether one process was killed and the others stopped in time by themselves, each rank with one line."""
     codes = [code for rank, code in enumerate(kill["exit_codes"]) if rank != kill["rank"]]
     in_time = kill["others_stopped_s"] < LIMIT_S and all(code is not None and code > 0 for code in codes)
-    return in_time and all(1 <= len(lines) <= ranks for lines in kill["others_said"])
+    killed = kill["exit_codes"][kill["rank"]] == -signal.SIGKILL
+    return killed and in_time and all(len(lines) == ranks for lines in kill["others_said"])
 
 
-def fault_sound(message: str, fault: dict[str, Any]) -> bool:
-    """Whether all ranks stopped with one line, which has the first one's message, after one step."""
-    said = all(len(lines) == 1 and message in lines[0] for lines in fault["said"])
+def fault_sound(message: str, fault: dict[str, Any], ranks: int = 1) -> bool:
+    """Whether all ranks stopped with one line each, which has the first one's message, after one step."""
+    said = all(len(lines) == ranks and all(message in line for line in lines) for lines in fault["said"])
     refused = all(code is not None and code > 0 for code in fault["exit_codes"])
     return said and refused and fault["steps"] == 1
 
@@ -319,7 +323,8 @@ def summary(found: dict[str, Any]) -> str:
     slowest = max((kill["others_stopped_s"] for kill in found["kills"]), default=0.0)
     lines = [f"{good} of {len(found['kills'])} kills: the others stopped by themselves, the slowest in {slowest} s"]
     lines.append(f"after them the run ended as one that was not killed, apart by {found['largest_difference']}")
-    lines += [f"{name}: {fault_sound(FAULTS[name], fault)}" for name, fault in found["faults"].items()]
+    ranks = found["ranks_per_launcher"] or 1
+    lines += [f"{name}: {fault_sound(FAULTS[name], fault, ranks)}" for name, fault in found["faults"].items()]
     return "\n".join(lines)
 
 

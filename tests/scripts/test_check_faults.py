@@ -18,11 +18,17 @@ def test_a_kill_is_sound_if_the_others_stop_in_time_with_one_line(changed):
     assert not kill_sound({**KILL, **changed})
 
 
-def test_each_rank_of_a_host_may_say_its_own_line():
+def test_each_rank_of_a_host_says_one_line():
     kill = {**KILL, "others_said": [["error: gone (reset)", "error: gone (closed)"]]}
     assert kill_sound(kill, 2)
     assert not kill_sound(kill, 1)
-    assert not kill_sound({**KILL, "others_said": [[]]}, 2)
+    assert not kill_sound(KILL, 2)
+    said = [[f"error: {FAULTS['NaN']}"] * 2, [f"error: rank 1 failed: {FAULTS['NaN']}"] * 2]
+    assert fault_sound(FAULTS["NaN"], {"exit_codes": [1, 1], "said": said, "steps": 1}, 2)
+
+
+def test_a_run_that_ends_by_itself_was_not_killed():
+    assert not kill_sound({**KILL, "exit_codes": [1, 1], "after_step": 0, "others_stopped_s": 0.0})
 
 
 def test_a_fault_is_sound_if_all_ranks_say_it():

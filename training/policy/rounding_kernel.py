@@ -28,6 +28,8 @@ def _round_randomly(
 
 def round_randomly_(target: torch.Tensor, value: torch.Tensor, seed: int) -> None:
     """See `rounding.round_randomly_`."""
+    if not (target.is_contiguous() and value.is_contiguous()):
+        raise ValueError("the kernel goes through memory in order: both tensors have to be contiguous")
     count = value.numel()
     with torch.cuda.device_of(value):
         _round_randomly[(triton.cdiv(count, BLOCK),)](

@@ -1,11 +1,11 @@
 """Masters that do not lie on ties, so that the size of a first step is what the learning rate says.
 
 A 16-bit weight has so few digits that it often lies exactly between two codes, and the largest of a block exactly
-between two block scales. An update then moves it to the other side however small it is: with weights in bfloat16 and
-any learning rate 4% of what NVFP4 decodes to changes at once, by 0.4 times the error of rounding, and all of it along
-the gradient of one batch (scripts/study/first_step.py). So a master begins a random piece nearer to the value that its
-weight was packed to. It stays so near to the 16-bit weight that it rounds to it, and what is packed first has the same
-bits. Masters in bfloat16 cannot leave ties, but random rounding lets few of them move at a time.
+between two block scales. An update then moves it to the other side however small it is: with the embedded model in
+bfloat16 and any learning rate, 4% of what NVFP4 decodes to changes at once, along the gradient of one batch
+(scripts/study/first_step.py). So a master begins a random piece nearer to the value that its weight was packed to. It
+stays so near to the 16-bit weight that it rounds to it, and what is packed first has the same bits. Masters in bfloat16
+cannot leave ties, but random rounding lets few of them move at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from __future__ import annotations
 import torch
 
 FEW_DIGITS = (torch.bfloat16, torch.float16)
+# Smaller parts of the largest weight stay where they are. The scale of a block that has only such weights may lie below
+# e4m3's normal numbers. It is rounded so coarsely there that a weight which moves towards its packed value may tip it.
+# Beside larger weights they round to zero.
+SMALLEST = 1 / 256
 
 
 def off_ties(weight: torch.Tensor, packed: torch.Tensor, seed: int) -> torch.Tensor:
@@ -25,7 +29,9 @@ def off_ties(weight: torch.Tensor, packed: torch.Tensor, seed: int) -> torch.Ten
     if weight.dtype not in FEW_DIGITS:
         return wide
     random = torch.Generator(packed.device).manual_seed(seed)
-    share = torch.rand(wide.shape, generator=random, device=wide.device)
-    _, exponent = torch.frexp(wide)  # of mantissas from 0.5 to 1: a unit of the last place is eps / 2 * 2^exponent
-    quarter = torch.ldexp(share.mul_(torch.finfo(weight.dtype).eps / 8), exponent)
-    return wide + torch.sign(packed - wide).mul_(quarter)
+    move = torch.rand(wide.shape, generator=random, device=wide.device, dtype=torch.float32)
+    move *= torch.finfo(weight.dtype).eps / 8  # of mantissas from 0.5 to 1, a unit of the last place is eps / 2
+    move = torch.ldexp(move, torch.frexp(wide).exponent)
+    move *= torch.sign(packed - wide)
+    move *= wide.abs() > SMALLEST * wide.abs().max()
+    return move.add_(wide)

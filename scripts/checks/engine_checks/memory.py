@@ -127,7 +127,10 @@ def sleep_and_wake(context: Context) -> dict:
 
 @contextmanager
 def _others_taking(size: int) -> Iterator[None]:
-    """So many bytes of the card are taken as soon as the KV cache is free, until this ends."""
+    """So many bytes of the card are taken as soon as the KV cache is free, until this ends.
+
+    Under `memory.cap_gib` there has to be room for both, since the cap still counts the KV cache then.
+    """
     from qerl.vllm_plugin.sleep import KVCacheBackend
 
     suspend, taken = KVCacheBackend.suspend, []
@@ -141,7 +144,7 @@ def _others_taking(size: int) -> Iterator[None]:
         yield
     finally:
         KVCacheBackend.suspend = suspend
-        assert taken
+    assert taken
 
 
 def _used_gib() -> float:

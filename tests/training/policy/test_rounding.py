@@ -60,7 +60,7 @@ def test_no_number_shares_its_bits_with_another_and_pieces_change_nothing(monkey
     assert torch.equal(rounded(values), whole)
 
 
-# Both last passed in Triton's interpreter on 2026-11-26.
+# Last passed on an H100 on 2026-11-26.
 @pytest.mark.gpu(instead=INTERPRETED)
 @pytest.mark.parametrize("count", [1, 1023, BLOCK, 2 * BLOCK + 77])
 @pytest.mark.parametrize("seed", [0, 2**63 - 1, 123456789])
@@ -144,7 +144,7 @@ def test_a_schedule_acts_on_the_updates():
     assert not torch.equal(first[0], parameters(BFLOAT16)[0])
 
 
-# Last passed on an H200 on 2026-11-22.
+# Last passed on an H100 on 2026-11-26.
 @pytest.mark.gpu
 def test_bitsandbytes_keeps_its_moments_in_8_bits(tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="the extra gpu is not installed")

@@ -44,11 +44,22 @@ def test_a_moved_master_rounds_to_the_same_bits(dtype, decoded):
     assert (moved != weight.float()).float().mean() > 0.9
 
 
+@pytest.mark.parametrize(("seed", "decoded"), [(0, as_nvfp4), (1, as_nvfp4), (0, as_fp8)])
+def test_rows_of_very_different_sizes_keep_their_bits(seed, decoded):
+    """Small rows have subnormal block scales, where the largest weight of a block may be packed below itself."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.exp(2 * torch.randn(512, 1, generator=generator))
+    weight = (0.001 * rows * torch.randn(512, 1024, generator=generator)).clamp(-0.1, 0.1).to(torch.bfloat16)
+    moved = off_ties(weight, decoded(weight), seed)
+    assert torch.equal(decoded(moved), decoded(weight))
+    assert (moved != weight.float()).float().mean() > 0.2
+
+
 @pytest.mark.parametrize(("decoded", "on"), [(as_nvfp4, 0.02), (as_fp8, 0.02)])
 def test_a_tiny_update_changes_few_values_off_ties_and_many_on_them(decoded, on):
     weight = weights()
     assert changed(weight, decoded) > on
-    assert changed(off_ties(weight, decoded(weight), 5), decoded) < 2e-4
+    assert changed(off_ties(weight, decoded(weight), 5), decoded) < 1e-3  # FP8 tells apart weights that do not move
 
 
 def test_what_has_digits_enough_or_is_exact_stays():
