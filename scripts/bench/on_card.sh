@@ -16,7 +16,7 @@
 #     arith     80 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  560 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 150 steps of 512 prompts
+#     distill  500 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 480 steps of 128 prompts
 #                     (DISTILL_STEPS, DISTILL_PROMPTS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
@@ -222,7 +222,7 @@ batch_distill() {
     local rate name
     for rate in ${DISTILL_RATES:-2e-5}; do
         name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
-        run "study-$name" 590 "${study[@]}" --prompts "${DISTILL_PROMPTS:-512}" --steps "${DISTILL_STEPS:-150}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
+        run "study-$name" 590 "${study[@]}" --prompts "${DISTILL_PROMPTS:-128}" --steps "${DISTILL_STEPS:-480}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
     done
 }
 
