@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,7 +167,7 @@ class Group:
             self._over = True
             limit = self._time_limit.total_seconds()
             text = f"another rank is gone, or did not answer in {limit:.0f} s; its own output says why"
-            raise ParallelError(f"{text} ({_first_line(error)})") from error
+            raise ParallelError(f"{text} ({_first_sentence(error)})") from error
 
 
 def _on(rank: int) -> Any:
@@ -189,5 +190,7 @@ def _described(error: BaseException) -> str:
     return str(error) if isinstance(error, QerlError) else f"{type(error).__name__}: {error}"
 
 
-def _first_line(error: object) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _first_sentence(error: object) -> str:
+    """What happened. gloo begins with a line of its source and ends with advice for its own users."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]

@@ -1,6 +1,7 @@
 """Ranks that talk to each other on a CPU: as processes, as torchrun starts them, and as threads where these suffice."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -109,6 +110,7 @@ except ParallelError as error:
     *lines, last = out_0.splitlines()
     assert lines == ["0 2 0 True []", *common]
     assert last.startswith("another rank is gone, or did not answer in 20 s")
+    assert re.search(r"\(\w.* \[?[0-9.]+\]?:\d+[^.]*\)$", last), last  # what gloo says happened, and no more
     assert out_1.splitlines() == ["1 2 1 False []", *common]
 
 
