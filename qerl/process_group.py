@@ -39,7 +39,7 @@ def connect(launched: Mapping[str, str], elastic: Mapping[str, str], time_limit:
         restarts = elastic.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted run must not read the old keys
         return Group(PrefixStore(f"qerl/{restarts}", store), rank, size, time_limit)
     except RuntimeError as error:
-        text = f"rank {rank} did not find all {size} processes at {host}:{port}: {_first_line(error)}"
+        text = f"rank {rank} did not find all {size} processes at {host}:{port}: {_first_sentence(error)}"
         raise ParallelError(text) from error
 
 
