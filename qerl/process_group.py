@@ -193,4 +193,4 @@ def _described(error: BaseException) -> str:
 def _first_sentence(error: object) -> str:
     """What happened. gloo begins with a line of its source and ends with advice for its own users."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0].removesuffix(".")

@@ -114,6 +114,16 @@ except ParallelError as error:
     assert out_1.splitlines() == ["1 2 1 False []", *common]
 
 
+def test_ranks_that_do_not_all_come_are_one_error():
+    with socket.socket() as taken:  # where nothing listens
+        taken.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{taken.getsockname()[1]}"}
+        variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **address}
+        wanted = r"^rank 1 did not find all 2 processes at 127\.0\.0\.1:\d+: \w[^\n]*[^.]$"
+        with pytest.raises(ParallelError, match=wanted), open_parallel(variables, time_limit_s=1):
+            pass
+
+
 def test_the_sum_is_the_same_bits_on_all_ranks():
     parts = torch.randn(2, 10_001, generator=torch.Generator().manual_seed(0))
     sums = in_threads(lambda parallel: parallel.sum_(parts[parallel.rank].clone()))
