@@ -16,7 +16,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from qerl.parallel import ALONE
-from qerl.plan.trained import trains_masters
+from qerl.plan.trained import masters_dtype, trains_masters
 from training.loss.finite import check_gradient, check_loss, check_trained
 from training.policy.rounding import RandomlyRounded
 from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
@@ -81,10 +81,7 @@ class RunTrainer(Trainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
         optimizer, config = super().create_optimizer(model), self.parts.config
-        shards = self.parts.policy.shards
-        trained = [*self.parts.policy.parameters(), *(shards.elsewhere if shards else ())]
-        masters = trained if trains_masters(config) else ()
-        if any(master.dtype == torch.bfloat16 for master in masters):
+        if trains_masters(config) and masters_dtype(config.qat) == "bfloat16":
             self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
         return optimizer
 

@@ -42,8 +42,8 @@ REWARD = '''
 import zlib
 
 def drawn(completions, **columns):
-    """0 or 1 by the last bit of a checksum, so that completions of one group differ."""
-    return [float(zlib.crc32(text.encode("utf-8", "replace")) % 2) for text in completions]
+    """A checksum between 0 and 1: completions of one group differ, so that no step trains on fewer groups."""
+    return [zlib.crc32(text.encode("utf-8", "replace")) / 2**32 for text in completions]
 '''
 
 

@@ -14,6 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CARDS = (1, 2, 4)
 PARTS = {"rollout": "time/rollout_s", "training": "time/train_s"}
@@ -74,7 +78,7 @@ def draw(ours: dict[str, dict[int, dict[str, float]]], trl: dict[int, float], pi
     pyplot.close(figure)
 
 
-def bars(place: object, columns: Sequence[dict[str, float]]) -> None:
+def bars(place: Axes, columns: Sequence[dict[str, float]]) -> None:
     """A stacked bar for each number of cards, with its sum written above it."""
     for at, parts in enumerate(columns):
         bottom = 0.0

@@ -319,11 +319,11 @@ def fault_sound(message: str, fault: dict[str, Any], ranks: int = 1) -> bool:
 
 def summary(found: dict[str, Any]) -> str:
     """In a few lines."""
-    good = sum(kill_sound(kill, found["ranks_per_launcher"] or 1) for kill in found["kills"])
+    ranks = found["ranks_per_launcher"] or 1
+    good = sum(kill_sound(kill, ranks) for kill in found["kills"])
     slowest = max((kill["others_stopped_s"] for kill in found["kills"]), default=0.0)
     lines = [f"{good} of {len(found['kills'])} kills: the others stopped by themselves, the slowest in {slowest} s"]
     lines.append(f"after them the run ended as one that was not killed, apart by {found['largest_difference']}")
-    ranks = found["ranks_per_launcher"] or 1
     lines += [f"{name}: {fault_sound(FAULTS[name], fault, ranks)}" for name, fault in found["faults"].items()]
     return "\n".join(lines)
 

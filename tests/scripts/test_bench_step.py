@@ -18,6 +18,14 @@ def test_any_number_of_steps_is_valid_and_gives_noise_enough_steps(tmp_path, ste
     assert config.validation.every is None  # a measurement reads nothing from the hub
 
 
+def test_no_group_of_completions_is_without_a_signal():
+    """A step on fewer groups is shorter, and TRL's trains on all."""
+    names = {}
+    exec(bench_step.REWARD, names)
+    groups = [[f"t{group} t{completion}" for completion in range(8)] for group in range(1000)]
+    assert all(len(set(names["drawn"](group))) == 8 for group in groups)
+
+
 def test_values_set_by_hand_win(tmp_path):
     parser = argparse.ArgumentParser()
     bench_step.add_options(parser)

@@ -51,7 +51,6 @@ class Shards:
 
     def receive_gradients_(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients of all masters where these are. Elsewhere the parameter is empty."""
-        self.elsewhere = [master for name, master in masters.items() if not self.mine(name)]
         for layer in self._layers:
             layer.receive_gradients_(masters)
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 FEW_DIGITS = (torch.bfloat16, torch.float16)
-# Smaller parts of the largest weight stay where they are. The scale of a block that has only such weights may lie below
-# e4m3's normal numbers. It is rounded so coarsely there that a weight which moves towards its packed value may tip it.
-# Beside larger weights they round to zero.
+# Weights below this share of the matrix's largest stay where they are. A block that has no larger ones may have a scale
+# below e4m3's normal numbers, which is rounded so coarsely that a weight can change it by moving towards its packed
+# value. In a block that has larger ones they round to zero, far from a tie.
 SMALLEST = 1 / 256
 
 
