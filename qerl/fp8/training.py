@@ -123,9 +123,9 @@ class Tensorwise:
         """dx (T, in) in the dtype of dy."""
         return scaled_product(quantize_tensor(grad, self.gradients), turned, grad.dtype)
 
-    def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """dW (out, in), float32."""
-        return scaled_product(self.upstream(grad).turned, self.summed(x), torch.float32)
+    def to_weight(self, grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """dW (out, in) in `dtype`."""
+        return scaled_product(self.upstream(grad).turned, self.summed(x), dtype)
 
     def upstream(self, grad: torch.Tensor) -> Both:
         """dy (T, out) as both products take it."""

@@ -60,19 +60,13 @@ def add_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> 
 
     Where it is not, as for a master in bfloat16, each product is summed in float32 and rounded once.
     """
-    with _place_of(master) as place:
+    with place_of(master) as place:
         _add_product_(place, grad.t(), x)
 
 
-def add_product_(master: nn.Parameter, product: torch.Tensor) -> None:
-    """master.grad += product (out, in), which is the gradient of one backward pass."""
-    with _place_of(master) as place:
-        place.add_(product)
-
-
 @contextmanager
-def _place_of(master: nn.Parameter) -> Iterator[torch.Tensor]:
-    """Where to add the gradient of `master`, which has been added when this ends."""
+def place_of(master: nn.Parameter) -> Iterator[torch.Tensor]:
+    """Where to add the gradient (out, in) of `master`, which has been added when this ends."""
     receiver: Receiver | None = getattr(master, RECEIVER, None)
     if receiver is not None:
         yield receiver.place()

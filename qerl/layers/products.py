@@ -16,7 +16,8 @@ from qerl.formats.linear import PackedLinear
 from qerl.fp8.linear import FP8Linear, joined
 from qerl.fp8.reference import FP8Tensor
 from qerl.fp8.training import Blockwise, Both, Recipe, Scaled, Tensorwise, scaled_product
-from qerl.layers.master import add_gradient_, add_product_, master_of, served_of
+from qerl.layers.master import add_gradient_, master_of, place_of, served_of
+from qerl.nvfp4 import to_fp8
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
 
 RECIPE = "fp8_recipe"
@@ -89,12 +90,12 @@ def input_gradient(
         matrix, alpha = matrix_of(bases, grad.dtype)
         dx = grad.new_empty(len(grad), matrix.shape[1]) if addend is None else addend
         return torch.addmm(dx, grad, matrix, beta=int(addend is not None), alpha=alpha, out=dx)
-    weight, alpha = _weight_of(bases, grad.dtype)
+    weight, alpha = _turned_of(bases, recipe, grad.dtype)
     if rounded is None:
-        product = recipe.to_input(grad, recipe.turned(weight))
+        product = recipe.to_input(grad, weight)
     else:
         codes, scale = rounded.plain
-        product = scaled_product(Scaled(codes[:, columns], scale), recipe.turned(weight), grad.dtype)
+        product = scaled_product(Scaled(codes[:, columns], scale), weight, grad.dtype)
     if addend is not None:
         return addend.add_(product, alpha=alpha)
     return product if alpha == 1.0 else product.mul_(alpha)
@@ -120,11 +121,13 @@ def add_weight_gradient_(
     own."""
     if (rounded := upstream.rounded()) is not None:
         codes, scale = rounded.turned
-        add_product_(master, scaled_product(Scaled(codes[columns], scale), x, torch.float32))
+        with place_of(master) as place:  # a product in float32 takes more time to write and to add than it is worth
+            place.add_(scaled_product(Scaled(codes[columns], scale), x, place.dtype))
         return
     grad, recipe = upstream.grad[:, columns], recipe_of(base)
     if isinstance(recipe, Tensorwise):
-        add_product_(master, recipe.to_weight(grad, x))
+        with place_of(master) as place:
+            place.add_(recipe.to_weight(grad, x, place.dtype))
     else:
         add_gradient_(master, grad, x)
 
@@ -157,6 +160,14 @@ def _weight_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[FP8Tenso
         weight = joined(bases) if len(bases) > 1 else FP8Tensor(base.weight_codes, base.weight_scale)
         return None if weight is None else (weight, 1.0)
     return matrix_of(bases, dtype) if len(bases) == 1 or adjacent(bases) else None
+
+
+def _turned_of(bases: Sequence[nn.Linear], recipe: Recipe, dtype: torch.dtype) -> tuple[FP8Tensor | Scaled, float]:
+    """As `_weight_of`, the transpose in 8 bits that the product for dx takes."""
+    if isinstance(recipe, Tensorwise) and to_fp8.takes(bases):
+        return to_fp8.turned(bases), bases[0].kernel_weight.alpha
+    weight, alpha = _weight_of(bases, dtype)
+    return recipe.turned(weight), alpha
 
 
 def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--trained-tokens", type=int, default=16384)
+    parser.add_argument("--only", choices=("decoding", "training", "kernels"), help="one of the three parts")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_card("vllm")
@@ -61,11 +62,16 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     import qerl.vllm_plugin.fp8  # noqa: F401  it brings the card's product
     from scripts.bench.limits import seconds_of
 
-    for way, product in ways().items():
+    def wanted(part: str) -> bool:
+        return arguments.only in (None, part)
+
+    for way, product in ways().items() if wanted("decoding") else ():
         yield from decoding(way, product, arguments.tokens)
-    for name, shape in SHAPES.items():
+    for name, shape in SHAPES.items() if wanted("training") else ():
         yield from trained(name, shape, arguments.trained_tokens, seconds_of)
-    yield from rounding(arguments.trained_tokens, seconds_of)
+    if wanted("kernels"):
+        yield from rounding(arguments.trained_tokens, seconds_of)
+        yield from turned(SHAPES["gate_up"], seconds_of)
 
 
 def decoding(way: str, product: Product, counts: Sequence[int]) -> Iterator[Row]:
@@ -190,6 +196,32 @@ def rounding(tokens: int, seconds_of: Callable) -> Iterator[Row]:
     }
     for what, (call, bytes_of_each) in calls.items():
         yield {"kernel": what, "gb_per_s": round(bytes_of_each * x.numel() / seconds_of(call) / 1e9)}
+
+
+def turned(shape: tuple[int, int], seconds_of: Callable) -> Iterator[Row]:
+    """Microseconds from an NVFP4 weight to its transpose in e4m3, at once and by way of bfloat16, and GB/s of both."""
+    from qerl.fp8 import kernels
+    from qerl.nvfp4 import reference as nvfp4
+    from qerl.nvfp4 import slab_layout
+    from qerl.nvfp4.kernel_layout import QERL, KernelWeight
+    from qerl.nvfp4.kernels import decode_
+    from qerl.nvfp4.to_fp8_kernel import turn
+
+    dense = normal(shape)
+    scale = nvfp4.shared_global_scale([dense], "pow2", 2)
+    tensors = nvfp4.quantize(dense, scale)
+    weight = KernelWeight(QERL, *slab_layout.pack(tensors.packed, tensors.block_scale), *shape, float(scale))
+    calls = {
+        "NVFP4 to e4m3, turned": (lambda: turn(weight, 0, shape[0]), 1.625),  # block scales are read twice
+        "NVFP4 to bfloat16 to e4m3, turned": (
+            lambda: kernels.round_matrix(decode_(dense, weight), E4M3, plain=False, turned=16),
+            7.5625,
+        ),
+    }
+    for what, (call, bytes_of_each) in calls.items():
+        seconds = seconds_of(call)
+        rate = round(bytes_of_each * dense.numel() / seconds / 1e9)
+        yield {"kernel": what, "us": round(1e6 * seconds, 1), "gb_per_s": rate}
 
 
 if __name__ == "__main__":

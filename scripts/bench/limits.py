@@ -97,7 +97,7 @@ class Work:
         return 2.0 * (self.sizes.active + self.sizes.routers)
 
 
-def training_flops(work: Work, step: dict[str, Any]) -> float:
+def training_flops(work: Work, step: dict[str, Any], weights: bool = False) -> float:
     """The flops that training needs in a step of metrics.jsonl.
 
     They are 2 per weight and token forward, and 2 for the gradient to the input: in the decoder for the tokens of all
@@ -107,7 +107,8 @@ def training_flops(work: Work, step: dict[str, Any]) -> float:
     """
     completions = work.prompts * work.group * step["completions/mean_tokens"]
     tokens = completions + work.prompts * work.prompt_tokens
-    flops = (work.layers_flops + 2 * work.sizes.active) * tokens + 4 * work.sizes.head * completions
+    passes = 2 if weights else 1
+    flops = (work.layers_flops + passes * 2 * work.sizes.active) * tokens + 4 * work.sizes.head * completions
     return flops * step.get("completions/trained_share", 1.0)
 
 

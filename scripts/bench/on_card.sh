@@ -279,8 +279,12 @@ batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations o
 }
 
 batch_qat80fp8() {
+    tests to-fp8 60 tests/qerl/nvfp4/test_to_fp8.py
+    run kernels-fp8 90 "$python" scripts/bench/bench_fp8.py --only kernels --out "$out/kernels-fp8.json"
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise \
+        --set train.fp8_products=gradients
+    script profile-qat-7b-gradients-fp8 150 profile_step 7b-16 --phase weights --set train.fp8_recipe=tensorwise \
         --set train.fp8_products=gradients
 }
 

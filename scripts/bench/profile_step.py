@@ -4,11 +4,13 @@
     python3 scripts/bench/profile_step.py --model checkpoints/random-7b-NVFP4A16 --out profile-7b.json
     python3 scripts/bench/profile_step.py --model checkpoints/random-7b-NVFP4A16 --phase decode \
         --sequences 1 8 32 128 256
+    python3 scripts/bench/profile_step.py --model checkpoints/random-7b --phase weights --out profile-qat-7b.json
 
 The workload and its options are those of scripts/bench/bench_step.py; torch.profiler watches its second step. Limits
 are measured first: the rate of a large bfloat16 product, and the bandwidth of a copy. This counts as needed:
 
-- training: 2 flops per weight and token forward, and 2 for the gradient to the input; in the decoder layers for the
+- training: 2 flops per weight and token forward, 2 for the gradient to the input, and 2 for that of a weight which is
+  trained; in the decoder layers for the
   tokens of all completions and of each prompt once, in the head for completion tokens (it computes its slope instead).
   Repeated prompts and recomputation count as waste. Decoding the weights reads 4.5 bits per weight and writes 16, at
   the bandwidth;
@@ -17,7 +19,9 @@ are measured first: the rate of a large bfloat16 product, and the bandwidth of a
   rate.
 
 scripts/bench/limits.py counts and measures. `--phase decode` opens the engine alone and profiles decode steps for
-several numbers of sequences, each with the same two shares.
+several numbers of sequences, each with the same two shares. `--phase weights` trains whole weights through the
+quantizer, from a 16-bit checkpoint as bench_qat.py does, and profiles the optimizer's step too where masters are in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 PROMPT_TOKENS = 128
 LINEARS = 4  # per layer, as they are decoded: q/k/v and gate/up are one linear each
 PROFILED_STEP = 1  # the second step, because the first one compiles
+WEIGHTS = ["qat.mode=weights", "qat.masters=auto", "noise.enabled=false"]
 CATEGORIES = {  # by parts of the kernel's name; the first match counts
     "adapter": ("lora_shrink", "_shrink_kernel", "_activate_kernel", "_expand_kernel", "_combine_kernel"),
     "routing": ("moe_align", "topk_softmax", "topkGating", "count_and_sort"),
@@ -48,6 +55,7 @@ CATEGORIES = {  # by parts of the kernel's name; the first match counts
     "attention": ("attend", "flash", "fmha", "attention"),  # attend.cu is ours
     "product": ("nvjet", "gemm", "cublas", "cutlass", "splitK"),
     "sampling": ("_block_kernel", "_row_kernel", "gumbel", "topk", "_ranks"),
+    "rounding": ("_round_kernel", "_largest", "_turn_kernel", "_round_randomly"),
     "copy": ("Memcpy", "Memset", "memcpy", "copy_kernel", "CatArray"),
     "reduction": ("reduce", "_red_", "softmax", "rms_norm"),
 }
@@ -61,12 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.set_defaults(steps=3)
-    parser.add_argument("--phase", choices=("step", "decode"), default="step")
+    parser.add_argument("--phase", choices=("step", "decode", "weights"), default="step")
     parser.add_argument("--kernel", default="auto", help="for --phase decode")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256], help="for --phase decode")
     parser.add_argument("--decode-steps", type=int, default=48, help="for --phase decode")
     arguments = parser.parse_args()
-    if arguments.phase == "step" and arguments.steps <= PROFILED_STEP:
+    if arguments.phase != "decode" and arguments.steps <= PROFILED_STEP:
         parser.error(f"--steps {arguments.steps} ends before the profiled step: write {PROFILED_STEP + 1} or more")
     report = {"command": command(), **machine(), "limits": limits()}
     report |= (
@@ -80,15 +88,16 @@ def main() -> None:
 
 
 def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
-    """Run the workload of bench_step, profiling the rollout and the training phase of one step."""
+    """Run the workload of bench_step, or of bench_qat, profiling the phases of one step."""
     import tempfile
 
     from qerl.config.recipe import load_recipe
     from qerl.plan.sizes import read_sizes
     from scripts.bench.bench_step import overrides
     from scripts.bench.limits import Work, rollout_need, shares, training_flops
+    from training import run as training_run
+    from training.policy.rounding import RandomlyRounded
     from training.rollout.sampler import Sampler
-    from training.run import start
     from training.trainer import QerlTrainer
 
     phases: dict[str, Any] = {}
@@ -97,19 +106,28 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     def keep_lengths(output: Any) -> None:
         lengths[:] = [len(sample.token_ids) for group in output.groups for sample in group.samples]
 
-    step_of_rollout, step_of_loss = (
+    step_of_rollout, step_of_loss, updates_of = (
         lambda _, prompts, moment, *rest: moment.step,
         lambda self, *_: self.state.global_step,
+        lambda self, *_: self.param_groups[0]["updates"],
     )
     Sampler.sample = profiled(Sampler.sample, phases, "rollout", step_of_rollout, keep_lengths)
     QerlTrainer.compute_loss = profiled(QerlTrainer.compute_loss, phases, "training", step_of_loss)
+    RandomlyRounded.step = profiled(RandomlyRounded.step, phases, "optimizer", updates_of)
+    weights = arguments.phase == "weights"
+    if weights:
+        arguments.set += WEIGHTS
+        arguments.steps += 1  # the last one ends with its sync
+        training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
     with tempfile.TemporaryDirectory() as folder:
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
-        result = start(config, "profile")
-        lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        with ending_with(arguments.steps) if weights else nullcontext():
+            training_run.start(config, "profile")
+        lines = (Path(config.run.out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     work, steps = Work.of(config, read_sizes(arguments.model)), [json.loads(line) for line in lines]
+    work = replace(work, adapter=0, expert_adapter=0) if weights else work
     training, rollout = phases["training"], phases["rollout"]
-    flops = training_flops(work, steps[PROFILED_STEP])
+    flops = training_flops(work, steps[PROFILED_STEP], weights)
     training["needed_tflop"] = flops / 1e12
     rate = flops / 1e12 / (training["wall_ms"] / 1e3)
     training["share_of_matrix_rate"] = rate / limit["tflops"]
@@ -117,6 +135,16 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     training |= decoded(training["kernels"], work.sizes, limit["gb_per_s"])
     rollout |= shares(rollout_need(work, lengths), rollout["wall_ms"] / 1e3, limit)
     return {"phases": phases, "steps": steps}
+
+
+@contextmanager
+def ending_with(sync: int) -> Iterator[None]:
+    """Within it a run of whole weights ends after that sync, without a checkpoint: at 7B that would be 40 GB."""
+    from qerl.engine.vllm_engine import VLLMEngine
+    from scripts.bench.watch import Finished, Watch
+
+    with suppress(Finished), Watch(VLLMEngine, sync, ends=True):
+        yield
 
 
 def decoded(kernels: list[dict[str, Any]], sizes: ModelSizes, gb_per_s: float) -> dict[str, float]:

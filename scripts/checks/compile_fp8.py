@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compile the Triton kernels of qerl/fp8 for a Hopper on a machine without one; prints a line for each.
+r"""Compile the Triton kernels of FP8 for a Hopper on a machine without one; prints a line for each.
 
     pip install --target T --no-deps triton==3.6.0          # that of requirements/gpu.txt, where there is none
     PYTHONPATH=.:T python scripts/checks/compile_fp8.py
@@ -7,7 +7,8 @@
 Whether they compile, what they take of registers and shared memory, and whether registers spill is known before a card
 is asked. What they compute is for Triton's interpreter:
 
-    PYTHONPATH=.:T TRITON_INTERPRET=1 python -m pytest -m gpu tests/qerl/fp8/test_kernels.py
+    PYTHONPATH=.:T TRITON_INTERPRET=1 python -m pytest -m gpu \
+        tests/qerl/fp8/test_kernels.py tests/qerl/nvfp4/test_to_fp8.py
 
 Sizes and strides are taken to be multiples of 16, as those of usual models are.
 """
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 HOPPER = ("cuda", 90, 32)
 TYPES = {"codes_ptr": "*u8", "turned_ptr": "*u8", "scale_ptr": "*fp32", "faults_ptr": "*i32", "largest_ptr": "*i32"}
+TYPES |= {"words_ptr": "*i32", "scales_ptr": "*u8"}
 FLOATS = ("least", "reciprocal")
 SMALL = ("rows", "scale_stride")  # which may be any number
 
@@ -45,6 +47,7 @@ def main() -> None:
 def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(kernel, pointers that are not as in TYPES, its constants, the options of a launch)."""
     from qerl.fp8 import kernels
+    from qerl.nvfp4 import to_fp8_kernel
 
     own = jitted(kernels)
     block, wide, found = {"BLOCK": kernels.BLOCK}, {"num_warps": 8}, []
@@ -63,6 +66,9 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
         for rows, warps in ((4, 1), (32, 4)):
             kinds = {"POW2": pow2, "BY_CARD": True, "LARGEST": kernels.CODE_MAX, "ROWS": rows, **block}
             found.append((own["input"], {"x_ptr": "*bf16"}, kinds, {"num_warps": warps}))
+    own = jitted(to_fp8_kernel)
+    found.append((own["largest_scale"], {}, {"PIECE": to_fp8_kernel.PIECE}, wide))
+    found.append((own["turn"], {"out_ptr": "*u8"}, {"BY_CARD": True}, wide))
     return found
 
 

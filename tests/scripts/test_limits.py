@@ -28,6 +28,7 @@ def test_training_counts_prompts_once_completions_in_the_head_and_only_trained_r
     assert training_flops(work, step) == flops
     assert training_flops(work, step | {"completions/trained_share": 0.75}) == 0.75 * flops
     assert train_share(work, step, 400.0) == pytest.approx(flops / 800e12)
+    assert training_flops(work, step, weights=True) == flops + 2 * BODY * (16 * 100 + 128 * 50)
 
 
 def test_the_profile_of_the_benchmarks_is_counted_as_before():

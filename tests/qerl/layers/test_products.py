@@ -9,6 +9,10 @@ from qerl.fp8.training import recipe_of
 from qerl.layers.lora import Part, lora_linear
 from qerl.layers.master import master_of, multiply_by_masters_, serving, set_master_
 from qerl.layers.products import set_recipe_
+from qerl.nvfp4 import reference as nvfp4
+from qerl.nvfp4 import slab_layout, to_fp8
+from qerl.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.nvfp4.kernel_linear import KernelLinear, adjacent
 from qerl.nvfp4.linear import NVFP4Linear
 
 KINDS = {"dense": lambda linear: linear, "nvfp4": NVFP4Linear.from_linear, "fp8": FP8Linear.from_linear}
@@ -106,6 +110,45 @@ def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, ki
             for g, w in zip(codes.float().split([256, 128], 1), weights, strict=True)
         )
         torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-4)
+
+
+def test_a_card_s_weights_are_turned_from_their_codes_to_the_same_gradient(monkeypatch):
+    """By the kernel's twin here; alpha, which the codes lack, is not 1."""
+    torch.manual_seed(0)
+    dense = 0.02 * torch.randn(384, 256)
+    scale = nvfp4.shared_global_scale([dense], "pow2", 2)
+    tensors = nvfp4.quantize(dense, scale)
+    weight = KernelWeight(QERL, *slab_layout.pack(tensors.packed, tensors.block_scale), 384, 256, float(scale))
+    model = torch.nn.ModuleList([KernelLinear(weight, 0, 256, None), KernelLinear(weight, 256, 128, None)])
+    for linear in model:
+        linear.compute_dtype = torch.float32
+        set_master_(linear, linear.unpack(torch.float32))
+    set_recipe_(model, [*model], recipe_of("tensorwise", products="gradients"))
+    x, upstream = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384)
+
+    def gradient():
+        x.grad = None
+        lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model]).backward(upstream)
+        return x.grad
+
+    right, asked = gradient(), []
+    monkeypatch.setattr(to_fp8, "takes", adjacent)
+    monkeypatch.setattr(
+        to_fp8, "turned", lambda linears: asked.append(len(linears)) or to_fp8.reference_turned(weight, 0, 384)
+    )
+    assert torch.equal(gradient(), right)
+    assert asked == [2]
+
+
+def test_the_product_for_a_master_in_bfloat16_is_rounded_to_it_before_it_is_added():
+    model, recipe = model_of("dense", rows=(256,)), recipe_of("tensorwise", products="gradients")
+    set_master_(model[0], model[0].weight.detach().bfloat16())
+    set_recipe_(model, [*model], recipe)
+    x, upstream = torch.randn(9, 256), torch.randn(9, 256)
+    for _ in range(2):
+        model[0](x).backward(upstream)
+    product = recipe.to_weight(upstream, x).bfloat16()
+    assert torch.equal(master_of(model[0]).grad, product + product)
 
 
 @pytest.mark.parametrize("rounded", [0, 1])
