@@ -202,7 +202,8 @@ def _largest_kernel(x_ptr, largest_ptr, rows, columns, x_stride, TILES: tl.const
     tl.atomic_max(largest_ptr, tl.max(tl.max(most, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["rows"])  # a micro-batch has any number of tokens
+# A micro-batch has any number of tokens, and the largest magnitude may lie anywhere.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["largest_ptr"])
 def _round_kernel(
     x_ptr,
     largest_ptr,
@@ -249,18 +250,22 @@ class Rounded(NamedTuple):
     scale: torch.Tensor
 
 
-def round_matrix(x: torch.Tensor, dtype: torch.dtype, plain: bool = True, turned: int = 0) -> Rounded:
+def round_matrix(
+    x: torch.Tensor, dtype: torch.dtype, plain: bool = True, turned: int = 0, largest: torch.Tensor | None = None
+) -> Rounded:
     """x (rows, columns) in `dtype`, e4m3 or e5m2, under the least power of two with which nothing saturates.
 
     It has the codes if `plain`, and those of the transpose unless `turned` is 0: their rows are filled up by zeros to a
     multiple of it. The scale is NaN if an element is not finite, and so are all codes. Neighbours of x in a row are
     neighbours in memory. One launch finds the largest magnitude and one rounds, where torch needs about 17; for
-    matrices of few tokens that is most of the time.
+    matrices of few tokens that is most of the time. Where the largest magnitude is known, its bits as a float32 are
+    `largest`, int32 ().
     """
     rows, columns = x.shape
-    largest = torch.zeros((), dtype=torch.int32, device=x.device)
-    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, TILES * BLOCK))
-    _largest_kernel[grid](x, largest, rows, columns, x.stride(0), TILES=TILES, BLOCK=BLOCK, num_warps=8)
+    if largest is None:
+        largest = torch.zeros((), dtype=torch.int32, device=x.device)
+        grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, TILES * BLOCK))
+        _largest_kernel[grid](x, largest, rows, columns, x.stride(0), TILES=TILES, BLOCK=BLOCK, num_warps=8)
     stride = triton.cdiv(rows, turned) * turned if turned else 0
     byte = {"dtype": torch.uint8, "device": x.device}
     codes = torch.empty(rows, columns, **byte) if plain else None

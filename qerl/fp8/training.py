@@ -64,19 +64,23 @@ class Both(NamedTuple):
     turned: Scaled
 
 
-def quantize_both(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Both:
-    """x and its transpose, rounded in one pass."""
-    codes, turned, scale = round_matrix(x, dtype, plain=True, turned=ALIGNED)
+def quantize_both(x: torch.Tensor, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None) -> Both:
+    """x and its transpose, rounded in one pass. `largest` as in `round_matrix`."""
+    codes, turned, scale = round_matrix(x, dtype, plain=True, turned=ALIGNED, largest=largest)
     return Both(Scaled(codes, scale), Scaled(turned, scale))
 
 
-def round_matrix(x: torch.Tensor, dtype: torch.dtype, plain: bool, turned: int) -> tuple[torch.Tensor | None, ...]:
+def round_matrix(
+    x: torch.Tensor, dtype: torch.dtype, plain: bool, turned: int, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, ...]:
     """See `qerl.fp8.kernels.round_matrix`, whose twin this is."""
     if x.is_cuda:
         from qerl.fp8 import kernels
 
-        return kernels.round_matrix(x if x.stride(1) == 1 else x.contiguous(), dtype, plain, turned)
-    amax = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=LEAST_INPUT)  # without a tensor of magnitudes
+        return kernels.round_matrix(x if x.stride(1) == 1 else x.contiguous(), dtype, plain, turned, largest)
+    # The norm is the largest magnitude, found without a tensor of magnitudes.
+    amax = torch.linalg.vector_norm(x, torch.inf).float() if largest is None else largest.view(torch.float32)
+    amax = amax.clamp(min=LEAST_INPUT)
     scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     codes = (x * scale.reciprocal().to(x.dtype)).to(dtype)
@@ -127,13 +131,13 @@ class Tensorwise:
         """dW (out, in) in `dtype`."""
         return scaled_product(self.upstream(grad).turned, self.summed(x), dtype)
 
-    def upstream(self, grad: torch.Tensor) -> Both:
-        """dy (T, out) as both products take it."""
-        return quantize_both(grad, self.gradients)
+    def upstream(self, grad: torch.Tensor, largest: torch.Tensor | None = None) -> Both:
+        """dy (T, out) as both products take it. `largest` as in `round_matrix`."""
+        return quantize_both(grad, self.gradients, largest)
 
-    def summed(self, x: torch.Tensor) -> Scaled:
+    def summed(self, x: torch.Tensor, largest: torch.Tensor | None = None) -> Scaled:
         """x (T, in) as the product for dW takes it: transposed, for all weights that read x."""
-        return Scaled(*round_matrix(x, E4M3, plain=False, turned=ALIGNED)[1:])
+        return Scaled(*round_matrix(x, E4M3, plain=False, turned=ALIGNED, largest=largest)[1:])
 
 
 @dataclass(frozen=True)

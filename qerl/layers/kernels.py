@@ -119,7 +119,14 @@ def _swiglu_forward(x_ptr, out_ptr, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(x_ptr, grad_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+def _largest_bits(x, dtype: tl.constexpr):
+    """The bits of the largest magnitude of x, as a float32, once it is rounded to `dtype`; NaN is above infinity."""
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    return most.to(tl.float32, bitcast=True).to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _swiglu_backward(x_ptr, grad_ptr, out_ptr, most_ptr, columns, MEASURES: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
@@ -129,10 +136,16 @@ def _swiglu_backward(x_ptr, grad_ptr, out_ptr, columns, WIDTH: tl.constexpr):
     grad = tl.load(grad_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    gate_grad = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    gate_grad, up_grad, out = grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu, silu * up
     tl.store(out_ptr + gate_at, gate_grad.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + gate_at + columns, (grad * silu).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(grad_ptr + row * columns + column, (silu * up).to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + gate_at + columns, up_grad.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + row * columns + column, out.to(grad_ptr.dtype.element_ty), mask=inside)
+    if MEASURES:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        most = tl.maximum(_largest_bits(gate_grad, dtype), _largest_bits(up_grad, dtype))
+        program = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(most_ptr + program, most)
+        tl.store(most_ptr + tl.num_programs(0).to(tl.int64) * tl.num_programs(1) + program, _largest_bits(out, dtype))
 
 
 @triton.jit
@@ -259,12 +272,15 @@ def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor, largest: torch.Tensor | None = None) -> torch.Tensor:
     """See the twin."""
     rows, columns = grad.shape
-    out = torch.empty_like(x)
+    out, parts, measures = torch.empty_like(x), triton.cdiv(columns, WIDTH), largest is not None
+    most = torch.empty(2, rows * parts, dtype=torch.int32, device=x.device) if measures else x
     if rows:
-        _swiglu_backward[(rows, triton.cdiv(columns, WIDTH))](x, grad, out, columns, WIDTH=WIDTH)
+        _swiglu_backward[(rows, parts)](x, grad, out, most, columns, MEASURES=measures, WIDTH=WIDTH)
+    if measures:
+        torch.amax(most, 1, out=largest)
     return out
 
 

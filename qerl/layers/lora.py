@@ -136,9 +136,9 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     return y, h
 
 
-def upstream_of(grad: torch.Tensor, parts: Sequence[Part]) -> Upstream:
-    """dy (T, N), for `backward_to_input` and `backward_to_factors`."""
-    return Upstream(grad, [part.base for part in parts], any(part.master is not None for part in parts))
+def upstream_of(grad: torch.Tensor, parts: Sequence[Part], largest: torch.Tensor | None = None) -> Upstream:
+    """dy (T, N), for `backward_to_input` and `backward_to_factors`; its largest magnitude if known."""
+    return Upstream(grad, [part.base for part in parts], any(part.master is not None for part in parts), largest)
 
 
 def backward_to_input(upstream: Upstream, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
@@ -166,15 +166,20 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
 
 
 def backward_to_factors(
-    upstream: Upstream, x: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
+    upstream: Upstream,
+    x: torch.Tensor,
+    h: torch.Tensor | None,
+    g: torch.Tensor | None,
+    parts: Sequence[Part],
+    largest: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
     """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B.
 
-    For a master there is None, as its gradient has been added to it.
+    For a master there is None, as its gradient has been added to it. `largest` is the largest magnitude of x if known.
     """
     grad = upstream.grad
     grads: list[torch.Tensor | None] = []
-    summed = summed_input(x, upstream) if any(part.master is not None for part in parts) else None
+    summed = summed_input(x, upstream, largest) if any(part.master is not None for part in parts) else None
     da = None if g is None else product_32(g.t(), x)
     for part, rows, columns in _columns(parts):
         if part.a is not None:

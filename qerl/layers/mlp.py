@@ -46,12 +46,17 @@ class _MLP(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             g, upstream = lora.backward_to_h(grad, ctx.down), lora.upstream_of(grad, ctx.down)
             activation = lora.backward_to_input(upstream, g, ctx.down)
+            # Where both are rounded to 8 bits next, one kernel less has to read them for their largest magnitudes.
+            largest = torch.empty(2, dtype=torch.int32, device=x.device) if upstream.rounded() is not None else None
             # `activation` held its own gradient until here; this call overwrites it with the activation itself.
-            grad_inner = kernels_for(x).swiglu_backward_(inner, activation)
-            activation = lora.input_of(activation, ctx.down)
-            down_grads = lora.backward_to_factors(upstream, activation, h_down, g, ctx.down)
-            del activation
-            g, upstream = lora.backward_to_h(grad_inner, ctx.gate_up), lora.upstream_of(grad_inner, ctx.gate_up)
+            grad_inner = kernels_for(x).swiglu_backward_(inner, activation, largest)
+            of_inner, of_activation = (None, None) if largest is None else largest
+            read = lora.input_of(activation, ctx.down)
+            known = of_activation if read is activation else None
+            down_grads = lora.backward_to_factors(upstream, read, h_down, g, ctx.down, known)
+            del activation, read
+            g = lora.backward_to_h(grad_inner, ctx.gate_up)
+            upstream = lora.upstream_of(grad_inner, ctx.gate_up, of_inner)
             dx = lora.backward_to_input(upstream, g, ctx.gate_up) if ctx.needs_input_grad[0] else None
             grads = lora.backward_to_factors(upstream, x, h_gate_up, g, ctx.gate_up)
         return None if dx is None else dx.to(ctx.x_dtype), None, *grads, *down_grads

@@ -57,11 +57,14 @@ class Upstream:
     """dy (T, out of all `bases`), the gradient of what linears with one input have computed.
 
     Where one recipe rounds both the gradient to the input and those of masters (`trains`), dy is rounded once for all
-    of them, under one scale.
+    of them, under one scale, and so is the input. `largest`: the largest magnitude of dy where it is known, as
+    `qerl.fp8.kernels.round_matrix` takes it.
     """
 
-    def __init__(self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool) -> None:
-        self.grad, recipe = grad, recipe_of(bases[0])
+    def __init__(
+        self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool, largest: torch.Tensor | None = None
+    ) -> None:
+        self.grad, self.largest, recipe = grad, largest, recipe_of(bases[0])
         shares = trains and isinstance(recipe, Tensorwise) and all(recipe_of(base) == recipe for base in bases)
         self.recipe = recipe if shares else None
         self._rounded: Both | None = None
@@ -69,7 +72,7 @@ class Upstream:
     def rounded(self) -> Both | None:
         """None if nothing is shared."""
         if self.recipe is not None and self._rounded is None:
-            self._rounded = self.recipe.upstream(self.grad)
+            self._rounded = self.recipe.upstream(self.grad, self.largest)
         return self._rounded
 
     def input_is_done(self) -> None:
@@ -109,9 +112,9 @@ def one_weight(bases: Sequence[nn.Linear]) -> bool:
     return rounded is not None and isinstance(bases[0], FP8Linear) and joined(bases) is not None
 
 
-def summed_input(x: torch.Tensor, upstream: Upstream) -> torch.Tensor | Scaled:
-    """x (T, in) as `add_weight_gradient_` takes it, for all masters that read it."""
-    return x if upstream.rounded() is None else upstream.recipe.summed(x)
+def summed_input(x: torch.Tensor, upstream: Upstream, largest: torch.Tensor | None = None) -> torch.Tensor | Scaled:
+    """x (T, in) as `add_weight_gradient_` takes it, for all masters that read it; `largest` is that of x if known."""
+    return x if upstream.rounded() is None else upstream.recipe.summed(x, largest)
 
 
 def add_weight_gradient_(

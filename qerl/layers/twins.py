@@ -67,14 +67,20 @@ def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
-def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Gradient to x = [gate, up] (T, 2 n); overwrites `grad` (T, n) with the result of the forward pass."""
+def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor, largest: torch.Tensor | None = None) -> torch.Tensor:
+    """Gradient to x = [gate, up] (T, 2 n); overwrites `grad` (T, n) with the result of the forward pass.
+
+    `largest`, int32 (2,), gets the largest magnitudes of both, as the bits of a float32.
+    """
     gate, up = x.float().chunk(2, dim=-1)
     sigmoid, wide = gate.sigmoid(), grad.float()
     silu = gate * sigmoid
     out = torch.cat([wide * up * (sigmoid + silu * (1 - sigmoid)), wide * silu], dim=-1)
     grad.copy_(silu * up)
-    return out.to(x.dtype)
+    out = out.to(x.dtype)
+    if largest is not None:
+        largest.copy_(torch.stack([out.abs().max(), grad.abs().max()]).float().view(torch.int32))
+    return out
 
 
 def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ the weight (2 I x H) codes and their transposed copy, 1 byte each.
 
 tensorwise: the peak is in the same place, with the codes of dy but no scales per token, and the transposed codes of the
 weight alone. With masters dy is rounded for both of its products, which makes 4 I bytes per token of codes, less the
-2 I of the activation's gradient, which is gone. The float32 product of a master's gradient (I x H) is counted beside
-that, though it comes later.
+2 I of the activation's gradient, which is gone. The product of a master's gradient (I x H) is counted as float32
+beside that, though it comes later and is narrower where masters are.
 """
 
 from __future__ import annotations

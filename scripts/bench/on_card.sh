@@ -25,7 +25,8 @@
 #     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
 #     qat80    430 s  steps of full-weight training on a card of 80 GiB, and TRL's, with micro-batches of 4, and of 16 with
 #                     gradient checkpointing
-#     qat80fp8 190 s  such steps with gradients in FP8
+#     qat80fp8 240 s  such steps with gradients in FP8; the kernels that round for them
+#     qatprofile 170 s where the time of such a step goes
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
 #     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
@@ -279,11 +280,15 @@ batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations o
 }
 
 batch_qat80fp8() {
-    tests to-fp8 60 tests/qerl/nvfp4/test_to_fp8.py
+    tests to-fp8 60 tests/qerl/nvfp4/test_to_fp8.py tests/qerl/fp8/test_kernels.py
     run kernels-fp8 90 "$python" scripts/bench/bench_fp8.py --only kernels --out "$out/kernels-fp8.json"
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise \
         --set train.fp8_products=gradients
+}
+
+batch_qatprofile() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
     script profile-qat-7b-gradients-fp8 150 profile_step 7b-16 --phase weights --set train.fp8_recipe=tensorwise \
         --set train.fp8_products=gradients
 }

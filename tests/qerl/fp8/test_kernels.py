@@ -108,6 +108,28 @@ def test_a_matrix_is_rounded_to_the_twin_s_bits_also_turned(shape, dtype, plain,
     check_rounded(wide[:, shape[1] :], dtype, plain, turned)  # columns of more
 
 
+@pytest.mark.parametrize("put", [None, torch.inf, torch.nan])
+@pytest.mark.parametrize("shape", [(3, 1500), (1, 8)], ids=str)
+def test_swiglu_s_backward_pass_finds_the_largest_magnitudes_of_what_it_writes(shape, put):
+    """Rounding with them gives the same bits as without."""
+    from qerl.fp8 import kernels as fp8
+    from qerl.layers import kernels, twins
+
+    x, grad = torch.randn(shape[0], 2 * shape[1], device=DEVICE), torch.randn(shape, device=DEVICE)
+    x, grad = x.to(DTYPES[-1]), grad.to(DTYPES[-1])
+    if put is not None:
+        x[-1, 1], grad[-1, 2] = put, put
+    right, found = (torch.full((2,), 7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    twins.swiglu_backward_(x, grad.clone(), right)
+    written = kernels.swiglu_backward_(x, activation := grad.clone(), found), activation
+    for one, other, matrix in zip(found, right, written, strict=True):
+        value, wanted = one.view(torch.float32), other.view(torch.float32)
+        assert value.isnan() == wanted.isnan()
+        assert wanted.isnan() or torch.isclose(value, wanted, rtol=1e-2)
+        known, own = (fp8.round_matrix(matrix, E4M3, True, 16, bits) for bits in (one, None))
+        assert all(same_bits(a[None], b[None]) for a, b in zip(known, own, strict=True))
+
+
 def test_the_largest_magnitude_may_be_anywhere_and_a_matrix_of_zeros_has_a_scale():
     x = torch.randn(130, 2200, device=DEVICE)
     for place in ((0, 0), (129, 2199), (64, 2048), (129, 0)):

@@ -8,6 +8,7 @@ from qerl.fp8.linear import FP8Linear
 from qerl.fp8.training import recipe_of
 from qerl.layers.lora import Part, lora_linear
 from qerl.layers.master import master_of, multiply_by_masters_, serving, set_master_
+from qerl.layers.mlp import mlp_forward
 from qerl.layers.products import set_recipe_
 from qerl.nvfp4 import reference as nvfp4
 from qerl.nvfp4 import slab_layout, to_fp8
@@ -138,6 +139,29 @@ def test_a_card_s_weights_are_turned_from_their_codes_to_the_same_gradient(monke
     )
     assert torch.equal(gradient(), right)
     assert asked == [2]
+
+
+def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_are_rounded_by(monkeypatch):
+    seen, own = [], training.round_matrix
+
+    def spy(x, *given, largest=None, **named):
+        seen.append((tuple(x.shape), largest is not None))
+        if largest is not None:
+            assert largest.view(torch.float32) == x.abs().max()
+        return own(x, *given, largest=largest, **named)
+
+    monkeypatch.setattr(training, "round_matrix", spy)
+    torch.manual_seed(3)
+    mlp = torch.nn.Module()
+    for name, shape in {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}.items():
+        setattr(mlp, name, torch.nn.Linear(*shape, bias=False).requires_grad_(False))
+        set_master_(getattr(mlp, name), getattr(mlp, name).weight.detach().clone())
+    set_recipe_(mlp, [*mlp.children()], recipe_of("tensorwise", products="gradients"))
+    x = torch.randn(9, 64, requires_grad=True)
+    mlp_forward(mlp, x).backward(torch.randn(9, 64))
+    assert seen.count(((9, 192), True)) == seen.count(((9, 96), True)) == 1  # the gradient of gate and up; down's input
+    assert {shape for shape, known in seen if not known} == {(9, 64), (64, 96), (96, 64)}
+    assert x.grad.isfinite().all()
 
 
 def test_the_product_for_a_master_in_bfloat16_is_rounded_to_it_before_it_is_added():
