@@ -62,7 +62,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 
 @triton.jit
-def _e4m3(bits):
+def e4m3_code(bits):
     """The code of each float32 with these bits, which is at most 448; NaN gives no code of its own."""
     size = bits & 0x7FFFFFFF
     # A float32 has 20 bits of mantissa more than a code, which round to even, and another bias of the exponent.
@@ -73,8 +73,8 @@ def _e4m3(bits):
 
 
 @triton.jit
-def _e5m2(bits):
-    """As `_e4m3`, for at most 57344: 21 bits more, and steps of 2^-16 below 2^-14, as float32 has beside 128."""
+def e5m2_code(bits):
+    """As `e4m3_code`, for at most 57344: 21 bits more, and steps of 2^-16 below 2^-14, as float32 has beside 128."""
     size = bits & 0x7FFFFFFF
     normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - (112 << 2)
     small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) & 7
@@ -111,7 +111,7 @@ def _pack_kernel(
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * scale_stride + tl.program_id(0), scale)
     # The sign is taken off by the bits of the product, so that no compiler makes one operation of it and a sum.
-    code = _e4m3((value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True))
+    code = e4m3_code((value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True))
     tl.store(codes_ptr + places * codes_stride + column[None, :], code.to(tl.uint8), mask=inside)
 
 
@@ -161,7 +161,7 @@ def _input_kernel(
     if BY_CARD:
         code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        code = _e4m3(scaled.to(tl.int32, bitcast=True)).to(tl.uint8)
+        code = e4m3_code(scaled.to(tl.int32, bitcast=True)).to(tl.uint8)
     tl.store(codes_ptr + places * columns + column[None, :], code, mask=inside)
 
 
@@ -176,7 +176,7 @@ def quantize_input(x: torch.Tensor, scales: ScaleKind, aligned: int = 1) -> FP8T
     codes = torch.empty(tokens, columns, dtype=E4M3, device=x.device)
     scale = torch.empty_strided((tokens, groups), (1, stride), dtype=torch.float32, device=x.device)
     rows, warps = (4, 1) if tokens <= FEW_TOKENS else (32, 4)
-    kinds = {"POW2": scales == "pow2", "BY_CARD": _has_e4m3(x.device), "LARGEST": CODE_MAX, "BLOCK": BLOCK}
+    kinds = {"POW2": scales == "pow2", "BY_CARD": has_e4m3(x.device), "LARGEST": CODE_MAX, "BLOCK": BLOCK}
     numbers = tokens, columns, x.stride(0), stride, LEAST_INPUT
     grid = (triton.cdiv(tokens, rows), groups)
     _input_kernel[grid](x, codes.view(torch.uint8), scale, *numbers, ROWS=rows, **kinds, num_warps=warps)
@@ -184,7 +184,7 @@ def quantize_input(x: torch.Tensor, scales: ScaleKind, aligned: int = 1) -> FP8T
 
 
 @cache
-def _has_e4m3(device: torch.device) -> bool:
+def has_e4m3(device: torch.device) -> bool:
     """Whether the card turns float32 into e4m3 by an instruction, as those from Ada on do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -233,7 +233,7 @@ def _round_kernel(
     places = row[:, None].to(tl.int64) * x_stride + column[None, :]
     value = tl.load(x_ptr + places, mask=inside, other=0).to(tl.float32)
     bits = (value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True)
-    code = _e5m2(bits) if FIVE else _e4m3(bits)
+    code = e5m2_code(bits) if FIVE else e4m3_code(bits)
     code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 127, code).to(tl.uint8)
     if PLAIN:
         tl.store(codes_ptr + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)

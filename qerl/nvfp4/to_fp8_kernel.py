@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.fp8.kernels import _e4m3, _has_e4m3
+from qerl.fp8.kernels import e4m3_code, has_e4m3
 from qerl.fp8.reference import E4M3, LEAST_INPUT
 from qerl.nvfp4.kernel_layout import KernelWeight
 from qerl.nvfp4.slab_layout import ROWS, UNIT
@@ -39,7 +39,7 @@ def _code(half_words, factor, BY_CARD: tl.constexpr):
     value = value * 1152921504606846976.0 * factor  # 2^60
     if BY_CARD:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return _e4m3(value.to(tl.int32, bitcast=True)).to(tl.uint8)
+    return e4m3_code(value.to(tl.int32, bitcast=True)).to(tl.uint8)
 
 
 @triton.jit
@@ -100,6 +100,6 @@ def turn(weight: KernelWeight, row_start: int, rows: int) -> tuple[torch.Tensor,
     units = triton.cdiv(columns, UNIT)
     grid = (units, triton.cdiv(row_start + rows, ROWS) - row_start // ROWS)
     numbers = row_start, rows, columns, units, LEAST_INPUT
-    kinds = {"BY_CARD": _has_e4m3(device)}
+    kinds = {"BY_CARD": has_e4m3(device)}
     _turn_kernel[grid](weight.words, scales, largest, scale, out, *numbers, **kinds, num_warps=8)
     return out.view(E4M3), scale
