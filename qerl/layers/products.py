@@ -168,7 +168,7 @@ def _weight_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[FP8Tenso
 def _turned_of(bases: Sequence[nn.Linear], recipe: Recipe, dtype: torch.dtype) -> tuple[FP8Tensor | Scaled, float]:
     """As `_weight_of`, the transpose in 8 bits that the product for dx takes."""
     if isinstance(recipe, Tensorwise) and to_fp8.takes(bases):
-        return to_fp8.turned(bases), bases[0].kernel_weight.alpha
+        return to_fp8.turned(bases), 1.0
     weight, alpha = _weight_of(bases, dtype)
     return recipe.turned(weight), alpha
 

@@ -29,9 +29,10 @@ def takes(linears: Sequence[nn.Module]) -> bool:
 
 
 def turned(linears: Sequence[nn.Module]) -> Scaled:
-    """The transpose (in, out) of the rows of `linears`, without their weight's factor alpha.
+    """The transpose (in, out) of the rows of `linears`.
 
-    The scale is the least power of two under which no code times the weight's largest block scale saturates.
+    Its scale is the least power of two under which no code times the weight's largest block scale saturates, times the
+    weight's factor alpha.
     """
     from qerl.nvfp4.to_fp8_kernel import turn
 
@@ -44,4 +45,4 @@ def reference_turned(weight: KernelWeight, row_start: int, rows: int) -> Scaled:
     largest = (LARGEST_CODE * block_scales(weight).max()).clamp(min=LEAST_INPUT)
     scale = ceil_pow2(largest / torch.full_like(largest, torch.finfo(E4M3).max))
     dense = reference_decoded(weight)[row_start : row_start + rows]
-    return Scaled((dense / scale).to(E4M3).t().contiguous(), scale)
+    return Scaled((dense / scale).to(E4M3).t().contiguous(), scale * weight.alpha)

@@ -54,6 +54,7 @@ def _turn_kernel(
     columns,
     units,
     least,
+    alpha,
     BY_CARD: tl.constexpr,
 ):
     unit, block = tl.program_id(0), row_start // 256 + tl.program_id(1)
@@ -61,7 +62,7 @@ def _turn_kernel(
     scale = tl.div_rn(largest, 448.0).to(tl.int32, bitcast=True)
     scale = ((scale + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(scale_ptr, scale)
+        tl.store(scale_ptr, scale * alpha)
     first = block.to(tl.int64) * units + unit
     index = tl.arange(0, 2048)  # of words: 16 slabs x 8 rows x 4 pairs of columns x 4 blocks of 16 columns
     at = first * 1024 + index // 16 * 8 + index % 4 // 2 * 4 + index % 2
@@ -99,7 +100,7 @@ def turn(weight: KernelWeight, row_start: int, rows: int) -> tuple[torch.Tensor,
     out = torch.empty(columns, rows, dtype=torch.uint8, device=device)
     units = triton.cdiv(columns, UNIT)
     grid = (units, triton.cdiv(row_start + rows, ROWS) - row_start // ROWS)
-    numbers = row_start, rows, columns, units, LEAST_INPUT
+    numbers = row_start, rows, columns, units, LEAST_INPUT, weight.alpha
     kinds = {"BY_CARD": has_e4m3(device)}
     _turn_kernel[grid](weight.words, scales, largest, scale, out, *numbers, **kinds, num_warps=8)
     return out.view(E4M3), scale

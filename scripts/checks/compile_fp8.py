@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 HOPPER = ("cuda", 90, 32)
 TYPES = {"codes_ptr": "*u8", "turned_ptr": "*u8", "scale_ptr": "*fp32", "faults_ptr": "*i32", "largest_ptr": "*i32"}
 TYPES |= {"words_ptr": "*i32", "scales_ptr": "*u8"}
-FLOATS = ("least", "reciprocal")
+FLOATS = ("least", "reciprocal", "alpha")
 SMALL = ("rows", "scale_stride")  # which may be any number
 
 
