@@ -72,7 +72,8 @@ def _turn_kernel(
     word = tl.load(words_ptr + first * 2048 + index).to(tl.uint32, bitcast=True)
     turned = (word << 10) | (word >> 22)
     last = ((word << 4) & 0x81808180) | ((word >> 4) & 0x00400040)
-    # The last dimensions are: which eight of a slab's rows, which eight of a block's columns, the odd one of a pair.
+    # Each join adds a dimension of two at the end: first which eight of a slab's rows, then which eight of a block's
+    # columns, and at last which one of a pair of columns.
     even = tl.join(
         tl.join(_code(word << 16, upper_rows, BY_CARD), _code(turned << 16, lower_rows, BY_CARD)),
         tl.join(_code(word << 22, upper_rows, BY_CARD), _code(last << 16, lower_rows, BY_CARD)),
@@ -81,7 +82,6 @@ def _turn_kernel(
         tl.join(_code(word, upper_rows, BY_CARD), _code(turned, lower_rows, BY_CARD)),
         tl.join(_code(word << 6, upper_rows, BY_CARD), _code(last, lower_rows, BY_CARD)),
     )
-    # join puts the newer dimension last: (words, rows of a slab, columns of a block, odd)
     codes = tl.join(even, odd).reshape(16, 8, 4, 4, 2, 2, 2)
     tile = tl.permute(codes, (3, 5, 2, 6, 0, 4, 1)).reshape(64, 256)
     column, row = unit * 64 + tl.arange(0, 64), block * 256 + tl.arange(0, 256) - row_start
