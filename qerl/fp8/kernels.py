@@ -62,6 +62,12 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 
 @triton.jit
+def ceil_pow2(x):
+    """Each positive float32 rounded up to a power of two."""
+    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def e4m3_code(bits):
     """The code of each float32 with these bits, which is at most 448; NaN gives no code of its own."""
     size = bits & 0x7FFFFFFF
@@ -108,7 +114,7 @@ def _pack_kernel(
     tl.atomic_add(faults_ptr, faults, mask=faults > 0)
     scale = tl.maximum(tl.max(tl.max(magnitude, axis=1), axis=0), least) * reciprocal
     if POW2:
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = ceil_pow2(scale)
     tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * scale_stride + tl.program_id(0), scale)
     # The sign is taken off by the bits of the product, so that no compiler makes one operation of it and a sum.
     code = e4m3_code((value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True))
@@ -152,8 +158,7 @@ def _input_kernel(
     amax = tl.maximum(tl.max(magnitude, axis=1), least)
     scale = tl.div_rn(amax, tl.full((ROWS,), LARGEST, tl.float32))
     if POW2:
-        bits = tl.maximum(scale, least).to(tl.int32, bitcast=True)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = ceil_pow2(tl.maximum(scale, least))
         scaled = value * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), scale)[:, None]
     else:
         scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
@@ -225,8 +230,8 @@ def _round_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # The bits of magnitudes are in the order of their values, with infinity and NaN above all others.
     found = tl.load(largest_ptr)
-    scale = tl.div_rn(tl.maximum(found.to(tl.float32, bitcast=True), least), LARGEST).to(tl.int32, bitcast=True)
-    scale = tl.where(found < 0x7F800000, (scale + 0x7FFFFF) & 0x7F800000, 0x7FC00000).to(tl.float32, bitcast=True)
+    scale = ceil_pow2(tl.div_rn(tl.maximum(found.to(tl.float32, bitcast=True), least), LARGEST))
+    scale = tl.where(found < 0x7F800000, scale.to(tl.int32, bitcast=True), 0x7FC00000).to(tl.float32, bitcast=True)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, scale)
     inside = (row < rows)[:, None] & (column < columns)[None, :]

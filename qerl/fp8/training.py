@@ -40,7 +40,10 @@ ALIGNED = 16  # columns and rows of a weight, and the summed side, of torch._sca
 
 
 class Scaled(NamedTuple):
-    """A matrix (rows, columns) in 8 bits, codes * scale, with a float32 scale () that is a power of two."""
+    """A matrix (rows, columns) in 8 bits, codes * scale, with a float32 scale ().
+
+    `quantize_tensor` gives a power of two; that of an NVFP4 weight includes its global scale.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -80,14 +83,19 @@ def round_matrix(
         return kernels.round_matrix(x if x.stride(1) == 1 else x.contiguous(), dtype, plain, turned, largest)
     # The norm is the largest magnitude, found without a tensor of magnitudes.
     amax = torch.linalg.vector_norm(x, torch.inf).float() if largest is None else largest.view(torch.float32)
-    amax = amax.clamp(min=LEAST_INPUT)
-    scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
+    scale = tensor_scale(amax, dtype)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     codes = (x * scale.reciprocal().to(x.dtype)).to(dtype)
     if not turned:
         return codes, None, scale
     other = F.pad(_transposed(codes).view(torch.uint8), (0, -len(x) % turned)).view(dtype)
     return codes if plain else None, other, scale
+
+
+def tensor_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The least power of two, float32 (), under which a magnitude of `amax` does not saturate."""
+    amax = amax.clamp(min=LEAST_INPUT)
+    return reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
 
 
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:

@@ -124,7 +124,7 @@ def add_weight_gradient_(
     own."""
     if (rounded := upstream.rounded()) is not None:
         codes, scale = rounded.turned
-        with place_of(master) as place:  # a product in float32 takes more time to write and to add than it is worth
+        with place_of(master) as place:  # a product in a wider dtype would only take longer to write and to add
             place.add_(scaled_product(Scaled(codes[columns], scale), x, place.dtype))
         return
     grad, recipe = upstream.grad[:, columns], recipe_of(base)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
-from qerl.fp8.reference import E4M3, LEAST_INPUT, ceil_pow2
-from qerl.fp8.training import Scaled
+from qerl.fp8.reference import E4M3
+from qerl.fp8.training import Scaled, tensor_scale
 from qerl.nvfp4.decode import reference_decoded
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight, block_scales
 from qerl.nvfp4.kernel_linear import adjacent
-
-LARGEST_CODE = 6.0  # of e2m1
+from qerl.nvfp4.layout import CODE_MAX
 
 
 def takes(linears: Sequence[nn.Module]) -> bool:
@@ -42,7 +40,6 @@ def turned(linears: Sequence[nn.Module]) -> Scaled:
 
 def reference_turned(weight: KernelWeight, row_start: int, rows: int) -> Scaled:
     """The twin of `to_fp8_kernel.turn` in plain torch: codes (in, rows) in e4m3 and a float32 scale ()."""
-    largest = (LARGEST_CODE * block_scales(weight).max()).clamp(min=LEAST_INPUT)
-    scale = ceil_pow2(largest / torch.full_like(largest, torch.finfo(E4M3).max))
+    scale = tensor_scale(CODE_MAX * block_scales(weight).max(), E4M3)
     dense = reference_decoded(weight)[row_start : row_start + rows]
     return Scaled((dense / scale).to(E4M3).t().contiguous(), scale * weight.alpha)

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.fp8.kernels import e4m3_code, has_e4m3
+from qerl.fp8.kernels import ceil_pow2, e4m3_code, has_e4m3
 from qerl.fp8.reference import E4M3, LEAST_INPUT
 from qerl.nvfp4.kernel_layout import KernelWeight
+from qerl.nvfp4.layout import CODE_MAX
 from qerl.nvfp4.slab_layout import ROWS, UNIT
 
 PIECE = 16384  # block scales that a program looks at for the largest
@@ -55,12 +56,12 @@ def _turn_kernel(
     units,
     least,
     alpha,
+    CODE_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
     BY_CARD: tl.constexpr,
 ):
     unit, block = tl.program_id(0), row_start // 256 + tl.program_id(1)
-    largest = tl.maximum(_scale_of(tl.load(largest_ptr)) * 6.0, least)
-    scale = tl.div_rn(largest, 448.0).to(tl.int32, bitcast=True)
-    scale = ((scale + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = ceil_pow2(tl.div_rn(tl.maximum(_scale_of(tl.load(largest_ptr)) * CODE_MAX, least), LARGEST))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, scale * alpha)
     first = block.to(tl.int64) * units + unit
@@ -101,6 +102,6 @@ def turn(weight: KernelWeight, row_start: int, rows: int) -> tuple[torch.Tensor,
     units = triton.cdiv(columns, UNIT)
     grid = (units, triton.cdiv(row_start + rows, ROWS) - row_start // ROWS)
     numbers = row_start, rows, columns, units, LEAST_INPUT, weight.alpha
-    kinds = {"BY_CARD": has_e4m3(device)}
+    kinds = {"CODE_MAX": CODE_MAX, "LARGEST": torch.finfo(E4M3).max, "BY_CARD": has_e4m3(device)}
     _turn_kernel[grid](weight.words, scales, largest, scale, out, *numbers, **kinds, num_warps=8)
     return out.view(E4M3), scale

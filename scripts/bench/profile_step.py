@@ -46,7 +46,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 PROMPT_TOKENS = 128
 LINEARS = 4  # per layer, as they are decoded: q/k/v and gate/up are one linear each
 PROFILED_STEP = 1  # the second step, because the first one compiles
-WEIGHTS = ["qat.mode=weights", "qat.masters=auto", "noise.enabled=false"]
 CATEGORIES = {  # by parts of the kernel's name; the first match counts
     "adapter": ("lora_shrink", "_shrink_kernel", "_activate_kernel", "_expand_kernel", "_combine_kernel"),
     "routing": ("moe_align", "topk_softmax", "topkGating", "count_and_sort"),
@@ -93,6 +92,7 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
 
     from qerl.config.recipe import load_recipe
     from qerl.plan.sizes import read_sizes
+    from scripts.bench.bench_qat import own_settings
     from scripts.bench.bench_step import overrides
     from scripts.bench.limits import Work, rollout_need, shares, training_flops
     from training import run as training_run
@@ -116,7 +116,8 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     RandomlyRounded.step = profiled(RandomlyRounded.step, phases, "optimizer", updates_of)
     weights = arguments.phase == "weights"
     if weights:
-        arguments.set += WEIGHTS
+        arguments.mode, arguments.masters = "weights", "auto"
+        arguments.set += own_settings(arguments)
         arguments.steps += 1  # the last one ends with its sync
         training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
     with tempfile.TemporaryDirectory() as folder:

@@ -68,7 +68,8 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
             found.append((own["input"], {"x_ptr": "*bf16"}, kinds, {"num_warps": warps}))
     own = jitted(to_fp8_kernel)
     found.append((own["largest_scale"], {}, {"PIECE": to_fp8_kernel.PIECE}, wide))
-    found.append((own["turn"], {"out_ptr": "*u8"}, {"BY_CARD": True}, wide))
+    kinds = {"CODE_MAX": to_fp8_kernel.CODE_MAX, "LARGEST": kernels.CODE_MAX, "BY_CARD": True}
+    found.append((own["turn"], {"out_ptr": "*u8"}, kinds, wide))
     return found
 
 
