@@ -23,8 +23,8 @@
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
-#     qat80    430 s  steps of full-weight training on a card of 80 GiB, and TRL's, with micro-batches of 4, and of 16 with
-#                     gradient checkpointing
+#     qat80    540 s  steps of full-weight training on a card of 80 GiB, and TRL's, with micro-batches of 4, and of 16 and 32
+#                     with gradient checkpointing
 #     qat80fp8 240 s  such steps with gradients in FP8; the kernels that round for them
 #     qatprofile 170 s where the time of such a step goes
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
@@ -276,7 +276,10 @@ batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations o
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80 240 bench_qat 7b-16 --steps 3 --masters auto
     script step-7b-trl-full-80-4 240 bench_trl 7b-16 --full --tuned --micro-batch 4 --cap-gib 80 --steps 3
-    script step-7b-trl-full-80-16 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 16 --cap-gib 80 --steps 3
+    local rows
+    for rows in 16 32; do
+        script step-7b-trl-full-80-$rows 240 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch $rows --cap-gib 80 --steps 3
+    done
 }
 
 batch_qat80fp8() {
