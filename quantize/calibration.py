@@ -3,14 +3,21 @@
 Rows are shuffled with a fixed seed, rendered with the model's chat template, joined, and cut every `sequence_length`
 tokens. So `256 x 2048` is that many tokens however long the rows are, and no padding enters the statistics. The first
 rows are held out for the measurement, so that they do not depend on how many others are used.
+
+The rows that ship with qerl (`mixed`, see rows/README.md) are not shuffled: their three kinds take turns in the file,
+so that what is held out and what is used are mixed, however few they are.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.data.rows import local_rows
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.errors import DataError
 from quantize.output_error import Rows
@@ -19,6 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = 16  # sequences to measure on
+MIXED = "mixed"  # the name of the rows that ship with qerl; a file or folder of that name is ./mixed
+OWN_TASK = "arith"  # what the embedded models were trained on
+ENOUGH_KNOWN = 0.9  # of the shipped rows' tokens; real tokenizers have 0.998, the embedded models' 0.65
+JUDGED_ROWS = 28  # the first rows, by which a tokenizer is judged
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +61,51 @@ class Calibration:
         }
 
 
+def shipped_rows() -> Path:
+    """The file of the calibration rows that ship with qerl."""
+    return Path(__file__).with_name("rows") / "mixed.jsonl.gz"
+
+
+def default_data(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What to calibrate on if nothing is named: `mixed`, or `arith` if the tokenizer knows that alone."""
+
+    def known(data: str) -> float:
+        return share_known(tokenizer, [tokens_of(row, tokenizer) for row in _rows(data)[:JUDGED_ROWS]])
+
+    if (share := known(MIXED)) >= ENOUGH_KNOWN or known(OWN_TASK) < ENOUGH_KNOWN:
+        return MIXED
+    logger.info("calibrating on task %s: the tokenizer spells %.0f%% of text", OWN_TASK, 100 * (1 - share))
+    return OWN_TASK
+
+
+def share_known(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]) -> float:
+    """The share of the rows' tokens that are the tokenizer's words and signs; 0 if there are no tokens.
+
+    The others are its unknown token, bytes of a character, and single letters that spell a word: the tokens of a text
+    of another kind than the tokenizer was made for.
+    """
+    texts = {token: tokenizer.decode([token]) for row in rows for token in row}
+    tokens = known = 0
+    for row in rows:
+        spelled = {place for place, pair in enumerate(pairwise(row)) if _spell(*(texts[token] for token in pair))}
+        spelled |= {place + 1 for place in spelled}
+        tokens += len(row)
+        known += sum(
+            token != tokenizer.unk_token_id and "\ufffd" not in texts[token] and place not in spelled
+            for place, token in enumerate(row)
+        )
+    return known / tokens if tokens else 0.0
+
+
+def _spell(first: str, second: str) -> bool:
+    """Whether both are single letters of one word."""
+    return second.isalpha() and len(second) == 1 and first.strip().isalpha() and len(first.strip()) == 1
+
+
 def load_calibration(
     data: str, tokenizer: PreTrainedTokenizerBase, size: int, sequence_length: int, held_out: int = 0
 ) -> Calibration:
-    """Up to `size` sequences of `sequence_length` tokens from `data` (a file, a task's name, or a hub id).
+    """Up to `size` sequences of `sequence_length` tokens from `data` (a file, a task, a hub id, or `mixed`).
 
     Up to `held_out` more come from other rows; if there are few rows, an eighth of all sequences, or none of one.
     Raises DataError if the data cannot be read, has no usable row, or too few tokens for one sequence.
@@ -63,7 +115,7 @@ def load_calibration(
     tokens: list[int] = []
     unusable = 0
     example: Any = None
-    for row in shuffled_rows(data, "--calibration"):
+    for row in _rows(data):
         if not (ids := tokens_of(row, tokenizer)):
             unusable, example = unusable + 1, row
             continue
@@ -76,12 +128,19 @@ def load_calibration(
     if held_out and len(tokens) < size * sequence_length:
         held, tokens = _few_rows(rows, held_out, sequence_length)
     sequences = _cut(tokens, size, sequence_length)
-    if len(sequences) < size:
+    if len(sequences) < size and data != MIXED:  # nobody chose how many of those there are
         found = len(sequences)
         logger.warning("%s is enough for %d sequences of %d tokens, not for %d", data, found, sequence_length, size)
     if unusable:
         logger.warning("%s: %d rows have no usable text (fields of one: %s)", data, unusable, fields_of(example))
     return Calibration(data, sequences, len(rows), unusable, _cut(held, held_out, sequence_length))
+
+
+def _rows(data: str) -> list[Any]:
+    """The rows in the order in which they are used."""
+    if data == MIXED:
+        return [row for _, row in local_rows(str(shipped_rows()), "train")]
+    return shuffled_rows(data, "--calibration")
 
 
 def _check_tokens(data: str, rows: list[list[int]], sequence_length: int, unusable: tuple[int, Any]) -> None:
