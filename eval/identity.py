@@ -30,6 +30,7 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
         "format": ref.format,
         "base": weights_digest(local_folder(ref.base)),
         "adapter": None if ref.adapter is None else weights_digest(ref.adapter),
+        **({} if ref.start is None else {"start": digest([ref.start.rank, weights_digest(ref.start.folder)])}),
         "questions": len(plan.examples),
         "data": digest([[example.id, example.question, example.answer] for example in plan.examples]),
         "prompts": digest(list(plan.prompts)),

@@ -158,9 +158,9 @@ def _named_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
 def find_model(settings: EvalSettings) -> ModelRef:
     """The model that was asked for, else the newest one made here. Raises CheckpointError if there is none."""
     if settings.model is not None:
-        return resolve_model(settings.model, settings.load, settings.adapter)
+        return resolve_model(settings.model, settings.load, settings.adapter, settings.start)
     if settings.adapter is not None:
-        return resolve_model(settings.adapter, settings.load)
+        return resolve_model(settings.adapter, settings.load, start=settings.start)
     newest = newest_model(settings.load)
     if newest is None:
         raise CheckpointError(

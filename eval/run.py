@@ -124,7 +124,7 @@ def _store(plan: Plan, parallel: Parallel) -> Iterator[Store | None]:
 def engine_options(plan: Plan, adapter: Mapping[str, torch.Tensor] | None) -> EngineOptions:
     """The options of an evaluation's engine; `adapter` are the tensors of the adapter that it will get."""
     context = max(map(len, plan.prompts)) + plan.sampling.max_new_tokens
-    options = replace(plan.settings.engine_options(), max_context=context)
+    options = replace(plan.settings.engine_options(), max_context=context, start=plan.ref.start)
     return options if adapter is None else options.for_adapter(adapter)
 
 

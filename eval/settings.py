@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
+from qerl.checkpoint.resolve import STARTS
 from qerl.commands.columns import parse_columns, parse_names, parse_switches
 from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import task_values
@@ -141,6 +142,10 @@ class EvalSettings:
         float | None,
         typer.Option(help="The process takes no more GPU memory than this (vllm). Default: the run's, else all."),
     ] = None
+    start: Annotated[
+        Literal[STARTS],
+        typer.Option(help="none: a quantized base without the start that its folder has (docs/start.md)."),
+    ] = "auto"
     deterministic: Annotated[
         bool,
         typer.Option("--deterministic", help="vllm repeats itself to the bit (slower); transformers does anyway."),
@@ -156,6 +161,7 @@ class EvalSettings:
         _choice("load", self.load, ("auto", *formats.names()))
         _choice("engine", self.engine, ENGINES)
         _choice("kernel", self.kernel, KERNELS)
+        _choice("start", self.start, STARTS)
         for name in ("limit", "samples", "max_new_tokens", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -27,9 +27,10 @@ from qerl.own.given import write_given_rows
 from qerl.parallel import Parallel, check_same
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import wishes_of
-from qerl.plan.trained import adapter_rank, trains_masters
+from qerl.plan.trained import acting_rank, trains_masters
 from qerl.report.sampling import sampling_text
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
+from training.preflight.adapter_start import keep_start_
 from training.preflight.checks import sizes_at
 from training.run_dir.checkpoint import checkpoint_step
 from training.run_dir.folder import only_writer
@@ -108,7 +109,7 @@ def settled_plan(config: RunConfig, base: ModelRef, place: Place, policy: Policy
     if (plan := parallel.broadcast(plan)) is not None:
         return plan
     entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
-    own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), adapter_rank(config), entropy, cap)
+    own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), acting_rank(config), entropy, cap)
     return smallest_plan(parallel.gather(own))
 
 
@@ -182,6 +183,7 @@ def _open_run_dir(course: Course) -> None:
     config, base, run_dir = course.config, course.base, course.place.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     write_given_rows(run_dir)
+    keep_start_(run_dir, config.adapter.start, base.start)
     if not (run_dir / "config.yaml").exists():
         save_config(config, run_dir / "config.yaml")
     (run_dir / "metrics.jsonl").touch()

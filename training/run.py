@@ -36,6 +36,7 @@ from training.policy.build import build_packed_in_policy, build_policy, build_we
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
 from training.preflight.activations import check_activations
+from training.preflight.adapter_start import settle_start, start_to_resume
 from training.preflight.checks import (
     check_engine,
     check_memory,
@@ -73,7 +74,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     check_same(parallel, {"recipe": config.model_dump()})
-    base = starting_model(config)
+    config, base = settle_start(config, starting_model(config))
     config = parallel.broadcast(settle_qat(config, base, parallel.size) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
@@ -103,7 +104,7 @@ def resume(
         logger.info("%s ended at step %d: %s; --steps N lets it go on", run_dir, done, reason)
         return finished(run_dir, done, config, parallel, ended=True)
     logger.info("resuming %s after step %d", run_dir, done)
-    base = base_to_resume(run_dir, config)
+    config, base = start_to_resume(config, base_to_resume(run_dir, config), run_dir)
     return _train(config, base, Place(run_dir, run_dir.name, parallel), checkpoint, accept_changes)
 
 
@@ -197,5 +198,6 @@ def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0, ran
     It is one of `ranks`.
     """
     options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base), ranks))
-    options = replace(options, max_context=max(options.max_context, context))
+    frozen = base.start if config.adapter.start == "frozen" else None
+    options = replace(options, max_context=max(options.max_context, context), start=frozen)
     return open_engine(base.base, base.format, options)

@@ -201,6 +201,29 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
     return len(own)
 
 
+def start_at_(model: nn.Module, start: Mapping[str, torch.Tensor]) -> None:
+    """Let the attached fresh adapter start at factors A0 (r0, in) and B0 (out, r0), r0 at most its rank, scaling 1.
+
+    Components above r0 stay as they are, with B zero; so do linears that `start` has nothing for, and factors of
+    linears that have no adapter are not used. Raises CheckpointError for factors of another shape.
+    """
+    import torch
+
+    own, scaling = adapter_tensors(model), adapter_scaling(model)
+    with torch.no_grad():
+        for name, tensor in start.items():
+            if (parameter := own.get(name)) is None:
+                continue
+            is_a = name.endswith(".lora_A.weight")
+            place = parameter[: tensor.shape[0]] if is_a else parameter[:, : tensor.shape[1]]
+            if place.shape != tensor.shape:
+                raise CheckpointError(
+                    f"the start's {name} is {tuple(tensor.shape)} and the adapter's {tuple(parameter.shape)}: it is of "
+                    "another base"
+                )
+            place.copy_(tensor if is_a else tensor.to(parameter.dtype) / scaling)
+
+
 def set_scaling_(model: nn.Module, scaling: float) -> None:
     """Multiply B by `scaling` from now on in every linear of the attached adapter."""
     from peft.tuners.lora.layer import LoraLayer

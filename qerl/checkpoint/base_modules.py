@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.adapter import ADAPTER_NAME
+from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
+from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -18,6 +22,32 @@ def pack_in_(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "lora_part"):
             module.packed_in = True
+
+
+def set_start_(model: PreTrainedModel, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let A0 (r0, in) and B0 (out, r0), by base linear, act beside the packed weights of a model without an adapter.
+
+    They are kept in the dtype that each linear computes in, without a copy where they have it. Raises CheckpointError
+    for a linear that is not there or not packed.
+    """
+    from qerl.formats.linear import PackedLinear
+
+    linears = base_linears(model)
+    for name, (a, b) in factors.items():
+        linear = linears.get(name)
+        if not isinstance(linear, PackedLinear):
+            raise CheckpointError(
+                f"the base has no packed {name}, for which its start has factors: quantize it again, or write "
+                "adapter.start: none"
+            )
+        linear.start = tuple(factor.to(linear.weight_device, linear.compute_dtype) for factor in (a, b))
+
+
+def load_start_(model: PreTrainedModel, start: BaseStart) -> None:
+    """`set_start_` with the factors of a start's folder."""
+    tensors = read_start(start)
+    names = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+    set_start_(model, {name: (tensors[name + LORA_A], tensors[name + LORA_B]) for name in names})
 
 
 def base_name(name: str) -> str | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qerl import formats
+from qerl.checkpoint.base_start import BaseStart, find_start, start_beside, start_of_adapter
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
 from qerl.checkpoint.named_base import EMBEDDED, TINY, TINY_FOLDER, WORDS, beside, embedded_folder, model_of_adapter
@@ -31,6 +32,7 @@ from qerl.files.nearby import close_to, expanded, is_path, no_folder
 from qerl.formats.base import Format
 
 RUNS = Path("runs")
+STARTS = ("auto", "none")
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +47,17 @@ class ModelRef:
     adapter: Path | None  # folder with adapter_config.json
     run: Path | None
     format: str  # of the base weights: the name of a `qerl.formats` value
+    start: BaseStart | None = None  # what acts beside the base's weights, below the adapter if there is one
 
 
-def resolve_model(ref: str, load: str = "auto", adapter: str | None = None) -> ModelRef:
+def resolve_model(ref: str, load: str = "auto", adapter: str | None = None, start: str = "auto") -> ModelRef:
     """Find out what `ref` is and which base (and adapter) to load for it.
 
     `load` is the name of a format, or "auto" for whatever is there (for a run: the format of its recipe). A quantized
     format takes, for a 16-bit base, the folder that `qerl quantize` makes of it; a 16-bit one takes, for a quantized
     folder, the model that its report names. `adapter` (adapter folder or run) replaces whatever adapter `ref` brings.
-    Raises CheckpointError if something is missing or of another kind, with what to type.
+    `start` "auto" lets the start act that the adapter was trained with, or without an adapter the base's own; "none"
+    leaves the base's own out. Raises CheckpointError if something is missing or of another kind, with what to type.
     """
     known = ("auto", *formats.names())
     if load not in known:
@@ -68,7 +72,26 @@ def resolve_model(ref: str, load: str = "auto", adapter: str | None = None) -> M
         found = _resolve_adapter(folder, load)
     else:
         found = _resolve_base(str(folder) if local else str(ref), folder, load)
-    return found if adapter is None else replace(found, adapter=adapter_folder(adapter))
+    found = found if adapter is None else replace(found, adapter=adapter_folder(adapter))
+    return replace(found, start=_start_of(found, start))
+
+
+def _start_of(found: ModelRef, asked: str) -> BaseStart | None:
+    """The frozen start that acts with what was found."""
+    if asked not in STARTS:
+        raise CheckpointError(f"start {asked!r} is not known: write {' or '.join(STARTS)}")
+    if found.adapter is None:
+        own = None if is_hub_id(found.base) or not formats.get(found.format).quantized else Path(found.base)
+        return start_beside(own) if own is not None and asked == "auto" else None
+    trained = start_of_adapter(found.adapter)
+    if trained is None or trained.kind == "trained" or not formats.get(found.format).quantized:
+        return None
+    if asked == "none":
+        raise CheckpointError(
+            f"{found.adapter} was trained beside a start of rank {trained.rank}, without which it is another model: "
+            "leave --start none out"
+        )
+    return find_start(found.adapter, found.base)
 
 
 def _locate(ref: str) -> tuple[Path, bool]:
@@ -275,6 +298,8 @@ def describe(ref: ModelRef) -> str:
         parts = [f"{ref.kind} {ref.path}", f"{ref.format} base {ref.base}"]
     else:
         parts = [f"{formats.get(ref.format).folder_label} {ref.base}"]
+    if ref.start is not None:
+        parts.append(f"start {ref.start}")
     if ref.adapter is not None:
         parts.append(f"adapter {ref.adapter}")
     return ", ".join(parts)

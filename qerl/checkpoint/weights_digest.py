@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
@@ -10,10 +11,10 @@ PIECES, PIECE_BYTES = 256, 1 << 16  # of a larger file, so many pieces are hashe
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 
 
-def weights_digest(folder: Path) -> str:
-    """16 hex digits that change with a folder's safetensors files (names, sizes, contents: see PIECES) and configs."""
+def weights_digest(folder: Path, configs: Sequence[str] = CONFIGS) -> str:
+    """16 hex digits that change with a folder's safetensors files (names, sizes, contents: PIECES) and `configs`."""
     total = hashlib.sha256()
-    for path in (folder / name for name in CONFIGS):
+    for path in (folder / name for name in configs):
         if path.is_file():
             total.update(path.read_bytes())
     for path in sorted(folder.glob("*.safetensors")):

@@ -51,6 +51,23 @@ def task(config: RunConfig) -> Conflicts:
     yield from template_of("data.prompt_template", config.data.prompt_template)
 
 
+def adapter_start(config: RunConfig) -> Conflicts:
+    """An adapter that starts at the rounding error repairs it only as a whole."""
+    own = config.adapter
+    if own.start == "trained" and own.dropout:
+        yield Conflict(
+            {"adapter.start": own.start, "adapter.dropout": own.dropout},
+            "dropout would drop a part of what repairs the base",
+            "adapter.start: frozen, or adapter.dropout: 0",
+        )
+    if own.start_rank is not None and own.start == "none":
+        yield Conflict(
+            {"adapter.start_rank": own.start_rank, "adapter.start": own.start},
+            "there is no start that could have a rank",
+            "adapter.start: auto, or leave adapter.start_rank out",
+        )
+
+
 def vllm_only(config: RunConfig) -> dict[str, object]:
     """The values that were set of keys that only the vllm engine reads."""
     rollout = config.rollout
@@ -253,6 +270,7 @@ RULES = (
     curriculum,
     engine,
     number_format,
+    adapter_start,
     qat,
     train,
     distill,

@@ -58,6 +58,12 @@ def qat(config: RunConfig) -> Conflicts:
             "that kernel cannot take weights that change",
             f"rollout.kernel: {' or '.join(PACKING_KERNELS)}",
         )
+    if config.adapter.start in ("frozen", "trained"):
+        yield Conflict(
+            {"adapter.start": config.adapter.start, "qat.mode": config.qat.mode},
+            "qat trains 16-bit weights, from which rounding has taken nothing",
+            "adapter.start: none",
+        )
     yield from _packed_once(config)
     yield from _adapter(config) if config.qat.mode == "adapter" else _whole_weights(config)
 

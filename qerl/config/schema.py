@@ -56,6 +56,12 @@ class AdapterConfig(Section):
     alpha: int = Field(64, ge=1, description="B A is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
     targets: Projections = Field(PROJECTIONS, description="linear layers that get an adapter")
+    start: Literal["auto", "none", "frozen", "trained"] = Field(
+        "auto",
+        description="what rounding took from an NVFP4 base, as far as a small rank holds it; frozen: it stays beside "
+        "the base, and the adapter starts at zero; trained: the adapter starts at it; auto: frozen, if the base has it",
+    )
+    start_rank: int | None = Field(None, ge=1, description="rank of that; null: 32 if frozen, adapter.rank if trained")
     experts: Literal["shared", "per_expert", "none"] = Field(
         "shared",
         description="adapter on the experts of a mixture: they share A of gate and up and B of down (shared), or each "

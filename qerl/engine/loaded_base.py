@@ -15,7 +15,7 @@ import torch
 
 from qerl import formats
 from qerl.checkpoint.activations import check_placed, read_activations
-from qerl.checkpoint.base_modules import base_linears
+from qerl.checkpoint.base_modules import base_linears, load_start_
 from qerl.checkpoint.load import load_model, local_folder
 from qerl.engine.update import AdapterUpdate, Update, write_update_
 from qerl.errors import EngineError
@@ -45,6 +45,8 @@ class LoadedBase:
         expected = read_activations(folder, formats.get(format))
         rounded = check_placed(base_linears(self._model), expected) if expected else ""
         placed = place_in_kernel_layout_(self._model) if device == "cuda" else 0
+        if options.start is not None:
+            load_start_(self._model, options.start)
         if device == "cuda" and format == formats.FP8_BLOCK.name:
             _bring_fp8_product()
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())

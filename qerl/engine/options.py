@@ -16,6 +16,7 @@ from qerl.plan.trained import engine_expert_rank, engine_rank
 if TYPE_CHECKING:
     import torch
 
+    from qerl.checkpoint.base_start import BaseStart
     from qerl.config.schema import RunConfig
 
 ENGINES = ("auto", "transformers", "vllm")
@@ -27,8 +28,9 @@ MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in tur
 class EngineOptions:
     """What `open_engine` is told beside the base and its format.
 
-    `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `experts` and `expert_rank`: the kind of the
-    adapter on experts that it will bring (`qerl.layers.expert_adapter.KINDS`) and its largest rank, 0 for none;
+    `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `start`: factors that stay beside the weights
+    of the base, and to which an adapter is added (`qerl.checkpoint.base_start`); `experts` and `expert_rank`: the kind
+    of the adapter on experts that it will bring (`qerl.layers.expert_adapter.KINDS`) and its largest rank, 0 for none;
     `max_context`: prompt and completion tokens together, None for what the model declares; `records_experts`: whether
     completions of a mixture of experts say which experts were chosen for each token; `memory` and `cap_gib`: see
     `qerl.plan.engine_memory`; `trainer_bytes`: what the trainer keeps on the card during a rollout; `enforce_eager`: no
@@ -51,6 +53,7 @@ class EngineOptions:
     calibrates_kv: bool = False  # whether scales of 8-bit keys and values are set before anything is sampled
     max_context: int | None = None
     max_rank: int = 0
+    start: BaseStart | None = None
     experts: str = "shared"
     expert_rank: int = 0
     seed: int = 0
@@ -99,6 +102,11 @@ class EngineOptions:
             )
         kind, expert_rank = describe(tensors)
         return replace(self, max_rank=max(ranks), experts=kind, expert_rank=expert_rank)
+
+    @property
+    def linear_rank(self) -> int:
+        """The rank of all that the engine multiplies by beside a linear's own weight: the start and the adapter."""
+        return self.max_rank + (self.start.rank if self.start else 0)
 
     def given_for_vllm(self) -> list[str]:
         """The names of options that only vllm reads and that a command was given, in the order of its help."""

@@ -21,6 +21,7 @@ from transformers.generation import StoppingCriteriaList
 from qerl import formats
 from qerl.checkpoint.activations import check_placed, check_served, read_activations
 from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
+from qerl.checkpoint.base_modules import load_start_
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import (
     UNCALIBRATED,
@@ -80,6 +81,8 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         trust = options.trust_remote_code
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
+        if options.start is not None:
+            load_start_(self._model, options.start)
         self._tokenizer = load_tokenizer(base, trust)
         folder = local_folder(base, trust)
         rounded = _check_activations(self._model, read_activations(folder, formats.get(format)))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.checkpoint.activations import check_placed, read_activations
+from qerl.checkpoint.base_modules import set_start_
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import (
     UNCALIBRATED,
@@ -115,6 +116,7 @@ class VLLMEngine:
         self._vocabulary = settings.config.vocab_size
         cache = self.llm.llm_engine.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # how many the KV cache holds at once
+        self._start_factors = self._write_start() if self.options.start else {}
         self._policy: PreTrainedModel | None = None
         self._cap.count_outside_()
         worker = self.llm.llm_engine.model_executor.driver_worker
@@ -275,6 +277,7 @@ class VLLMEngine:
         self._open()
         if self._policy is None:
             self._policy = build_policy(self._base, self.found.model, self.options.trust_remote_code)
+            set_start_(self._policy, self._start_factors)
         return self._policy
 
     def close(self) -> None:
@@ -289,6 +292,7 @@ class VLLMEngine:
 
         llm, self.llm = self.llm, None
         self.found = self._policy = self._reader = None
+        self._start_factors = {}
         try:
             closing.shut_down_(llm)
         except Exception:
@@ -296,6 +300,14 @@ class VLLMEngine:
         del llm
         closing.give_back_()
         self._cap.limit_()  # while the cache slept, the limit allowed for it
+
+    def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Put the base's start beside its weights; returns where its factors lie, by base linear."""
+        from qerl.checkpoint.base_start import read_start
+        from qerl.vllm_plugin.sync import write_start_
+
+        logger.info("beside the base acts its start %s", self.options.start)
+        return write_start_(read_start(self.options.start), self.found.slots)
 
     def _completion(self, output: Any) -> Completion:
         """vLLM's complete output as our value, with the experts that were chosen if they are recorded."""

@@ -32,6 +32,7 @@ class PackedLinear(nn.Linear):
 
     cache: WeightCache | None = None  # set while inside `weight_cache.cached_weights`
     activations: Activations | None = None  # how the input is rounded; None: it is not
+    start: tuple[torch.Tensor, torch.Tensor] | None = None  # A0 (r0, in) and B0 (out, r0) of `set_start_`
 
     def __init__(
         self,
@@ -138,8 +139,17 @@ class PackedLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(device)  # F.linear casts input and bias itself, also inside a Function
         input = rounded_input(input.to(dtype), self.activations) if self.activations else input
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            return _FrozenLinear.apply(input, self.bias, self, dtype)
-        return self.product(input, dtype)
+            out = _FrozenLinear.apply(input, self.bias, self, dtype)
+        else:
+            out = self.product(input, dtype)
+        return self.with_start(input.to(dtype), out)
+
+    def with_start(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out` and what the start of this linear, if it has one, makes of the input x (..., in)."""
+        if self.start is None:
+            return out
+        down, up = (factor.to(x.dtype) for factor in self.start)
+        return out + F.linear(F.linear(x, down), up)
 
     def reset_parameters(self) -> None:
         raise QerlError("a packed linear has no random initialization: load packed tensors, or quantize a dense linear")

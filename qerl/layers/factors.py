@@ -45,6 +45,13 @@ def diagonal(factors: Factors, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
+def beside(frozen: torch.Tensor, factor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """[B0, s B] (N, r0 + r) of a frozen B0 (N, r0) and a trained B (N, r), as an engine has them in its buffers."""
+    return _cached(
+        ("beside", scale, dtype), (frozen, factor), lambda: torch.cat([frozen.to(dtype), (factor * scale).to(dtype)], 1)
+    )
+
+
 def _cached(kind: tuple, factors: Factors, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     if _Cache.values is None:
         return make()

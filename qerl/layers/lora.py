@@ -10,6 +10,9 @@ For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) 
 An adapter that is trained through the quantizer is in W_i = Q(W0_i + s_i B_i A_i) already: y_i and dx have no term of
 their own for it, and dA_i and dB_i are those above (straight-through).
 
+A base with a frozen start (`qerl.checkpoint.base_start`) multiplies by W_i + B0_i A0_i. The two pairs are then one of
+rank r0 + r, [A0_i; A_i] and [B0_i, s_i B_i], in y_i and dx; only A_i and B_i get gradients.
+
 Where the base rounds its input (`qerl.nvfp4.activations`), x stands for the rounded one throughout: adapters and
 masters read it too. The gradient to it goes to the input as if rounding were the identity, for clipped values too.
 
@@ -30,7 +33,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.formats.linear import PackedLinear
-from qerl.layers.factors import cast, diagonal, stacked
+from qerl.layers.factors import beside, cast, diagonal, stacked
 from qerl.layers.master import master_of
 from qerl.layers.products import (
     Upstream,
@@ -50,7 +53,8 @@ from qerl.nvfp4.kernel_linear import adjacent
 class Part:
     """A linear whose own weight is frozen, with its adapter and its master; `a`, `b`, `master` are None without.
 
-    `packed_in`: the weight has been packed with the adapter in it. Of the parts of one product all have it, or none.
+    `packed_in`: the weight has been packed with the adapter in it. Of the parts of one product all have it, or none. A
+    base with a frozen start has neither this nor a master.
     """
 
     base: nn.Linear
@@ -61,9 +65,37 @@ class Part:
     packed_in: bool = False
 
     @property
+    def start(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A0 (r0, K) and B0 (N, r0) of the base, if it has a frozen start."""
+        return getattr(self.base, "start", None)
+
+    @property
     def adds(self) -> bool:
-        """Whether the adapter is a product of its own."""
-        return self.a is not None and not self.packed_in
+        """Whether a low-rank pair is a product of its own."""
+        return self.start is not None or (self.a is not None and not self.packed_in)
+
+    @property
+    def frozen_rank(self) -> int:
+        """r0; 0 without a frozen start."""
+        return 0 if self.start is None else len(self.start[0])
+
+    @property
+    def rank(self) -> int:
+        """r0 + r: the rows of this part's A in the product that all parts share."""
+        return self.frozen_rank + (0 if self.a is None else len(self.a))
+
+    @property
+    def down(self) -> list[torch.Tensor]:
+        """A0 and A, as far as there are such."""
+        return [pair for pair in ((self.start or (None,))[0], self.a) if pair is not None]
+
+    def up(self, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+        """[B0, s B] (N, rank) and what multiplies it; without a start B itself and s."""
+        if self.start is None:
+            return cast(self.b, dtype), self.scale
+        if self.a is None:
+            return cast(self.start[1], dtype), 1.0
+        return beside(self.start[1], self.b, self.scale, dtype), 1.0
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -126,8 +158,9 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
     started = any(part.adds or part.base.bias is not None for part in parts)
     if started and _can_fuse_bias(parts):
-        bias, b = stacked([p.base.bias for p in parts], y.dtype), diagonal([p.b for p in parts], y.dtype)
-        torch.addmm(bias, h, b, alpha=parts[0].scale, out=y)
+        ups = [part.up(y.dtype) for part in parts]
+        bias, b = stacked([p.base.bias for p in parts], y.dtype), diagonal([up for up, _ in ups], y.dtype)
+        torch.addmm(bias, h, b, alpha=ups[0][1], out=y)
     elif started:
         for part, ranks, columns in _columns(parts):
             _write_bias_and_lora_(y[:, columns], None if h is None else h[:, ranks], part)
@@ -156,12 +189,12 @@ def backward_to_input(upstream: Upstream, g: torch.Tensor | None, parts: Sequenc
 
 def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | None:
     """g (T, ranks) from dy (T, N); None without an adapter."""
-    if not (ranks := sum(part.a.shape[0] for part in parts if part.a is not None)):
+    if not (ranks := sum(part.rank for part in parts)):
         return None
     g = grad.new_empty(len(grad), ranks)
     for part, rows, columns in _adapted(parts):
-        out = g[:, rows]
-        torch.addmm(out, grad[:, columns], cast(part.b, grad.dtype), beta=0, alpha=part.scale, out=out)
+        out, (up, scale) = g[:, rows], part.up(grad.dtype)
+        torch.addmm(out, grad[:, columns], up, beta=0, alpha=scale, out=out)
     return g
 
 
@@ -180,9 +213,10 @@ def backward_to_factors(
     grad = upstream.grad
     grads: list[torch.Tensor | None] = []
     summed = summed_input(x, upstream, largest) if any(part.master is not None for part in parts) else None
-    da = None if g is None else product_32(g.t(), x)
-    for part, rows, columns in _columns(parts):
+    da = product_32(g.t(), x) if any(part.a is not None for part in parts) else None
+    for part, ranks, columns in _columns(parts):
         if part.a is not None:
+            rows = slice(ranks.start + part.frozen_rank, ranks.stop)
             db = product_32(grad[:, columns].t(), h[:, rows])
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
@@ -219,13 +253,13 @@ def _columns(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
     """For each part: the part, its columns of h and its columns of y."""
     rank, row = 0, 0
     for part in parts:
-        rank_end, row_end = rank + (0 if part.a is None else len(part.a)), row + part.base.out_features
+        rank_end, row_end = rank + part.rank, row + part.base.out_features
         yield part, slice(rank, rank_end), slice(row, row_end)
         rank, row = rank_end, row_end
 
 
 def _adapted(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
-    return (entry for entry in _columns(parts) if entry[0].a is not None)
+    return (entry for entry in _columns(parts) if entry[0].rank)
 
 
 def _blocks(parts: Sequence[Part], one: bool) -> Iterator[tuple[slice, Sequence[Part]]]:
@@ -246,7 +280,8 @@ def _own_output(x: torch.Tensor, h: torch.Tensor | None, parts: Sequence[Part]) 
         if part.base.bias is not None:
             y[:, columns].add_(part.base.bias.to(y.dtype))
         if part.adds:
-            y[:, columns].addmm_(h[:, ranks], cast(part.b, y.dtype).t(), alpha=part.scale)
+            up, scale = part.up(y.dtype)
+            y[:, columns].addmm_(h[:, ranks], up.t(), alpha=scale)
     return y
 
 
@@ -268,15 +303,17 @@ def _can_fuse_bias(parts: Sequence[Part]) -> bool:
 
     Then cuBLAS adds the bias of all columns within its product; a bias of only some columns has to be copied first.
     """
-    return len({part.scale for part in parts}) == 1 and all(part.adds and part.base.bias is not None for part in parts)
+    if not all(part.adds and part.base.bias is not None for part in parts):
+        return False
+    return len({part.scale if part.start is None else 1.0 for part in parts}) == 1
 
 
 def _write_bias_and_lora_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
     """Fill `out`, the part's columns of y, with its bias and LoRA term."""
     bias = part.base.bias
     if part.adds:
-        addend = out if bias is None else bias.to(out.dtype)
-        torch.addmm(addend, h, cast(part.b, out.dtype).t(), beta=int(bias is not None), alpha=part.scale, out=out)
+        addend, (up, scale) = out if bias is None else bias.to(out.dtype), part.up(out.dtype)
+        torch.addmm(addend, h, up.t(), beta=int(bias is not None), alpha=scale, out=out)
     elif bias is not None:
         out.copy_(bias)
     else:
@@ -284,7 +321,7 @@ def _write_bias_and_lora_(out: torch.Tensor, h: torch.Tensor | None, part: Part)
 
 
 def _stacked_a(parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor | None:
-    stack = [part.a for part in parts if part.a is not None]
+    stack = [factor for part in parts for factor in part.down]
     return stacked(stack, dtype) if stack else None
 
 

@@ -72,7 +72,7 @@ class KernelLinear(NVFP4Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         input = input.to(self.compute_dtype)
         input = rounded_input(input, self.activations) if self.activations else input
-        return _KernelProduct.apply(input, self)
+        return self.with_start(input, _KernelProduct.apply(input, self))
 
     def unscaled(self) -> torch.Tensor:
         """The exact bfloat16 weight (out_features, in_features) without `kernel_weight.alpha`, in the work buffer."""

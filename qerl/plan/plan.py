@@ -44,11 +44,12 @@ from qerl.plan.sizes import ModelSizes
 from qerl.plan.teacher import teacher_bytes, teacher_work
 from qerl.plan.trained import (
     BYTES,
-    adapter_rank,
+    acting_rank,
     engine_expert_parameters,
     engine_rank,
     masters_dtype,
     start_bytes,
+    start_rank,
     trained_of,
     trains_masters,
 )
@@ -249,7 +250,9 @@ class _Room:
 
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
-    adapter = sizes.engine_adapter_bytes(engine_rank(config)) + 2 * engine_expert_parameters(config, sizes)
+    adapter = sizes.engine_adapter_bytes(engine_rank(config) + start_rank(config)) + 2 * engine_expert_parameters(
+        config, sizes
+    )
     weights = int(sizes.weights_bytes(config.model.format)) + adapter
     return weights, outside_bytes(trainer_bytes(config, sizes, ranks), MAX_SEQUENCES, sizes.vocabulary)
 
@@ -308,7 +311,7 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
 
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
     trained, work = trained_of(config, sizes, ranks), teacher_work(config, sizes)
-    shapes = Shapes.of(sizes, adapter_rank(config), trained.count)
+    shapes = Shapes.of(sizes, acting_rank(config), trained.count)
     shapes = replace(shapes, trained_bytes=trained.gradient_bytes, **wishes_of(config).of_shapes)
     found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)

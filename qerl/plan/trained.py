@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from qerl import formats
+from qerl.checkpoint.base_start import DEFAULT_RANK
 from qerl.checkpoint.linears import matching, projections
 from qerl.checkpoint.source import by_layer
 from qerl.config.rules_experts import adapts_experts, expert_rank
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from qerl.plan.sizes import ModelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2}
+DEFAULT_START = "frozen"  # what `adapter.start: auto` takes where the base has a start (docs/study.md)
 ADAPTER_WORK = 16.0  # per parameter of an adapter: its gradient, optimizer state and copies in 16 bits
 
 
@@ -93,6 +96,20 @@ def trains_masters(config: RunConfig) -> bool:
 def adapter_rank(config: RunConfig) -> int:
     """The rank of the adapter that a run trains; 0 if it trains whole weights."""
     return 0 if trains_masters(config) else config.adapter.rank
+
+
+def start_rank(config: RunConfig) -> int:
+    """The rank of the start that stays beside the base; 0 without one. `auto` is what it usually stands for."""
+    own = config.adapter
+    kind = DEFAULT_START if own.start == "auto" else own.start
+    if config.qat is not None or kind != "frozen" or formats.get(config.model.format).shared_tensor is None:
+        return 0
+    return own.start_rank or DEFAULT_RANK
+
+
+def acting_rank(config: RunConfig) -> int:
+    """The rank of all that acts beside a linear's own weight in the trainer: start and adapter."""
+    return adapter_rank(config) + start_rank(config)
 
 
 def engine_rank(config: RunConfig) -> int:

@@ -61,7 +61,7 @@ def find(llm: Any, options: EngineOptions) -> Found:
     return Found(
         model=runner.model,
         gains=Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}),
-        slots=adapter_slots(linears) if options.max_rank else {},
+        slots=adapter_slots(linears, options.start.rank if options.start else 0) if options.linear_rank else {},
         kernel=" + ".join(sorted({kernel_name(layer) for layer in linears.values()}) + kernel_names(experts.values())),
         attention=attention_name(runner.model),
         expert_slots=expert_slots(

@@ -62,7 +62,7 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     projections, head_dim = sizes.projections, sizes.head_dim
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
     attention = decode_attention.variants(head_dim, bits) if head_dim in decode_attention.HEAD_DIMS else []
-    needed = [gemm.variants, lora.variants] if settings.options.max_rank else [gemm.variants]
+    needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
     widths = {columns for _, columns in projections.values()}
     nvrtc.compile_ahead(
         [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]

@@ -151,14 +151,14 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
     from qerl import vllm_plugin
 
     options = settings.options
-    for_plugin = {"max_rank": options.max_rank, "deterministic": options.deterministic, "kernel": kernel}
+    for_plugin = {"max_rank": options.linear_rank, "deterministic": options.deterministic, "kernel": kernel}
     if settings.decoder.has_experts and options.expert_rank > MOST_EXPERT_RANK:
         raise EngineError(
             f"adapter.expert_rank {options.expert_rank}: the engine's kernels take at most {MOST_EXPERT_RANK}: write "
             f"adapter.expert_rank: {MOST_EXPERT_RANK}, or less"
         )
     if settings.decoder.has_experts:  # other models keep the graphs that were compiled under the earlier options
-        for_plugin["expert_rank"] = options.expert_rank if options.max_rank else 0
+        for_plugin["expert_rank"] = options.expert_rank if options.linear_rank else 0
         for_plugin["shares_outer"] = options.experts == "shared"
         for_plugin["records_experts"] = options.records_experts
     return {

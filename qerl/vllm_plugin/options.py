@@ -13,7 +13,7 @@ from qerl.vllm_plugin import CONFIG_KEY
 class Options:
     """What the engine asks of the plugin, carried by vLLM's `additional_config`."""
 
-    max_rank: int = 0  # 0: there is no adapter, and products cost nothing extra
+    max_rank: int = 0  # of start and adapter together; 0: there is neither, and products cost nothing extra
     deterministic: bool = False
     kernel: str = ""  # "qerl": ours multiplies by NVFP4 weights; otherwise the one that vLLM chose (`linear_backend`)
     expert_rank: int = 0  # of the adapter on experts; 0: there is none

@@ -1,5 +1,8 @@
 """Where the checkpoint's linears lie in vLLM's fused ones, and how an adapter is copied into their static buffers.
 
+The frozen start of a base (`qerl.checkpoint.base_start`) has the first columns of each slot. It is written once, when
+the engine opens; the adapter of a sync comes after it.
+
 Nothing is copied before every tensor has its place and no place lacks a tensor. An adapter may cover only some of the
 projections (`adapter.targets`), but those in every layer; the buffers of the others hold zeros.
 """
@@ -31,20 +34,21 @@ class AdapterSlot:
     first: int  # its first row of A, which is also its first column of B
     row_start: int  # its first row of B
     rows: int
+    frozen: int = 0  # rows of A, from the first one on, that a start has
 
     @property
     def in_features(self) -> int:
         return self.lora_a.shape[1]
 
 
-def adapter_slots(linears: Mapping[str, nn.Module]) -> dict[str, AdapterSlot]:
-    """The slots by base module name. `linears` are vLLM's, by their names in vLLM's model."""
+def adapter_slots(linears: Mapping[str, nn.Module], frozen: int = 0) -> dict[str, AdapterSlot]:
+    """The slots by base module name, of which a start has rank `frozen`. `linears` are vLLM's, by their names there."""
     slots = {}
     for name, layer in linears.items():
         fused = parts(name, layer)
         max_rank = layer.lora_a.shape[0] // len(fused)
         for index, (part, start, rows) in enumerate(fused):
-            slots[part] = AdapterSlot(layer.lora_a, layer.lora_b, index * max_rank, start, rows)
+            slots[part] = AdapterSlot(layer.lora_a, layer.lora_b, index * max_rank, start, rows, frozen)
     return slots
 
 
@@ -97,13 +101,36 @@ def copy_adapter_(
         for name, slot in slots.items():
             a, b = factors.get(name, (None, None))
             rank = 0 if a is None else a.shape[0]
-            columns, unused = slice(slot.first, slot.first + rank), slice(slot.first + rank, _end(slot, slots))
+            first = slot.first + slot.frozen
+            columns, unused = slice(first, first + rank), slice(first + rank, _end(slot, slots))
             rows = slice(slot.row_start, slot.row_start + slot.rows)
             if a is not None:
                 slot.lora_a[columns].copy_(a)
                 slot.lora_b[rows, columns].copy_(b * scaling)
             slot.lora_a[unused].zero_()
             slot.lora_b[rows, unused].zero_()
+
+
+def write_start_(
+    tensors: Mapping[str, torch.Tensor], slots: Mapping[str, AdapterSlot]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Write a start's A0 and B0 into the slots; returns views of them, (r0, in) and (out, r0), by base linear.
+
+    Slots of linears that the start does not have keep zeros. Raises EngineError for factors that do not fit.
+    """
+    import torch
+
+    factors, _ = split_adapter(tensors, slots, {}, next(iter(slots.values())).frozen)
+    views = {}
+    with torch.no_grad():
+        for name, (a, b) in factors.items():
+            slot = slots[name]
+            columns, rows = (
+                slice(slot.first, slot.first + slot.frozen),
+                slice(slot.row_start, slot.row_start + slot.rows),
+            )
+            views[name] = slot.lora_a[columns].copy_(a), slot.lora_b[rows, columns].copy_(b)
+    return views
 
 
 def _end(slot: AdapterSlot, slots: Mapping[str, AdapterSlot]) -> int:

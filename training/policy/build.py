@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import adapter_tensors, attach_lora, name_base_, set_dtype_
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora, name_base_, set_dtype_, start_at_
 from qerl.checkpoint.adapter_fit import A_SUFFIX
 from qerl.checkpoint.base_modules import base_linears
+from qerl.checkpoint.base_start import read_start
 from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: int) -> AdapterPolicy:
     """Attach the recipe's adapter to the engine's own modules: the base weights exist once.
 
+    Where the recipe says so it starts at the start of the base; a frozen start is in the modules already.
     The adapter's master weights are in `adapter.dtype` (float32 by default: a bfloat16 A of size 0.02 swallows an
     AdamW step of 1e-5); on a GPU its products run in bfloat16. Its A is drawn from `seed`.
     """
@@ -58,6 +60,8 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
     policy = AdapterPolicy(model)
     trained = sum(parameter.numel() for parameter in policy.parameters())
     logger.info("adapter: rank %d, %.2f M parameters in %s", adapter.rank, trained / 1e6, adapter.dtype)
+    if adapter.start == "trained" and base.start is not None and base.adapter is None:
+        start_at_(policy.model, read_start(base.start))
     if base.adapter is not None:
         logger.info("starting from the adapter %s (%d tensors)", base.adapter, policy.load(base.adapter))
     return policy

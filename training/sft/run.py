@@ -59,7 +59,10 @@ def train_on_rows(
     args = sft_arguments(config, run_dir)  # what it refuses is refused before anything is written
     served = base if config.qat is None else packed_base(config, base, place, rows.trained)
     options = EngineOptions(
-        dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code, cap_gib=config.memory.cap_gib
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        cap_gib=config.memory.cap_gib,
+        start=base.start if config.adapter.start == "frozen" else None,
     )
     loaded = LoadedBase(served.base, served.format, options)
     logger.info("%s; %s", describe(served), loaded.kernel)

@@ -1,0 +1,128 @@
+"""Which start a run's adapter gets (`qerl.checkpoint.base_start`): settled once, when the run begins.
+
+The settled values of `adapter.start` and `adapter.start_rank` are in the run's config.yaml, and the components that act
+in its start/, so that a resumed run depends on neither the base's folder nor a later default.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl import formats
+from qerl.checkpoint.base_start import (
+    DEFAULT_RANK,
+    START,
+    BaseStart,
+    check_start,
+    copy_start,
+    find_start,
+    start_beside,
+    start_of_adapter,
+)
+from qerl.checkpoint.load import local_folder
+from qerl.errors import CheckpointError, ConfigError
+from qerl.plan.advice import with_values
+from qerl.plan.trained import DEFAULT_START
+
+if TYPE_CHECKING:
+    from qerl.checkpoint.resolve import ModelRef
+    from qerl.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+def settle_start(config: RunConfig, base: ModelRef) -> tuple[RunConfig, ModelRef]:
+    """The recipe of a new run with its start settled, and the base with the start that the run uses, if any.
+
+    Raises ConfigError where the base or the adapter that the run goes on from has no such start, CheckpointError for a
+    start that is damaged or was made for other weights.
+    """
+    if config.qat is not None:  # the weights that the adapter is packed into are 16-bit ones, which lost nothing
+        return with_values(config, {"adapter.start": "none"}), replace(base, start=None)
+    kind, start = _of_adapter(config, base) if base.adapter is not None else _of_base(config, base)
+    rank = config.adapter.start_rank if start is None else start.rank
+    config = with_values(config, {"adapter.start": kind, "adapter.start_rank": rank})
+    if start is not None:
+        logger.info("the adapter's start: %s, %s", kind, start)
+    return config, replace(base, start=start)
+
+
+def start_to_resume(config: RunConfig, base: ModelRef, run_dir: Path) -> tuple[RunConfig, ModelRef]:
+    """The same for a run that goes on: what its config.yaml says, and its own start/.
+
+    A run that began before qerl knew starts has none. Raises CheckpointError if the run's start/ is gone.
+    """
+    kind = config.adapter.start
+    if kind in ("auto", "none"):
+        return with_values(config, {"adapter.start": "none"}), replace(base, start=None)
+    start = start_beside(run_dir, config.adapter.start_rank)
+    if start is None:
+        raise CheckpointError(
+            f"{run_dir} trains with a start ({kind}), and its {START}/ is gone: put it back, or begin a new run"
+        )
+    return config, replace(base, start=start)
+
+
+def keep_start_(run_dir: Path, kind: str, start: BaseStart | None) -> None:
+    """Copy the components that act into the run's directory, in one step, unless they are there."""
+    if start is not None and not (run_dir / START).exists():
+        copy_start(start, run_dir / START, kind)
+
+
+def _of_adapter(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | None]:
+    """What the adapter that the run goes on from was trained with: it has no other meaning."""
+    trained, own = start_of_adapter(base.adapter), config.adapter
+    kind = "none" if trained is None else trained.kind
+    if own.start not in ("auto", kind):
+        raise ConfigError(
+            f"{base.adapter} was trained with adapter.start: {kind}, and the recipe has {own.start}: write "
+            f"adapter.start: {kind}, or leave it out"
+        )
+    if trained is not None and own.start_rank not in (None, trained.rank):
+        raise ConfigError(
+            f"{base.adapter} was trained with a start of rank {trained.rank}, and the recipe has adapter.start_rank "
+            f"{own.start_rank}: leave adapter.start_rank out"
+        )
+    return kind, find_start(base.adapter, base.base)
+
+
+def _of_base(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | None]:
+    own = config.adapter
+    if own.start == "none":
+        return "none", None
+    kind = DEFAULT_START if own.start == "auto" else own.start
+    most = DEFAULT_RANK if kind == "frozen" else own.rank
+    start = start_beside(local_folder(base.base), own.start_rank, most)
+    if start is None:
+        _without(config, base)
+        return "none", None
+    if kind == "trained" and start.rank > own.rank:
+        raise ConfigError(
+            f"adapter.start_rank {start.rank} is more than adapter.rank {own.rank}, which is what trains: write "
+            f"adapter.start_rank: {own.rank} or less, or adapter.start: frozen"
+        )
+    check_start(start, base.base)
+    return kind, start
+
+
+def _without(config: RunConfig, base: ModelRef) -> None:
+    """Raise ConfigError if a start was asked for by name; else say once what is lost."""
+    own = formats.get(base.format)
+    if config.adapter.start != "auto":
+        remedy = (
+            "quantize it again (`qerl quantize`), or make one for it with `qerl quantize --start-of "
+            f"{base.base} --model THE_16_BIT_MODEL`"
+            if own.quantized
+            else "nothing was rounded in a 16-bit base, so that it needs none: write adapter.start: none"
+        )
+        raise ConfigError(f"adapter.start: {config.adapter.start}: {base.base} has no {START}/: {remedy}")
+    if own.shared_tensor is not None:
+        logger.warning(
+            "%s has no %s/, the part of the rounding error that an adapter can hold, and the run begins from a model "
+            "that is further from the 16-bit one than it need be: `qerl quantize --start-of %s --model "
+            "THE_16_BIT_MODEL` makes one",
+            *(base.base, START, base.base),
+        )
