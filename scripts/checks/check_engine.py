@@ -46,6 +46,9 @@ def main() -> None:
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
     parser.add_argument("--rank", type=int, default=RANK)
+    parser.add_argument(
+        "--start", type=int, metavar="RANK", help="a start acts beside the base: its own, or a random one"
+    )
     add_options(parser, [*CHECKS, *ON_REQUEST])
     arguments = parser.parse_args()
     require_card("vllm")

@@ -16,6 +16,7 @@ from qerl.data.sources import sources_of
 from qerl.plan.duration import likely
 from qerl.plan.validation import validation_count
 from qerl.tasks import grade, task_of
+from training.preflight.adapter_start import settle_start
 from training.preflight.checks import read_prompts, sizes_at
 from training.rewards.rewards import rewards_of_run
 from training.validation.questions import Questions, read_questions
@@ -40,7 +41,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     For the first rows the rewards are given the answer itself and an empty completion. Raises the errors that the run
     itself would raise for its model, adapter, data or rewards.
     """
-    base = starting_model(config)
+    config, base = settle_start(config, starting_model(config))
     if config.sft is not None:
         return _dry_run_of_rows(config, base, console)
     tokenizer, prompts, environments = read_prompts(config, base)

@@ -26,6 +26,7 @@ def temperature(context: Context) -> dict:
 
 def oracle(context: Context) -> dict:
     """Sampler, `score` and policy against transformers in float32 on the checkpoint's own tensors."""
+    from qerl.checkpoint.base_modules import load_start_
     from qerl.checkpoint.load import load_model
 
     prompts = context.prompts[:8]
@@ -34,6 +35,8 @@ def oracle(context: Context) -> dict:
     policy = policy_logprobs(context.policy, prompts, tokens)
     score = context.engine.score(prompts, tokens)
     exact_model = load_model(context.arguments.model, context.arguments.format, "float32", "cuda")
+    if context.start is not None:
+        load_start_(exact_model, context.start)
     exact = policy_logprobs(exact_model, prompts, tokens)
     del exact_model
     gc.collect()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
+from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, start_beside, write_start
+from qerl.checkpoint.shards import read_tensors
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
@@ -21,6 +25,7 @@ class Context:
     def __init__(self, arguments: argparse.Namespace) -> None:
         started = time.monotonic()
         self.arguments = arguments
+        self.start = None if arguments.start is None else start_of(arguments.model, arguments.start)
         self.engine = self.open()
         worker = self.engine.llm.llm_engine.model_executor.driver_worker
         self.report = {
@@ -58,11 +63,28 @@ class Context:
             calibrates_kv=arguments.calibrate_kv,
             max_context=1024,
             max_rank=arguments.rank,
+            start=self.start,
             cap_gib=arguments.cap_gib,
             memory=arguments.memory,
             max_sequences=128,
         )
         return VLLMEngine(arguments.model, arguments.format, options)
+
+
+def start_of(model: str, rank: int) -> BaseStart:
+    """The base's own start, or where it has none a random one in a folder of its own, about as large as a real one."""
+    if (own := start_beside(Path(model), rank)) is not None:
+        return own
+    generator, factors = torch.Generator().manual_seed(5), {}
+    for name, info in read_tensors(Path(model)).items():
+        if name.endswith(".weight_packed"):
+            rows, halves = info.shape
+            module = name.removesuffix(".weight_packed")
+            factors[module + LORA_A] = torch.randn(rank, 2 * halves, generator=generator) * 0.05
+            factors[module + LORA_B] = torch.randn(rows, rank, generator=generator) * 0.05
+    folder = Path(tempfile.mkdtemp())
+    write_start(folder, {name: factor.bfloat16() for name, factor in factors.items()}, {})
+    return BaseStart(folder, rank)
 
 
 def ways() -> dict[str, tuple[str, ...]]:

@@ -30,10 +30,12 @@ CASES = [  # shape, format, kernel, flags
     ("tiny-qwen3", "nvfp4", "humming", "--deterministic"),
     ("tiny-qwen2", "nvfp4", "marlin", "--deterministic"),
     ("tiny-qwen2", "bf16", "auto", ""),
+    ("tiny-qwen3", "nvfp4", "auto", "--start=24"),
+    ("tiny-qwen2", "nvfp4", "marlin", "--start=8"),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case[:3])) for case in CASES])
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case)) for case in CASES])
 def checked(request, tmp_path_factory):
     """The report of scripts/checks/check_engine.py. A process can have one engine only, so each case has its own."""
     shape, format, kernel, flag = request.param
