@@ -48,7 +48,7 @@ from qerl.engine.transformers_sampling import (
     forked_rng,
     pad_left,
 )
-from qerl.engine.update import AdapterUpdate, Update, write_update_
+from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_update_
 from qerl.engine.waves import converse_in_waves, sample_in_waves
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear
@@ -81,6 +81,7 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         trust = options.trust_remote_code
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
+        self._has_start = options.start is not None
         if options.start is not None:
             load_start_(self._model, options.start)
         self._tokenizer = load_tokenizer(base, trust)
@@ -149,6 +150,8 @@ class TransformersEngine:
         model = self._open()
         if isinstance(update, AdapterUpdate):
             return _take_adapter_(model, update)
+        if self._has_start:
+            raise EngineError(BESIDE_A_START)
         return write_update_(model, update)
 
     def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:

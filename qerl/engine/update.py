@@ -55,6 +55,10 @@ class WeightsUpdate:
 
 
 Update = AdapterUpdate | WeightsUpdate
+BESIDE_A_START = (
+    "whole weights cannot be packed beside a start, which repairs the rounding of others: open the engine without it "
+    "(adapter.start: none)"
+)
 
 
 def deliver(update: Update, engine: Engine) -> int:

@@ -149,7 +149,8 @@ class PackedLinear(nn.Linear):
         if self.start is None:
             return out
         down, up = (factor.to(x.dtype) for factor in self.start)
-        return out + F.linear(F.linear(x, down), up)
+        rows = F.linear(x, down).flatten(0, -2)
+        return torch.addmm(out.flatten(0, -2), rows, up.t()).view_as(out)
 
     def reset_parameters(self) -> None:
         raise QerlError("a packed linear has no random initialization: load packed tensors, or quantize a dense linear")

@@ -28,6 +28,11 @@ class Found:
     attention: str
     expert_slots: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def has_start(self) -> bool:
+        """Whether a frozen start acts beside the base's weights."""
+        return any(slot.frozen for slot in self.slots.values())
+
     @cached_property
     def linears(self) -> Mapping[str, nn.Linear]:
         """A frozen linear over its rows for each linear of the checkpoint, which syncs of whole weights write to."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
+from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
+from qerl.errors import EngineError
 from qerl.vllm_plugin.expert_lora import copy_to_experts_, of_experts
 from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
 
@@ -22,6 +23,8 @@ def take_(update: Update, found: Found, max_rank: int, device: int) -> None:
         copy_to_experts_(experts, found.expert_slots, update.scaling)
         found.gains.set_trained_(norms)
     else:
+        if found.has_start:
+            raise EngineError(BESIDE_A_START)
         _take_weights_(update, found, device)
 
 

@@ -15,7 +15,8 @@ from qerl.checkpoint.base_start import LORA_A, LORA_B, START, BaseStart, digest_
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine, open_model
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError, ConfigError
+from qerl.engine.update import WeightsUpdate
+from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.trained import DEFAULT_START
 from training.policy.build import build_policy
 from training.preflight.adapter_start import settle_start, start_to_resume
@@ -229,6 +230,13 @@ def test_a_run_from_before_starts_has_none(started_base, tmp_path):
     config = small_config(started_base, tmp_path)
     config, ref = start_to_resume(config, resolve_model(str(started_base)), tmp_path)
     assert (config.adapter.start, ref.start) == ("none", None)
+
+
+def test_whole_weights_are_not_packed_beside_a_start(started_base):
+    engine = open_model(resolve_model(str(started_base)), OPTIONS)
+    weights = decoded_weights(started_base)
+    with pytest.raises(EngineError, match="cannot be packed beside a start"):
+        engine.sync(WeightsUpdate(weights))
 
 
 def test_evaluation_can_leave_the_start_out(started_base, frozen_run):

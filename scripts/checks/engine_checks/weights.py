@@ -79,6 +79,8 @@ def product(context: Context) -> dict:
         grad = torch.randn_like(y)
         y.backward(grad)
         weight = module.unpack(torch.float32).double()
+        if module.start is not None:
+            weight = weight + module.start[1].double() @ module.start[0].double()
         bias = 0 if module.bias is None else module.bias.double()
         inputs = x.detach()
         if isinstance(module, FP8Linear) and module.rounds_input:
