@@ -105,6 +105,7 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**given)
     tokenizer.eos_token = tokenizer.pad_token = END
     tokenizer.bos_token, tokenizer.unk_token, tokenizer.model_max_length = START, UNKNOWN, CONTEXT
+    tokenizer.clean_up_tokenization_spaces = False  # it would remove spaces before punctuation
     decoded = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.bfloat16)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
