@@ -1,5 +1,6 @@
 """Runs whose adapter has a start: which policy they begin with, what they keep, how they go on, and what is refused."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from starts import decoded_weights, give_start_
 
 import training.trainer
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.base_start import LORA_A, LORA_B, START, BaseStart, digest_of, read_start, start_of_adapter
+from qerl.checkpoint.base_start import ABOUT, LORA_A, LORA_B, START, BaseStart, digest_of, read_start, start_of_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine, open_model
 from qerl.engine.options import EngineOptions
@@ -196,6 +197,20 @@ def test_auto_takes_the_start_that_is_there(started_base, nvfp4_base, base, tmp_
         settled(started_base, "adapter.start=frozen", "adapter.start_rank=17")
     with pytest.raises(ConfigError, match=r"more than adapter\.rank 4"):
         settled(started_base, "adapter.start=trained", "adapter.start_rank=8", "adapter.rank=4")
+
+
+@pytest.mark.parametrize(("rate", "warned"), [("2e-4", False), ("1e-3", True)])
+def test_a_rate_that_is_far_too_high_for_a_trained_start_is_said(started_base, tmp_path, caplog, rate, warned):
+    folder = tmp_path / "base"
+    shutil.copytree(started_base, folder)
+    about = json.loads((folder / START / ABOUT).read_text())
+    (folder / START / ABOUT).write_text(json.dumps({**about, "rate_ratio": 3.6}))
+    for kind in ("trained", "frozen"):
+        caplog.clear()
+        overrides = (*RANK, f"adapter.start={kind}", f"optim.learning_rate={rate}")
+        settle_start(small_config(folder, tmp_path, *overrides), resolve_model(str(folder)))
+        assert ("collapsed" in caplog.text) == (warned and kind == "trained")
+        assert "write optim.learning_rate: 0.0004 or less" in caplog.text or not (warned and kind == "trained")
 
 
 def test_a_start_of_other_weights_is_refused(started_base, nvfp4_base, tmp_path):

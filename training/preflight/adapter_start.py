@@ -16,6 +16,7 @@ from qerl.checkpoint.base_start import (
     DEFAULT_RANK,
     START,
     BaseStart,
+    about_start,
     check_start,
     copy_start,
     find_start,
@@ -30,6 +31,8 @@ from qerl.plan.trained import DEFAULT_START
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
+
+HIGHEST_RATE = 1.5e-3  # from zero, with Adam; see `_say_rate`
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +108,30 @@ def _of_base(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | None]:
             f"adapter.start_rank: {own.rank} or less, or adapter.start: frozen"
         )
     check_start(start, base.base)
+    if kind == "trained":
+        _say_rate(config.optim.learning_rate, start)
     return kind, start
+
+
+def _say_rate(rate: float, start: BaseStart) -> None:
+    """Say what the learning rate of an adapter that starts at the error amounts to; warn if it is far too high.
+
+    The first steps move the outputs of linears further than from zero (`quantize.factors.rate_ratio`).
+    """
+    ratio = about_start(start.folder).get("rate_ratio")
+    if not isinstance(ratio, int | float) or not ratio > 0:
+        return
+    logger.info(
+        "a step from the trained start moves outputs %.1f times as far as one from zero: optim.learning_rate %g acts "
+        "like %.2g from zero",
+        *(ratio, rate, rate * ratio),
+    )
+    if rate * ratio > HIGHEST_RATE:
+        logger.warning(
+            "optim.learning_rate %g acts from the trained start like %.2g from zero, and above %g runs collapsed "
+            "(docs/study.md): write optim.learning_rate: %.1g or less, or adapter.start: frozen",
+            *(rate, rate * ratio, HIGHEST_RATE, HIGHEST_RATE / ratio),
+        )
 
 
 def _without(config: RunConfig, base: ModelRef) -> None:
