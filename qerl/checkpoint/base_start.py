@@ -188,8 +188,9 @@ def start_of_adapter(adapter: Path) -> TrainedStart | None:
     Its own trained_on.json says so, or for a checkpoint the start/ of its run. Raises CheckpointError for a file that
     cannot be understood.
     """
-    named = read_json(adapter / TRAINED_ON).get("start") if (adapter / TRAINED_ON).is_file() else None
-    if named is None:
+    said = read_json(adapter / TRAINED_ON) if (adapter / TRAINED_ON).is_file() else {}
+    named = said.get("start")
+    if "start" not in said:
         of_run = (about_start(folder / START) for folder in adapter.resolve().parents[:2])
         named = next((about for about in of_run if "kind" in about), None)
     if named is None:
@@ -215,17 +216,19 @@ def find_start(adapter: Path, base: str) -> BaseStart | None:
         return None
     from qerl.checkpoint.load import local_folder
 
-    above = [adapter, *adapter.resolve().parents[:2]]
-    places = [folder / START for folder in above] + [local_folder(base) / START]
-    there = [place for place in dict.fromkeys(places) if (place / ADAPTER_FILES[0]).is_file()]
-    for place in there:
+    looked = []
+    for owner in (adapter, *adapter.resolve().parents[:2], base):  # the base comes last: it may not be on this machine
+        place = (owner if isinstance(owner, Path) else local_folder(owner)) / START
+        if not (place / ADAPTER_FILES[0]).is_file():
+            continue
+        looked.append(str(place))
         try:
             start = BaseStart(place, wanted.rank)
             if digest_of(read_start(start)) == wanted.digest:
                 return start
         except (CheckpointError, ConfigError):
             continue
-    looked = ", ".join(map(str, there)) or f"no {START}/ in {places[0].parent} nor in {base}"
+    looked = ", ".join(looked) or f"no {START}/ in {adapter} nor in {base}"
     raise CheckpointError(
         f"{adapter} was trained with a start of rank {wanted.rank} ({wanted.kind}) that is not here ({looked}): put "
         f"the {START}/ of its run or of its base beside it"

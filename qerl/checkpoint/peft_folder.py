@@ -3,16 +3,22 @@
 PEFT loads the base that adapter_config.json names. Over a quantized folder that fails, because transformers keeps the
 weights packed and PEFT asks for `.weight`. So the folder names the 16-bit model that the base was quantized from, where
 that is known, and trained_on.json remembers the base that was trained on, which qerl goes by.
+
+An adapter can have been trained with a start of its base (`qerl.checkpoint.base_start`), which repairs what rounding
+took. Beside a frozen start it fits the 16-bit model as it is. One that was trained from the start holds that repair,
+which the 16-bit model does not need: no 16-bit base is named for it.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
@@ -29,14 +35,20 @@ RESCALING = ("awq",)  # these methods change the weights, so that the adapter do
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The base that an adapter was trained on, and its number format."""
+    """The base that an adapter was trained on, its number format, and the start that acted in the training."""
 
     base: str
     format: str
+    start: TrainedStart | None = None
 
     @property
     def quantized(self) -> bool:
         return formats.get(self.format).quantized
+
+    @property
+    def holds_start(self) -> bool:
+        """Whether the adapter repairs the rounding of the base too, so that it does not fit the 16-bit model."""
+        return self.start is not None and self.start.kind == "trained"
 
 
 def trained_on(base: str) -> TrainedOn:
@@ -49,8 +61,13 @@ def plain_base(base: TrainedOn) -> str | None:
     """The 16-bit model that plain PEFT can load under the adapter; None if it is not known, or does not fit."""
     name = base.base
     if base.quantized:
-        name = None if _rescaled(base) else quantized_from(Path(base.base))
+        name = None if base.holds_start else _source(base)
     return name and str(EMBEDDED.get(name, name))
+
+
+def _source(base: TrainedOn) -> str | None:
+    """The 16-bit model that a quantized base was made from; None if it is not known or has other weights."""
+    return None if _rescaled(base) else quantized_from(Path(base.base))
 
 
 def on_hub(name: str | None) -> str | None:
@@ -59,8 +76,10 @@ def on_hub(name: str | None) -> str | None:
 
 
 def complete_(folder: Path, shown: str, base: TrainedOn, tokenizer: PreTrainedTokenizerBase, note: str = "") -> None:
-    """Make an adapter's folder one that plain PEFT opens. `shown` is the path by which its card loads it, and `note`
-    what else the card says."""
+    """Make an adapter's folder in a run one that plain PEFT opens.
+
+    `shown` is the path by which its card loads it, beside the run's start/, and `note` what else the card says.
+    """
     name_bases_(folder, base, plain_base(base) or base.base)
     tokenizer.save_pretrained(folder)
     replace_text(folder / CARD, card_text(shown, base, note))
@@ -74,7 +93,7 @@ def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:
 
 
 def card_text(shown: str, base: TrainedOn, note: str = "") -> str:
-    """The card of a run's adapter, with a `note` of how it was trained."""
+    """The card of an adapter in a run, with a `note` of how it was trained."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -85,13 +104,18 @@ def card_text(shown: str, base: TrainedOn, note: str = "") -> str:
     )
     label = formats.get(base.format).folder_label
     trained = f"Trained by qerl on `{base.base}` ({label}). {note}".strip()
-    text = f"# LoRA adapter\n\n{trained}\n\n{loading(shown, base)}\n"
+    text = f"# LoRA adapter\n\n{trained}\n\n{loading(shown, base, str(Path(shown).parent / START))}\n"
     return f"---\n{data.to_yaml().strip()}\n---\n\n{text}"
 
 
-def loading(shown: str, base: TrainedOn) -> str:
-    """How to load the folder with PEFT, as Markdown; each code block runs as it stands."""
-    exact = f"## On the base that was trained on\n\n```python\n{_exact(shown, base)}\n```"
+def loading(shown: str, base: TrainedOn, start: str) -> str:
+    """How to load the folder with PEFT, as Markdown; each code block runs as it stands.
+
+    `start` is the path of the start that a frozen one is loaded from.
+    """
+    exact = f"## On the base that was trained on\n\n```python\n{_exact(shown, base, start)}\n```"
+    if base.quantized and base.holds_start:
+        return _without_16_bit(shown, base, exact)
     plain = plain_base(base)
     if plain is None:
         rescaled = "was rescaled when it was quantized, so that the adapter does not fit" if _rescaled(base) else ""
@@ -99,12 +123,31 @@ def loading(shown: str, base: TrainedOn) -> str:
         return f"{why} PEFT needs the decoded weights of the base:\n\n{exact}"
     parts = [f"## With PEFT\n\n```python\n{_plain(shown)}\n```"]
     if base.quantized:
+        beside = ", beside the frozen start that repairs a part of the rounding" if base.start else ""
         parts[0] += (
             f"\n\nThis loads the 16-bit `{plain}`, from which the base was quantized. What was trained is the adapter "
-            "on the rounded weights, and the two differ slightly:"
+            f"on the rounded weights{beside}, and the two differ slightly:"
         )
         parts.append(exact)
     return "\n\n".join(parts)
+
+
+def _without_16_bit(shown: str, base: TrainedOn, exact: str) -> str:
+    """The same for an adapter that holds the start of its base."""
+    source = _source(base)
+    whole = f"the 16-bit `{source}`" if source else "a 16-bit model"
+    text = (
+        f"The adapter holds a repair of what rounding took from the weights (the start of its base, rank "
+        f"{base.start.rank}), which {whole} does not need: it fits its base alone. PEFT needs the decoded weights:"
+        f"\n\n{exact}"
+    )
+    if source is None:
+        return text
+    line = f"qerl merge --adapter {shlex.quote(shown)} --to adapter --onto original"
+    return (
+        f"{text}\n\n## On the 16-bit model\n\nThis writes what was trained, without that repair, as an adapter for "
+        f"`{source}`. Its rank is larger by that of the start:\n\n```bash\n{line}\n```"
+    )
 
 
 def _rescaled(base: TrainedOn) -> bool:
@@ -121,7 +164,13 @@ tokenizer = AutoTokenizer.from_pretrained({shown!r})
 {_ASK}"""
 
 
-def _exact(shown: str, base: TrainedOn) -> str:
+def _exact(shown: str, base: TrainedOn, start: str) -> str:
+    loaded = f"model = PeftModel.from_pretrained(base, {shown!r})"
+    if base.start is not None and not base.holds_start:
+        loaded = f"""\
+model = PeftModel.from_pretrained(base, {shown!r})
+model.load_adapter({start!r}, adapter_name="start")  # what acts beside the base, whatever is trained
+model.base_model.set_adapter(["start", "default"])"""
     return f"""\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
@@ -129,7 +178,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 base = AutoModelForCausalLM.from_pretrained(
     {base.base!r}, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)
 )
-model = PeftModel.from_pretrained(base, {shown!r})
+{loaded}
 tokenizer = AutoTokenizer.from_pretrained({shown!r})
 {_ASK}"""
 

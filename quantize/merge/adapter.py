@@ -18,7 +18,7 @@ from qerl.checkpoint.expert_adapter import to_peft
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, beside, model_of_adapter
-from qerl.checkpoint.peft_folder import name_bases_, plain_base, trained_on
+from qerl.checkpoint.peft_folder import TrainedOn, name_bases_, plain_base
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.writer import write_json
 from qerl.errors import CheckpointError
@@ -48,19 +48,21 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def add_for_peft(adapter: Adapter, folder: Path, base: str) -> None:
-    """Let the folder name a base that plain PEFT can open, and give it a tokenizer, if there is one on this machine."""
-    if Path(base).is_dir():
-        origin = trained_on(base)
-        name_bases_(folder, origin, plain_base(origin) or base)
-    places = [place for place in (adapter.folder, Path(base)) if (place / "tokenizer_config.json").is_file()]
+def add_for_peft(adapter: Adapter, folder: Path, origin: TrainedOn) -> None:
+    """Let the folder name a base that plain PEFT can open, and give it a tokenizer, if there is one on this machine.
+
+    A base that is not here is named for both, and only where trained_on.json has something else to say.
+    """
+    if Path(origin.base).is_dir() or origin.start or adapter.settings:
+        name_bases_(folder, origin, plain_base(origin) or origin.base)
+    places = [place for place in (adapter.folder, Path(origin.base)) if (place / "tokenizer_config.json").is_file()]
     if places:
         load_tokenizer(places[0]).save_pretrained(folder)
 
 
 def peft_config(adapter: Adapter, base_name: str) -> dict:
     """The adapter's adapter_config.json, set to inference on `base_name`."""
-    config = read_json(adapter.folder / CONFIG)
+    config = {**read_json(adapter.folder / CONFIG), **adapter.settings}
     targets = config.get("target_modules")
     if isinstance(targets, list):  # PEFT writes a set, whose order changes from run to run
         config["target_modules"] = sorted(targets)

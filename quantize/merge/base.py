@@ -3,6 +3,7 @@
     merged = W_hat + s B A        in float32, rounded once when it is written
 
 W_hat is the decoded NVFP4 weight on which the adapter was trained, or the weight of a 16-bit base; s = alpha / rank.
+A start that acted in the training is a part of W_hat: the weight is then Q + B0 A0 (start.py).
 Trained norms replace those of the base. The result is a `Source`, quantize's view of a checkpoint, so that quantize's
 writer, rounding and verification take it like a folder. At most one layer is computed at a time.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.expert_adapter import is_of_experts
@@ -36,12 +37,14 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Adapter:
     """A LoRA adapter as `qerl.checkpoint.adapter_file.read_adapter` reads it; tensors have the base's module names.
 
-    Those on experts are one for each layer there; `in_files` gives each linear of the base its own.
+    Those on experts are one for each layer there; `in_files` gives each linear of the base its own. An adapter that was
+    computed from that in `folder` has `settings`, which replace those of the folder's adapter_config.json.
     """
 
     folder: Path
     tensors: Mapping[str, torch.Tensor]
     scaling: float  # s, which multiplies B A
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -92,7 +95,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Base:
-    """A checkpoint to merge onto; `packed` names its quantized linears."""
+    """A checkpoint to merge onto. `packed` names its quantized linears, and `start` has factors to be added to them."""
 
     name: str
     folder: Path
@@ -100,6 +103,7 @@ class Base:
     tensors: dict[str, TensorInfo]
     format: Format
     packed: frozenset[str]
+    start: Mapping[str, torch.Tensor] = field(default_factory=dict)  # A0 and B0 by name, as `read_start` returns them
 
     @property
     def decoder(self) -> Decoder:
@@ -206,14 +210,19 @@ class BaseReader:
         return self._read(name)
 
     def weight(self, module: str) -> torch.Tensor:
-        """The weight of one linear, decoded if it is packed: a float32 copy (out, in) on the device."""
+        """The weight of one linear, decoded if it is packed, with its start: a float32 copy (out, in) on the device."""
         import torch
 
         if module in self.base.packed:
             format = self.base.format
             packed = {part: self._read(f"{module}.{part}").to(self._device) for part in format.tensors}
-            return format.dequantize(packed, torch.float32)
-        return self._read(f"{module}.weight").to(self._device, torch.float32, copy=True)
+            weight = format.dequantize(packed, torch.float32)
+        else:
+            weight = self._read(f"{module}.weight").to(self._device, torch.float32, copy=True)
+        if module + FACTOR_A in self.base.start:
+            a, b = (self.base.start[module + factor].to(self._device).float() for factor in (FACTOR_A, FACTOR_B))
+            weight.addmm_(b, a)
+        return weight
 
 
 class MergedReader:
@@ -232,7 +241,7 @@ class MergedReader:
             merged = self._norms[name]
         elif module in self._changed:
             merged = self._base.weight(module).add_(self._adapter.delta(module, self._device))
-        elif module in self._base.base.packed and name != module:
+        elif name != module and (module in self._base.base.packed or module + FACTOR_A in self._base.base.start):
             merged = self._base.weight(module)
         else:
             merged = self._base.tensor(name)

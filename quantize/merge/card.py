@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+from qerl.checkpoint.base_start import START
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.named_base import EMBEDDED, WORDS
 from qerl.checkpoint.peft_folder import loading, trained_on
@@ -132,8 +134,10 @@ def _title(report: MergeReport) -> str:
         "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
         "made": f"{report.created} by `qerl merge --to {report.to}`",
     }
+    if report.start is not None:
+        rows["start"] = report.start_text()
     if report.onto != report.base:
-        rows["merged onto"] = f"`{report.onto}`"
+        rows["merged onto" if report.to != "adapter" else "for"] = f"`{report.onto}`"
     notes = "".join(f"\n> {note}\n" for note in report.warnings())
     return f"# {report.out.name}\n\n{table_text(rows)}\n{notes}".rstrip()
 
@@ -146,7 +150,8 @@ def _measured(report: MergeReport) -> str:
 def _loading(report: MergeReport) -> str:
     if report.to != "adapter":
         return loading_lines(report.out, report.commands.values())
-    return f"{_commands(report.commands.values())}\n\n{loading(str(report.out), trained_on(report.onto))}"
+    origin = replace(trained_on(report.onto), start=report.start)
+    return f"{_commands(report.commands.values())}\n\n{loading(str(report.out), origin, str(report.out / START))}"
 
 
 def _commands(commands: Iterable[str]) -> str:

@@ -6,7 +6,8 @@ token, is estimated on their tokens as mean(r - log r - 1), r = exp(logprob of t
 
     kept = 1 - KL(exact || merged) / KL(exact || base)
 
-1 means that the merged model is the policy, 0 that it is as far off as the base.
+1 means that the merged model is the policy, 0 that it is as far off as the base. A start that the adapter was trained
+with, frozen or not, is a part of the base here: the training began there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import ModelRef, resolve_model
@@ -29,6 +31,7 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.errors import DataError, QerlError
 from qerl.tasks import load_examples, messages_of, render_prompt
+from quantize.merge.base import Adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,18 +164,18 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> l
 
 
 def _neutralize(engine: Engine, exact: ModelRef) -> None:
-    """Turn the adapter off: set B to zero, and trained norms back to those of the base."""
+    """Set the adapter to where its training began: B to zero or a start that was trained, and norms to the base's."""
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.reader import TensorReader
     from qerl.checkpoint.shards import read_tensors
+    from quantize.merge.start import neutral_factors, start_in_merge
 
-    tensors, scaling = read_adapter(exact.adapter)
+    adapter = Adapter(exact.adapter, *read_adapter(exact.adapter))
+    start = start_in_merge(exact.adapter, exact.base) if formats.get(exact.format).quantized else None
+    neutral = neutral_factors(adapter, {} if start is None or start.frozen else start.factors)
     with TensorReader(read_tensors(local_folder(exact.base))) as read:
-        neutral = {
-            name: tensor.new_zeros(tensor.shape) if ".lora_" in name else read(name).to(tensor.dtype)
-            for name, tensor in tensors.items()
-        }
-    deliver(AdapterUpdate(neutral, scaling), engine)
+        neutral |= {name: read(name).to(tensor.dtype) for name, tensor in adapter.norms.items()}
+    deliver(AdapterUpdate(neutral, adapter.scaling), engine)
 
 
 def _same(one: Sequence[Completion], other: Sequence[Completion]) -> int:

@@ -29,7 +29,8 @@ class MergeOptions:
         Literal["auto", "trained", "original"],
         typer.Option(
             help="trained: the weights that were trained on; original: the 16-bit model behind them. "
-            "auto: original for nvfp4 and fp8_block where it is here, else trained."
+            "auto: original for nvfp4 and fp8_block where it is here, else trained. With --to adapter: original makes "
+            "one for the 16-bit model of an adapter that began at its base's start."
         ),
     ] = "auto"
     dtype: Annotated[Literal["keep", "bfloat16", "float32"], typer.Option(help="Of an adapter folder's tensors.")] = (
@@ -38,6 +39,10 @@ class MergeOptions:
     base_name: Annotated[str | None, typer.Option(help="The base that an adapter folder names: hub id or folder.")] = (
         None
     )
+    with_start: Annotated[
+        bool,
+        typer.Option("--with-start", help="Write an adapter and its frozen start as one adapter, for stock vLLM."),
+    ] = False
     prompts: Annotated[
         Path | None, typer.Option(help="File with a column `question`. Default: the run's own prompts.")
     ] = None
@@ -58,9 +63,15 @@ class MergeOptions:
             raise ConfigError(
                 f"--dtype and --base-name go with --to adapter: a merged model is {formats.BF16.name} and has no base"
             )
-        if self.to == "adapter" and (self.onto != "auto" or self.prompts):
+        if self.to != "adapter" and self.with_start:
+            raise ConfigError(f"--with-start goes with --to adapter: --to {self.to} has the start in its weights")
+        if self.to == "adapter" and (self.onto == "trained" or self.prompts):
             raise ConfigError(
                 f"--onto and --prompts go with --to {' and '.join(names)}: an adapter folder is an exact copy"
+            )
+        if self.with_start and self.onto == "original":
+            raise ConfigError(
+                "--with-start is for the quantized base and --onto original for its 16-bit model: drop one"
             )
         if self.prompt_count < 0 or self.max_new_tokens < 1:
             raise ConfigError("--prompt-count must be at least 0 and --max-new-tokens at least 1")

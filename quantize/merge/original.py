@@ -5,6 +5,8 @@
                 W_hat + s B A gives W_hat back wherever s B A is under half a step. W lies anywhere between grid points,
                 so s B A moves the right share of the weights over a rounding boundary, and on average nothing is lost.
 
+An adapter that was trained with a start adds what it has learned, which is not always s B A (start.py).
+
 Q(W + s B A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
 """
 
@@ -30,7 +32,7 @@ def choose_base(onto: str, to: Format, exact: ModelRef) -> tuple[ModelRef, tuple
             raise ConfigError(f"{exact.base} is a 16-bit model, which is the original: leave --onto out")
         return exact, ()
     try:
-        original = _original(exact.base)
+        original = resolve_model(original_name(exact.base), formats.BF16.name)
     except CheckpointError as error:
         if onto == "original":
             raise
@@ -44,7 +46,11 @@ def choose_base(onto: str, to: Format, exact: ModelRef) -> tuple[ModelRef, tuple
     return original, (note,)
 
 
-def _original(base: str) -> ModelRef:
+def original_name(base: str) -> str:
+    """The 16-bit model that a quantized base was made from, which need not be here.
+
+    Raises CheckpointError if it is not known, or has other weights than were quantized.
+    """
     source = quantized_from(Path(base))
     if source is None:
         raise CheckpointError(f"{base} does not say which model it was quantized from: write `--onto trained`")
@@ -53,7 +59,7 @@ def _original(base: str) -> ModelRef:
             f"{base} was quantized by awq, which rescales {source}'s weights, so that the adapter does not fit those: "
             "write `--onto trained`"
         )
-    return resolve_model(source, formats.BF16.name)
+    return source
 
 
 def check_original(original: Base, trained: Base) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.checkpoint.base_start import TrainedStart
 from quantize.merge.effect import Effect
 from quantize.merge.weights import Survival
 from quantize.report import format_size
@@ -25,13 +26,16 @@ class MergeReport:
     to: str
     adapter: str
     base: str  # the model that the adapter was trained on
-    onto: str  # the model that it was merged onto; for an adapter folder the base that it names
+    onto: str  # the model that it was merged onto; for an adapter folder the base that it is for
     rank: int
     scaling: float
     trained_norms: int
     bytes: int
     created: str
     versions: dict[str, str]
+    start: TrainedStart | None = (
+        None  # that the adapter was trained with; for an adapter folder that of what was written
+    )
     notes: tuple[str, ...] = ()
     survival: Survival | None = None
     layers: tuple[Survival, ...] = ()
@@ -76,6 +80,8 @@ class MergeReport:
 
         table = Table(title=self.kind, show_header=False, title_justify="left")
         table.add_row("adapter", f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}")
+        if self.start is not None:
+            table.add_row("start", self.start_text())
         table.add_row("base" if self.to == "adapter" else "merged onto", self.onto)
         table.add_row("written to", f"{self.out} ({format_size(self.bytes)})")
         if self.trained_norms:
@@ -83,6 +89,11 @@ class MergeReport:
         for name, text in self.measured().items():
             table.add_row(name, text)
         return table
+
+    def start_text(self) -> str:
+        """How the adapter was trained with its start, in words."""
+        how = "acts beside the adapter" if self.start.kind == "frozen" else "the adapter began at it and holds it"
+        return f"rank {self.start.rank}, {how}"
 
     def measured(self) -> dict[str, str]:
         """The measurements, by the names that people read."""

@@ -3,6 +3,7 @@
     qerl merge --adapter runs/dapo_7b-20260101 --to bf16      # -> merged/dapo_7b-20260101-bf16
     qerl merge --adapter A --to nvfp4 --out DIR               # rounded again; says what rounding left of the adapter
     qerl merge --adapter A --to adapter --push-to-hub me/name # the adapter alone, with a model card
+    qerl merge --adapter A --to adapter --with-start          # with the start of its base, for stock vLLM
 
 First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
 at a time is merged in float32, rounded once and written into a hidden folder, which is opened again, compared, and
@@ -13,18 +14,20 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl import formats
 from qerl.checkpoint.activations import rounds_to_four_bits
+from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, staged_folder
-from qerl.checkpoint.peft_folder import plain_base, trained_on
+from qerl.checkpoint.peft_folder import TrainedOn, plain_base
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
 from qerl.checkpoint.weights_run import through_quantizer
-from qerl.errors import QerlError
+from qerl.errors import CheckpointError, QerlError
 from qerl.files.disk import replace_text
 from quantize.export.run import ExportReport
 from quantize.merge.base import Adapter, read_base
@@ -34,12 +37,17 @@ from quantize.merge.original import check_original, choose_base
 from quantize.merge.packed_in import export_of_adapter
 from quantize.merge.report import MergeReport
 from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_adapter_line, serve_model_line
+from quantize.merge.start import HOLDS_START, AdapterStart, start_in_merge
 from quantize.run import package_version, progress_bar, resolve_device
 
 NO_LONGER_ROUNDED = (
     "the base that the adapter was trained on rounds the inputs of its linears to 4 bits, and this model does not: it "
     "is not the policy that was trained, and only an evaluation says whether it is better or worse; "
     f"--to {formats.NVFP4.name} writes a model that rounds them"
+)
+NO_START = (
+    "rounding takes a part of the merged weights again, and this model has no start that repairs it: for one that has, "
+    f"write `qerl merge --adapter {{}} --to {formats.BF16.name}` and give its result to `qerl quantize --model`"
 )
 PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
 CARD = "README.md"
@@ -86,24 +94,30 @@ def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeR
     import torch
 
     from quantize.merge.adapter import add_for_peft, find_base_name, write_adapter
+    from quantize.merge.adapter_kinds import adapter_to_write
 
     base = find_base_name(adapter, options.base_name or options.model)
+    kept = adapter_to_write(options, adapter, base)
+    made, origin = kept.adapter, kept.origin
     check_target(out, adapter.folder, options.overwrite, options.force)
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
-    line = serve_adapter_line(out, base, adapter.rank, bool(adapter.norms) or bool(adapter.of_experts))
+    line = serve_adapter_line(out, kept.served_on, made.rank, bool(made.norms or made.of_experts))
     report = replace(
-        _report(options, adapter, out, base, base),
-        notes=_adapter_notes(options, adapter, base),
+        _report(options, made, out, base, origin.base),
+        start=origin.start,
+        notes=(*_adapter_notes(options, made, origin), *kept.notes),
         commands={"chat": chat_line(out), **({"vllm": line} if line else {})},
     )
     with staged_folder(out) as staging:
-        report = replace(report, bytes=write_adapter(adapter, staging, base, dtype))
-        add_for_peft(adapter, staging, base)
+        report = replace(report, bytes=write_adapter(made, staging, origin.base, dtype))
+        add_for_peft(made, staging, origin)
+        if origin.start is not None:
+            copy_start(kept.start.found, staging / START, origin.start.kind)
         _write_texts(report, adapter, staging)
     return report
 
 
-def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[str, ...]:
+def _adapter_notes(options: MergeOptions, adapter: Adapter, origin: TrainedOn) -> tuple[str, ...]:
     notes = []
     if adapter.norms:
         notes.append(
@@ -117,7 +131,7 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[
             f"vLLM does was not tried: for vLLM merge to "
             f"{' or '.join(each.name for each in formats.writable(experts=True))}"
         )
-    named = plain_base(trained_on(base)) or base
+    named = plain_base(origin) or origin.base
     if options.push_to_hub and Path(named).is_dir():
         notes.append(
             f"the pushed adapter names the folder {named} as its base, which others do not have: push the base too, "
@@ -132,13 +146,17 @@ def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeRep
 
     exact, to = _exact(options), formats.get(options.to)
     onto, notes = choose_base(options.onto, to, exact)
+    start = _start_on(exact, adapter)
     logger.info("merging %s", describe(exact))
     trained = read_base(exact.base, local_folder(exact.base))
-    base = trained if onto.base == exact.base else read_base(onto.base, local_folder(onto.base))
-    if base is not trained:
-        check_original(base, trained)
+    original = None if onto.base == exact.base else read_base(onto.base, local_folder(onto.base))
+    if original is not None:
+        check_original(original, trained)
+    if start is not None:
+        trained = replace(trained, start=start.beside(adapter))
+    base = original or trained
     # A quantized model replaces the base that was trained on; a 16-bit one replaces what it was merged onto.
-    plan = plan_merge(base, trained if to.quantized else base, adapter, to)
+    plan = plan_merge(base, trained if to.quantized else base, start.change(adapter) if start else adapter, to)
     check_target(out, base.folder, options.overwrite, options.force)
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
@@ -147,8 +165,11 @@ def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeRep
         notes = (*notes, ONLY_QERL)
     elif trained.format.name != to.name and rounds_to_four_bits(trained.folder, trained.format):
         notes = (*notes, NO_LONGER_ROUNDED)
+    if start is not None and to.name == formats.NVFP4.name:
+        notes = (*notes, NO_START.format(shlex.quote(options.adapter)))
     report = replace(
         _report(options, adapter, out, exact.base, onto.base),
+        start=start and start.trained,
         notes=notes,
         commands={"chat": chat_line(out), **({} if alone else {"vllm": serve_model_line(out)})},
     )
@@ -165,6 +186,21 @@ def _exact(options: MergeOptions) -> ModelRef:
     if options.model is None:
         return resolve_model(options.adapter)
     return resolve_model(options.model, adapter=options.adapter)
+
+
+def _start_on(exact: ModelRef, adapter: Adapter) -> AdapterStart | None:
+    """The start of an adapter that is merged with the base `exact`; None if there is none, or none acts on that base.
+
+    Raises CheckpointError for a base that is not the start's.
+    """
+    trained = start_of_adapter(adapter.folder)
+    if trained is None or (trained.kind == "frozen" and not formats.get(exact.format).quantized):
+        return None
+    if not formats.get(exact.format).quantized:
+        raise CheckpointError(HOLDS_START.format(adapter.folder, exact.base))
+    start = start_in_merge(adapter.folder, exact.base)
+    check_start(start.found, exact.base)
+    return start
 
 
 def _with_effect(options: MergeOptions, exact: ModelRef, adapter: Adapter, report: MergeReport) -> MergeReport:

@@ -33,11 +33,11 @@ def only_qerl_reads(base: Path) -> bool:
     return format.four_bit_inputs and kind_of_activations(base, format) == "dynamic"
 
 
-def serve_adapter_line(out: Path, base: str, rank: int, has_norms: bool) -> str | None:
-    """`vllm serve` with a base and an adapter folder; None if vLLM cannot load it (trained norms, rank over 512,
-    a base that only qerl reads)."""
+def serve_adapter_line(out: Path, base: str | None, rank: int, has_norms: bool) -> str | None:
+    """`vllm serve` with a base and an adapter folder; None if there is no base that vLLM can load it on (trained norms,
+    rank over 512, a base that only qerl reads)."""
     allowed = [limit for limit in LORA_RANKS if limit >= rank]
-    if has_norms or not allowed or only_qerl_reads(Path(base)):
+    if base is None or has_norms or not allowed or only_qerl_reads(Path(base)):
         return None
     module = shlex.quote(f"{out.name}={out.resolve()}")
     return f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {allowed[0]} --lora-modules {module}"

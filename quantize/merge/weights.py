@@ -31,6 +31,8 @@ from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_
 if TYPE_CHECKING:
     import torch
 
+NOTHING = 1e-8  # of a weight: a change of this size is what float32 leaves of a difference that is none
+
 
 @dataclass(frozen=True)
 class Survival:
@@ -55,7 +57,7 @@ class Sums:
 
     def survival(self) -> Survival:
         size = math.sqrt(self.delta2 / self.base2) if self.base2 else 0.0
-        if not self.delta2:
+        if not self.delta2 or (self.base2 and size < NOTHING):
             return Survival(self.name, None, None, None, size)
         norms = math.sqrt(self.change2 * self.delta2)
         ratio = math.sqrt(self.change2 / self.delta2)

@@ -4,6 +4,7 @@ import torch
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, save_adapter
 from qerl.checkpoint.expert_adapter import attach_to_experts_
+from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import load_model
 
 
@@ -19,11 +20,12 @@ def random_expert_adapter(folder, base, kind="shared", expert_rank=4, rank=4):
     return folder
 
 
-def random_adapter(folder, base, train_norms=False, rank=4, seed=0):
+def random_adapter(folder, base, train_norms=False, rank=4, seed=0, targets=PROJECTIONS):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = attach_lora(AutoModelForCausalLM.from_pretrained(base), rank, 2 * rank, train_norms=train_norms)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = attach_lora(model, rank, 2 * rank, targets, train_norms=train_norms)
     with torch.no_grad():
         for name, tensor in adapter_tensors(model).items():
             if ".lora_A." not in name:

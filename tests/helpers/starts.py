@@ -30,10 +30,12 @@ def decoded_weights(folder):
         }
 
 
-def give_start_(folder, source, rank=16):
-    """Write start/ of this rank into a quantized folder of `source`."""
+def give_start_(folder, source, rank=16, kinds=None):
+    """Write start/ of this rank into a quantized folder of `source`, for its linears of these kinds (None: all)."""
     dense, factors = dense_weights(source), {}
     for module, weight in decoded_weights(folder).items():
+        if kinds and module.rpartition(".")[2] not in kinds:
+            continue
         left, values, right = torch.linalg.svd(dense[module] - weight, full_matrices=False)
         root = values[:rank].sqrt()
         factors[module + LORA_B] = (left[:, :rank] * root).bfloat16()
@@ -45,6 +47,6 @@ def give_start_(folder, source, rank=16):
 def quantized_with_start(folder, rank=16, **checkpoint):
     """(16-bit checkpoint, NVFP4 folder with a start) of a small model, rounded to nearest."""
     source = make_checkpoint(folder / "source", **checkpoint)
-    quantize_checkpoint(str(source), folder / "nvfp4", QuantizeOptions(method="rtn"))
+    quantize_checkpoint(str(source), folder / "nvfp4", QuantizeOptions(method="rtn", calibration="none"))
     give_start_(folder / "nvfp4", source, rank)
     return source, folder / "nvfp4"

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.adapter_file import ADAPTER_FILES
+from qerl.checkpoint.base_start import start_of_adapter
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import beside, model_of_adapter
-from qerl.checkpoint.peft_folder import TrainedOn, complete_, trained_on
+from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
 from qerl.checkpoint.weights_run import trains_weights
 from qerl.config.recipe import load_config
@@ -96,12 +97,15 @@ def _complete_(folder: Path, final: Path, config: RunConfig) -> None:
     What an adapter through the quantizer is added to are the 16-bit weights.
     """
     base = beside(final, model_of_adapter(folder)[0])
+    if config.qat is None:
+        origin, note = TrainedOn(base, config.model.format, start_of_adapter(folder)), ""
+    else:
+        origin, note = trained_on(base), _packed_note(final)
+    if origin.start is not None:  # without this file the adapter would be taken for one of the base alone
+        name_bases_(folder, origin, plain_base(origin) or base)
     try:
         tokenizer = load_tokenizer(base, config.model.trust_remote_code)
-        if config.qat is None:
-            complete_(folder, str(final), TrainedOn(base, config.model.format), tokenizer)
-        else:
-            complete_(folder, str(final), trained_on(base), tokenizer, _packed_note(final))
+        complete_(folder, str(final), origin, tokenizer, note)
     except CheckpointError as error:
         logger.warning("%s has neither tokenizer nor card: %s", final, error)
 

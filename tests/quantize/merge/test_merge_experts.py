@@ -8,6 +8,7 @@ from checkpoint_tensors import load_all
 from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
 from merged import random_expert_adapter
 from moe import make_moe
+from roundings import ROUNDING
 
 from qerl import formats
 from qerl.checkpoint.adapter_file import read_adapter
@@ -17,7 +18,6 @@ from qerl.checkpoint.source import read_source
 from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
 FORMAT = formats.DEFAULT
@@ -85,7 +85,7 @@ def test_transformers_alone_gives_the_tokens_of_base_and_adapter_from_a_merged_m
 
 
 def test_a_packed_model_has_shared_scales_and_the_adapter_in_it(base, adapter, tmp_path):
-    quantize_checkpoint(str(base), tmp_path / "packed", QuantizeOptions())
+    quantize_checkpoint(str(base), tmp_path / "packed", ROUNDING)
     report = merged(adapter, tmp_path / "packed", "nvfp4", tmp_path / "out")
     written, expected = load_all(tmp_path / "out"), by_hand(base, adapter)
     decoder = read_source(str(base)).decoder

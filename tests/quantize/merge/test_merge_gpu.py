@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
+from roundings import rounding
 from stock_vllm import stock_tokens
 
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
 pytestmark = [
@@ -32,7 +32,7 @@ def work(tmp_path_factory):
     """The trained run, prompts, and the greedy tokens of the transformers engine on the CPU with the run's adapter."""
     folder = tmp_path_factory.mktemp("work")
     base = folder / "checkpoints" / "tiny-NVFP4A16"
-    quantize_checkpoint("tiny", base, QuantizeOptions(device="cpu"))
+    quantize_checkpoint("tiny", base, rounding(device="cpu"))
     shutil.copytree(ROOT / "tests" / "data" / "tiny_run", folder / "runs" / "tiny_run")
     prompts = arith_prompts(base, 32)
     (folder / "prompts.json").write_text(json.dumps(prompts))

@@ -7,13 +7,21 @@ import shutil
 import pytest
 import torch
 from small_run import small_config
+from starts import decoded_weights, give_start_
 
 import qerl.checkpoint.resolve
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.base_start import START, BaseStart, digest_of, read_start, start_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, card_text, plain_base
 from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.sealed import CHECKSUMS, seal
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError
 from training.run import resume, start
+from training.run_dir.result import settle_best, settle_result
+from training.validation.verdict import Best
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,3 +105,93 @@ def test_a_card_says_why_it_names_no_16_bit_model(nvfp4_base, tmp_path, change, 
 def test_the_embedded_model_is_named_by_its_folder(tmp_path):
     (tmp_path / REPORT).write_text('{"source": "tiny"}')
     assert plain_base(TrainedOn(str(tmp_path), "nvfp4")) == str(qerl.checkpoint.resolve.TINY_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def started_base(base, nvfp4_base, tmp_path_factory):
+    """The NVFP4 base with a start of rank 16."""
+    folder = tmp_path_factory.mktemp("started") / "qwen3-NVFP4A16"
+    shutil.copytree(nvfp4_base, folder, ignore=shutil.ignore_patterns(START))
+    give_start_(folder, base)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["frozen", "trained"])
+def started(request, started_base, tmp_path_factory):
+    """(kind, the folder of a finished run `runs/mine`) of a run with a start of rank 8 and trained norms."""
+    folder = tmp_path_factory.mktemp(request.param)
+    settings = (f"adapter.start={request.param}", "adapter.start_rank=8", "adapter.rank=12", "adapter.alpha=24")
+    others = ("adapter.train_norms=true", "noise.enabled=false", "optim.learning_rate=0.01")
+    start(small_config(started_base, folder, *settings, *others, steps=2, out="runs/mine"), "tiny")
+    return request.param, folder / "runs/mine"
+
+
+def scores(run, model):
+    """Logprobs of two completions by qerl's engine with the run's adapter, and by a model of transformers."""
+    prompt, answer = [5, 6, 7], [9, 10, 11, 12]
+    engine = open_model(resolve_model(str(run / "adapter")), EngineOptions(engine="transformers"))
+    ours = torch.tensor(engine.score([prompt], [answer])[0])
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    return ours, logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def test_a_runs_adapter_knows_its_start(started, started_base):
+    kind, run = started
+    named = json.loads((run / "adapter/trained_on.json").read_text())
+    factors = read_start(BaseStart(started_base / START, 8))
+    assert named["start"] == {"kind": kind, "rank": 8, "digest": digest_of(factors)}
+    assert (named["base"], named["format"]) == (str(started_base), "nvfp4")
+
+
+def test_the_lines_of_a_card_load_the_start_that_acts(started, base, started_base, monkeypatch, capsys):
+    kind, run = started
+    monkeypatch.chdir(run.parents[1])
+    card = (run / "adapter/README.md").read_text(encoding="utf-8")
+    *plain, exact = blocks(card)
+    names = {}
+    exec(compile(exact, "README.md", "exec"), names)
+    assert capsys.readouterr().out
+    model = names["model"].float().eval()
+    for name, weight in decoded_weights(started_base).items():  # the block rounds them, and norms, to bfloat16
+        model.get_submodule(f"base_model.model.{name}").base_layer.weight.data.copy_(weight)
+    norms = {name: t for name, t in read_adapter(run / "adapter")[0].items() if ".lora_" not in name}
+    for name, tensor in norms.items():
+        saved = model.get_submodule(f"base_model.model.{name.removesuffix('.weight')}").modules_to_save
+        assert (saved["default"].weight - 1).abs().max() > 0.001  # trained
+        saved["default"].weight.data.copy_(tensor)
+    assert len(norms) == 4
+    ours, theirs = scores(run, model)
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
+    if kind == "frozen":
+        model.base_model.set_adapter("default")
+        assert (scores(run, model)[1] - ours).abs().max() > 0.01  # the start acts
+    peft_base = json.loads((run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    if kind == "frozen":
+        assert len(plain) == 1
+        assert peft_base == str(base)
+        assert "beside the frozen start" in card
+    else:
+        assert not plain
+        assert peft_base == str(started_base)
+        assert f"which the 16-bit `{base}` does not need" in card
+        (line,) = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+        assert line == f"qerl merge --adapter {run / 'adapter'} --to adapter --onto original"
+
+
+def test_the_best_adapter_and_one_without_tokenizer_know_the_start_too(started, started_base, tmp_path):
+    kind, run = started
+    copy = shutil.copytree(run, tmp_path / "mine")
+    shutil.rmtree(copy / "adapter")
+    text = (copy / "config.yaml").read_text()
+    gone = tmp_path / "gone-NVFP4A16"
+    (copy / "config.yaml").write_text(text.replace(str(started_base), str(gone)))
+    for folder in copy.glob("checkpoints/*/adapter_config.json"):
+        folder.write_text(folder.read_text().replace(str(started_base), str(gone)))
+        (folder.parent / CHECKSUMS).unlink()
+        seal(folder.parent)
+    best = settle_best(copy, Best(2, "accuracy", 0.5))
+    for folder in (settle_result(copy, 2), best):
+        assert not (folder / "README.md").exists()  # nor a tokenizer: the base is not here
+        assert start_of_adapter(folder).kind == kind
+        assert json.loads((folder / "trained_on.json").read_text())["base"] == str(gone)
