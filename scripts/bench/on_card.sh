@@ -18,6 +18,10 @@
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     distill  500 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 480 steps of 128 prompts
 #                     (DISTILL_STEPS, DISTILL_PROMPTS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
+#     real     580 s  SmolLM2-135M-Instruct: its bases, how far they are from 16 bits on texts (REAL_TEXTS="NAME=FILE ..."), and
+#                     what reinforcement learning makes of them: REAL_JOBS="ARM:RATES:SEEDS ...", REAL_MINUTES, REAL_PARALLEL,
+#                     REAL_VARIANT=sparse; REAL_PARTS is the folder of the model's parts (scripts/models/real_model.py); another
+#                     call with the same CHECKPOINTS goes on
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
@@ -225,6 +229,25 @@ batch_distill() {
         name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
         run "study-$name" 590 "${study[@]}" --prompts "${DISTILL_PROMPTS:-128}" --steps "${DISTILL_STEPS:-480}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
     done
+}
+
+batch_real() {
+    local model="$checkpoints/smollm2" variant=${REAL_VARIANT:-plain} name jobs texts
+    local work="$checkpoints/study-real" given=(--model "$model" --work "$checkpoints/study-real" --variant "$variant")
+    name=study-real$([ "$variant" = plain ] || echo "-$variant")
+    read -ra jobs <<<"${REAL_JOBS:-bf16:2e-4,7e-4:0-4 rtn:2e-4,7e-4:0-4 new:2e-4,7e-4:0-4 new_F:2e-4,7e-4:0-4 new_S:5e-5,2e-4:0-4}"
+    run make-smollm2 120 "$python" scripts/models/real_model.py "$model" ${REAL_PARTS:+--join "$REAL_PARTS"}
+    run bases-smollm2 400 "$python" scripts/study/study_real.py prepare "${given[@]}" --jobs "${jobs[@]}"
+    read -ra texts <<<"${REAL_TEXTS:-problems=$work/rows-$variant/test.jsonl}"
+    local folders=("$work/new") base
+    for base in rtn gptq; do
+        [ -d "$work/$base" ] && folders+=("$work/$base")
+    done
+    run text-smollm2 200 "$python" scripts/study/real_text.py --model "$model" --folders "${folders[@]}" --texts "${texts[@]}" --out "$out/text-smollm2.json"
+    [ "$variant" = plain ] || given+=(--samples 64)
+    run "$name" 590 "$python" scripts/study/study_real.py run "${given[@]}" --jobs "${jobs[@]}" --parallel "${REAL_PARALLEL:-12}" \
+        --minutes "${REAL_MINUTES:-7}" --out "$checkpoints/$name.json"
+    cp "$checkpoints/$name.json" "$out/"
 }
 
 batch_qat() {
