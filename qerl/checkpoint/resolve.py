@@ -83,8 +83,13 @@ def _start_of(found: ModelRef, asked: str) -> BaseStart | None:
     if found.adapter is None:
         own = None if is_hub_id(found.base) or not formats.get(found.format).quantized else Path(found.base)
         return start_beside(own) if own is not None and asked == "auto" else None
-    trained = start_of_adapter(found.adapter)
-    if trained is None or trained.kind == "trained" or not formats.get(found.format).quantized:
+    trained, quantized = start_of_adapter(found.adapter), formats.get(found.format).quantized
+    if trained is not None and trained.kind == "trained" and not quantized:
+        raise CheckpointError(
+            f"{found.adapter} holds a repair of its quantized base, which would count twice on the 16-bit {found.base}: "
+            "leave --load out, or write `qerl merge --to adapter --onto original`, which makes an adapter for that"
+        )
+    if trained is None or trained.kind == "trained" or not quantized:
         return None
     if asked == "none":
         raise CheckpointError(

@@ -254,6 +254,31 @@ def test_whole_weights_are_not_packed_beside_a_start(started_base):
         engine.sync(WeightsUpdate(weights))
 
 
+def test_a_trained_start_is_not_opened_on_the_16_bit_model(trained_run, frozen_run, base):
+    with pytest.raises(CheckpointError, match="would count twice"):
+        resolve_model(str(base), adapter=str(trained_run))
+    assert resolve_model(str(base), adapter=str(frozen_run)).start is None  # W + s B A is right as it is
+
+
+def test_linears_that_stayed_in_16_bits_have_no_start(base, tmp_path):
+    from quantize.options import QuantizeOptions
+    from quantize.run import quantize_checkpoint
+
+    folder = tmp_path / "mixed"
+    quantize_checkpoint(str(base), folder, QuantizeOptions(method="rtn", ignore=("re:.*layers.0.self_attn.*",)))
+    shutil.rmtree(folder / START, ignore_errors=True)
+    give_start_(folder, base)
+    from qerl.checkpoint.base_start import base_digest, write_start
+
+    tensors = read_start(BaseStart(folder / START, 16))
+    for name in [n.replace("layers.1", "layers.0") for n in tensors if "layers.1.self_attn" in n]:
+        tensors[name] = torch.zeros_like(tensors[name.replace("layers.0", "layers.1")])
+    write_start(folder / START, tensors, {"base_digest": base_digest(folder)})
+    model = open_model(resolve_model(str(folder)), OPTIONS).policy_model()
+    started = {name for name, module in model.named_modules() if getattr(module, "start", None) is not None}
+    assert started == {name for name in decoded_weights(folder)}
+
+
 def test_evaluation_can_leave_the_start_out(started_base, frozen_run):
     assert resolve_model(str(started_base)).start.rank == 16
     assert resolve_model(str(started_base), start="none").start is None
