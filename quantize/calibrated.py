@@ -42,15 +42,19 @@ def check_device(device: torch.device) -> None:
 class Recipe:
     """What llm-compressor does with each layer."""
 
-    method: str  # awq or gptq
+    method: str  # rtn, awq or gptq
     global_scale: str = "amax"  # or pow2; AWQ's search for its own scales is under amax in any case
     batch_size: int = 1
+    observer: str | None = None  # of block scales, for rtn and gptq; None: that of the scheme
 
 
 def calibrate(
-    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, recipe: Recipe
+    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration | None, recipe: Recipe
 ) -> PreTrainedModel:
-    """The model with quantization parameters on its linears; their `weight` is what will be encoded."""
+    """The model with quantization parameters on its linears; their `weight` is what will be encoded.
+
+    `calibration` None is for rtn with an observer that looks at no inputs.
+    """
     load_compressor()
     from llmcompressor import oneshot
 
@@ -61,17 +65,23 @@ def calibrate(
         linearize_moe(model)  # each expert has linears of its own, and rows go through all of them
     ignored = [source.decoder.linearized(module) for module in source.unquantized()]
     rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ignored}
-    if recipe.global_scale == "pow2":
-        rounding["weight_observer"] = power_of_two_observer()
+    observer = power_of_two_observer() if recipe.global_scale == "pow2" else recipe.observer
+    if observer is not None:
+        rounding["weight_observer"] = observer
+    with_rows = {}
+    if calibration is not None:
+        with_rows = {
+            "dataset": _batches(calibration, recipe.batch_size),
+            "num_calibration_samples": len(calibration.sequences),
+            "max_seq_length": len(calibration.sequences[0]),
+            "pipeline": "sequential",
+        }
     oneshot(
         model=model,
         tokenizer=tokenizer,
         recipe=_modifiers(recipe.method, rounding, source.decoder),
-        dataset=_batches(calibration, recipe.batch_size),
-        num_calibration_samples=len(calibration.sequences),
-        max_seq_length=len(calibration.sequences[0]),
-        pipeline="sequential",
         trust_remote_code_model=source.trust_remote_code,
+        **with_rows,
     )
     return model
 
@@ -97,8 +107,8 @@ def _modifiers(method: str, rounding: dict, decoder: Decoder) -> list:
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier
 
-    if method == "gptq":
-        return [GPTQModifier(**rounding)]
+    if method != "awq":
+        return [(GPTQModifier if method == "gptq" else QuantizationModifier)(**rounding)]
 
     class UnpinnedAWQModifier(AWQModifier):
         """AWQ that also runs without an accelerator.

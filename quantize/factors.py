@@ -9,9 +9,12 @@ of A are the best of rank k. The same optimum, by a root of R: QERA (arXiv 2410.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+
+from quantize.rounding import SMALL, one_thread
 
 EXTRA = 16  # columns beside those of the rank, which make the iteration converge
 ROUNDS = 4
@@ -37,13 +40,14 @@ def best_factors(error: torch.Tensor, moment: torch.Tensor, rank: int) -> Factor
     """
     columns = min(rank + EXTRA, len(error))
     generator = torch.Generator().manual_seed(SEED)
-    basis = torch.randn(len(error), columns, generator=generator).to(error.device)
-    for _ in range(ROUNDS):
-        basis = torch.linalg.qr(error @ (moment @ (error.T @ basis)))[0]
-    inside = basis.T @ error
-    _, vectors = torch.linalg.eigh((inside @ moment @ inside.T).to(torch.float64))  # in ascending order
-    b = basis @ vectors[:, -rank:].flip(1).to(torch.float32)
-    return balanced(Factors(b.T @ error, b))
+    with one_thread(error.device) if error.numel() <= SMALL else nullcontext():
+        basis = torch.randn(len(error), columns, generator=generator).to(error.device)
+        for _ in range(ROUNDS):
+            basis = torch.linalg.qr(error @ (moment @ (error.T @ basis)))[0]
+        inside = basis.T @ error
+        _, vectors = torch.linalg.eigh((inside @ moment @ inside.T).to(torch.float64))  # in ascending order
+        b = basis @ vectors[:, -rank:].flip(1).to(torch.float32)
+        return balanced(Factors(b.T @ error, b))
 
 
 def balanced(factors: Factors) -> Factors:

@@ -1,6 +1,7 @@
-"""What becomes of a calibrated checkpoint whose outputs are bad, or that could not be checked: it is kept, by a name.
+"""What becomes of a checkpoint whose outputs are bad, or that could not be checked.
 
-A calibration takes hours, and a person may judge otherwise than a limit does.
+One by llm-compressor's calibration is kept, by another name: that takes hours, and a person may judge otherwise than a
+limit does.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ def judge(outputs: OutputErrors, min_sqnr_db: float) -> None:
 
 
 @contextmanager
-def kept_if_calibrated(method: str, staging: Path, out: Path) -> Iterator[None]:
-    """If the block raises, move what a calibration has written beside `out` and say where it is."""
+def kept_if_calibrated(method: str | None, staging: Path, out: Path) -> Iterator[None]:
+    """If the block raises, move what a calibration by `method` has written beside `out` and say where it is.
+
+    None is for a method that takes minutes at most, of which nothing is kept.
+    """
     try:
         yield
     except BaseException as error:
-        if method == "rtn":
+        if method is None:
             raise
         kept = set_aside(staging, out)
         if not isinstance(error, Exception):

@@ -12,7 +12,11 @@ from qerl.errors import ConfigError
 from qerl.formats.base import Format
 
 SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
-METHODS = ("auto", "rtn", "awq", "gptq")
+METHODS = ("auto", "search", "search_gptq", "rtn", "awq", "gptq")
+OWN = ("search", "search_gptq")  # by quantize/rounding.py; the others are llm-compressor's
+OBSERVERS = ("memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse")  # llm-compressor's names
+LEARNING_OBSERVERS = ("imatrix_mse",)  # those that need calibration rows
+NO_ROWS = "none"  # as --calibration
 GLOBAL_SCALES = ("auto", "amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
 SCALES = ("pow2", "fp32")  # see `qerl.fp8.reference`
 ACTIVATIONS = ("auto", "none", "dynamic", "static")
@@ -21,10 +25,14 @@ FOUR_BITS = "NVFP4"  # llm-compressor's scheme of 4-bit weights and activations
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """How to quantize. awq and gptq calibrate on some of the rows; all methods are measured on others of them."""
+    """How to quantize. Calibration rows decide the result of most methods, and others of them measure it."""
 
     method: Annotated[
-        Literal[METHODS], typer.Option(help="auto: gptq with --calibration (nvfp4), else rtn, which needs no data.")
+        Literal[METHODS],
+        typer.Option(
+            help="auto: search_gptq on a GPU or for a small model, else search. search: the best scale for each block; "
+            "search_gptq: then GPTQ. By llm-compressor: rtn (round to nearest), awq, gptq."
+        ),
     ] = "auto"
     global_scale: Annotated[
         Literal[GLOBAL_SCALES],
@@ -51,10 +59,35 @@ class QuantizeOptions:
             help="Linears to leave in 16 bits, as llm-compressor writes them: 're:.*self_attn.*'. Repeatable."
         ),
     ] = ()
-    calibration: Annotated[str | None, typer.Option(help="Rows: a file, a folder, a task or a hub name.")] = None
-    calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256
-    sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048
-    batch_size: Annotated[int, typer.Option(help="Calibration rows per forward pass.")] = 1
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="Rows: a file, a folder, a task or a hub name; none: no data. Default (nvfp4): those that ship with "
+            "qerl, mixed."
+        ),
+    ] = None
+    calibration_size: Annotated[
+        int | None, typer.Option(help="Calibration rows. Default: 128 on a GPU, 64 on a CPU.")
+    ] = None
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of each. Default: 1024 on a GPU, 256 on a CPU.")
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass of awq and gptq.")] = 1
+    observer: Annotated[
+        Literal[OBSERVERS] | None,
+        typer.Option(help="How llm-compressor's rtn and gptq find block scales. Default: memoryless_minmax."),
+    ] = None
+    start_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Rank of the start, the part of the error that an adapter repairs from the beginning; 0: none. "
+            "Default: 64 for nvfp4."
+        ),
+    ] = None
+    start_of: Annotated[
+        str | None,
+        typer.Option(help="Make only the start of this NVFP4 folder or hub model, which was made from --model."),
+    ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
     force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
     trust_remote_code: Annotated[
@@ -63,14 +96,16 @@ class QuantizeOptions:
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
 
     def chosen(self) -> QuantizeOptions:
-        """The same with the method and the activations that auto stands for."""
+        """The same with the activations that auto stands for, and what follows from a format of 8 bits."""
         if self.scheme not in SCHEMES:
             return self  # `check` refuses it
         own = formats.get(self.scheme)
-        calibrates = self.calibration and own.scales is None
-        method = ("gptq" if calibrates else "rtn") if self.method == "auto" else self.method
         usual = "none" if own.four_bit_inputs else "dynamic"
-        return replace(self, method=method, activations=usual if self.activations == "auto" else self.activations)
+        chosen = replace(self, activations=usual if self.activations == "auto" else self.activations)
+        if own.scales is None:
+            return chosen
+        rank = 0 if self.start_rank is None else self.start_rank
+        return replace(chosen, method="rtn" if self.method == "auto" else self.method, start_rank=rank)
 
     def settled(self, name: str, experts: bool) -> QuantizeOptions:
         """The same for the model `name`, with or without experts. Raises ConfigError for what experts cannot be."""
@@ -79,7 +114,7 @@ class QuantizeOptions:
                 f"{name} is a mixture of experts, which qerl quantizes to NVFP4 with activations in 16 bits: leave out "
                 "--scheme and --activations"
             )
-        usual = "pow2" if experts else "amax"
+        usual = "pow2" if experts and self.observer is None else "amax"
         return replace(self, global_scale=usual if self.global_scale == "auto" else self.global_scale)
 
     @property
@@ -97,9 +132,42 @@ class QuantizeOptions:
         return FOUR_BITS if self.activations == "static" else f"{FOUR_BITS}-DYNAMIC"
 
     @property
+    def has_rows(self) -> bool:
+        """Whether there are rows: at first for all that do not refuse them, and for 8 bits only if some are named."""
+        if self.calibration is None:
+            return formats.get(self.scheme).scales is None
+        return self.calibration != NO_ROWS
+
+    @property
+    def asks_for_rows(self) -> bool:
+        """Whether rows are needed or named, so that they are used however long that takes."""
+        named = self.calibration not in (None, NO_ROWS), self.calibration_size, self.sequence_length, self.start_rank
+        return any(named) or self.calibrates or self.activations == "static"
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether a method was chosen that cannot do without rows."""
+        return self.method in ("search_gptq", "awq", "gptq") or self.observer in LEARNING_OBSERVERS
+
+    @property
     def uses_rows(self) -> bool:
-        """Whether rows decide what is written; otherwise they only measure it."""
-        return self.method != "rtn" or self.activations == "static"
+        """Whether rows decide what is written, once all is settled; otherwise they only measure it."""
+        return self.has_rows and (self.method != "rtn" or self.calibrates or self.activations == "static")
+
+    @property
+    def by_compressor(self) -> bool:
+        """Whether llm-compressor's sequential pipeline computes the weights."""
+        return self.method in ("awq", "gptq") or self.observer is not None
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the result is what others are compared with."""
+        return self.method == "rtn" and self.observer in (None, "memoryless_minmax")
+
+    @property
+    def judges_weights(self) -> bool:
+        """Whether each weight must be near the source's; under the inputs' weights only the outputs must be."""
+        return not self.by_compressor and (self.method == "rtn" or not self.has_rows)
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
@@ -108,17 +176,48 @@ class QuantizeOptions:
             raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
         if self.global_scale not in GLOBAL_SCALES:
             raise ConfigError(f"--global-scale {self.global_scale!r} is not known: write {', '.join(GLOBAL_SCALES)}")
-        if self.method in ("awq", "gptq") and not self.calibration:
+        self._check_observer()
+        self._check_rows()
+        if self.start_rank is not None and self.start_rank < 0:
+            raise ConfigError(f"--start-rank {self.start_rank} is not a rank: write 0 for no start, or more")
+
+    def _check_observer(self) -> None:
+        if self.observer is None:
+            return
+        if self.observer not in OBSERVERS:
+            raise ConfigError(f"--observer {self.observer!r} is not known: write {', '.join(OBSERVERS)}")
+        if self.method not in ("rtn", "gptq"):
             raise ConfigError(
-                f"--method {self.method} needs data: write --calibration FILE.jsonl or a hub data set's name"
+                f"--observer {self.observer} is of llm-compressor's rtn and gptq, not of --method {self.method}: write "
+                "--method gptq as well, or leave it out"
             )
-        for name in ("calibration_size", "sequence_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-            if not self.calibration and getattr(self, name) != getattr(QuantizeOptions, name):
+        if self.global_scale == "pow2":
+            raise ConfigError(
+                f"--observer {self.observer} --global-scale pow2: the power of two is an observer itself, and "
+                "llm-compressor takes one: leave one of them out"
+            )
+
+    def _check_rows(self) -> None:
+        if not self.has_rows:
+            if self.calibrates:
+                what = f"--method {self.method}" if self.observer is None else f"--observer {self.observer}"
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)} is of calibration rows, and there are none: "
-                    "write --calibration FILE.jsonl as well, or leave it out"
+                    f"{what} needs data: leave out --calibration none, or write --calibration FILE.jsonl or a hub data "
+                    "set's name"
+                )
+            if self.start_rank:
+                raise ConfigError(
+                    f"--start-rank {self.start_rank} weights the error by the linears' inputs over rows: leave out "
+                    "--calibration none, or write --start-rank 0"
+                )
+        for name in ("calibration_size", "sequence_length", "batch_size"):
+            value, option = getattr(self, name), f"--{name.replace('_', '-')} {getattr(self, name)}"
+            if value is not None and value < 1:
+                raise ConfigError(f"{option} must be at least 1")
+            if not self.has_rows and value != getattr(QuantizeOptions, name):
+                raise ConfigError(
+                    f"{option} is of calibration rows, and there are none: write --calibration FILE.jsonl as well, or "
+                    "leave it out"
                 )
 
     def _check_scheme(self) -> None:
@@ -144,17 +243,22 @@ class QuantizeOptions:
             raise ConfigError(
                 f"--global-scale {self.global_scale}: --scheme {self.scheme} has none: write --scales pow2 or fp32"
             )
-        if self.method not in ("auto", "rtn"):
+        if self.method not in ("auto", "rtn") or self.observer is not None:
+            given = f"--method {self.method}" if self.observer is None else f"--observer {self.observer}"
             raise ConfigError(
-                f"--method {self.method}: --scheme {self.scheme} rounds to nearest, which leaves nothing to calibrate: "
-                "leave it out"
+                f"{given}: --scheme {self.scheme} rounds to nearest, which leaves nothing to calibrate: leave it out"
+            )
+        if self.start_rank:
+            raise ConfigError(
+                f"--start-rank {self.start_rank}: --scheme {self.scheme} has 8 bits, whose error is too small for a "
+                "start: leave it out"
             )
 
     def _check_four_bit_inputs(self) -> None:
-        if self.activations == "static" and not self.calibration:
+        if self.activations == "static" and not self.has_rows:
             raise ConfigError(
-                "--activations static computes its scales from rows: write --calibration FILE.jsonl or a hub data "
-                "set's name, or --activations dynamic"
+                "--activations static computes its scales from rows: leave out --calibration none, or write "
+                "--activations dynamic"
             )
         if self.activations in ("static", "dynamic") and self.method == "awq":
             raise ConfigError(

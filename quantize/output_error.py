@@ -3,7 +3,8 @@
 Weights are no measure of a calibrated method: GPTQ lets them be wrong wherever the inputs are small, and a sound result
 can be further from the source than rounding, in weights, and nearer in outputs. So each linear's outputs are compared,
 with the inputs that it has in the 16-bit model, and the logits of the whole model. Rounding to nearest is measured on
-the same rows beside it. Each layer's weights are read when its turn comes (`quantize.streams`).
+the same rows beside it, and so is the model with its start, as runs that use one begin. Each layer's weights are read
+when its turn comes (`quantize.streams`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from qerl.nvfp4.activations import Activations
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
-WRITTEN, ROUNDED = "written", "rounded"
+WRITTEN, ROUNDED, STARTED = "written", "rounded", "started"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class OutputErrors:
     rounded: ModelError | None  # of rounding to nearest; None if that is what was written
     linears: dict[str, float] = field(repr=False)  # by module
     rounded_linears: dict[str, float] = field(repr=False)
+    started: ModelError | None = None  # of what was written with its start beside it; None if there is none
 
     def rows(self) -> str:
         """The rows in words."""
@@ -81,6 +83,7 @@ class Checkpoints:
     global_scale: str
     rounds: bool  # whether what was written is rounding to nearest
     activations: Mapping[str, Activations]  # how quantized linears round their input, by module; empty: 16 bits
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # of the start, A and B by module; empty: there is none
 
 
 def measure_outputs(
@@ -101,6 +104,7 @@ def measure_outputs(
         rounded=models.get(ROUNDED),
         linears=linears[WRITTEN],
         rounded_linears=linears.get(ROUNDED, {}),
+        started=models.get(STARTED),
     )
 
 
@@ -121,6 +125,8 @@ class _Comparison:
         if not checkpoints.rounds:
             self._weights[ROUNDED] = partial(_round, source, checkpoints, device)
             self._reference[ROUNDED] = "source"
+        self._factors = checkpoints.factors
+        self._measured = [*self._reference, *([STARTED] if self._factors else [])]
 
     def run(
         self, rows: Sequence[Sequence[int]], advance: Callable[[], None]
@@ -132,25 +138,36 @@ class _Comparison:
         model = LayeredModel(self._source, self._dtype, self._device)
         outside = self._load("source", before + after)  # no method changes these
         first = model.embed(ids, outside)
-        hidden = {name: list(first) for name in self._weights}
+        hidden = {name: list(first) for name in ("source", *self._weights, *self._measured)}
         linears: dict[str, dict[str, float]] = {name: {} for name in self._reference}
         for number, names in enumerate(layers):
             weights = {name: self._load(name, names) for name in self._weights}
-            for name in self._weights:
+            if self._factors:
+                weights[STARTED] = self._with_start(weights[WRITTEN])
+            for name in hidden:
                 of = [each for each, reference in self._reference.items() if reference == name]
                 sums = _OutputSums(weights[name], {each: weights[each] for each in of}, self._source.quantized)
-                inputs = self._activations if name in (WRITTEN, ROUNDED) else None
+                inputs = self._activations if name in self._measured else None
                 model.step(number, weights[name], hidden[name], sums.add if of else None, inputs)
                 for each, errors in sums.errors().items():
                     linears[each] |= errors
             advance()
-        errors = _LogitErrors(list(self._reference))
+        errors = _LogitErrors(self._measured)
         for row, tokens in enumerate(ids):
             for start in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
                 part = slice(start, min(start + LOGIT_ROWS, tokens.shape[1] - 1))
-                logits = {name: model.logits(hidden[name][row][0, part], outside) for name in self._weights}
+                logits = {name: model.logits(hidden[name][row][0, part], outside) for name in hidden}
                 errors.add(logits, tokens[0, part.start + 1 : part.stop + 1])
         return errors.accuracy_16bit(), errors.result(), linears
+
+    def _with_start(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of a layer, with B A added where the start has them."""
+        found = dict(weights)
+        for name, weight in weights.items():
+            if (factors := self._factors.get(name.removesuffix(".weight"))) is not None:
+                a, b = (factor.to(self._device, self._dtype) for factor in factors)
+                found[name] = weight + b @ a
+        return found
 
     def _load(self, checkpoint: str, names: list[str]) -> dict[str, torch.Tensor]:
         tensors = self._weights[checkpoint](names)

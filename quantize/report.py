@@ -39,7 +39,8 @@ class QuantizeReport:
     bytes_before: int  # of all tensors
     bytes_after: int = 0
     calibration: dict | None = None
-    outputs: OutputErrors | None = None  # None if no rows were given
+    outputs: OutputErrors | None = None  # None if there were no rows
+    start: dict | None = None  # rank, and rate_ratio: see `quantize.factors.rate_ratio`
     copied_files: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -104,6 +105,8 @@ class QuantizeReport:
             table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")
         if worst and mean is not None:
             table.add_row("SQNR", f"mean {mean:.1f} dB, lowest {worst.sqnr_db:.1f} dB ({worst.name})")
+        if self.start:
+            table.add_row("start", _start_row(self.start))
         for label, value in _output_rows(self.outputs) if self.outputs else ():
             table.add_row(label, value)
         table.add_row("time", f"{self.seconds:.1f} s")
@@ -138,19 +141,25 @@ def _by_layer(entries: list[dict]) -> list[dict]:
     return list(found.values())
 
 
-def _output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
-    """Rows of the table: the errors of the outputs, and in brackets those by rounding to nearest."""
-    written, rounded = outputs.written, outputs.rounded
+def _start_row(start: dict) -> str:
+    ratio = start["rate_ratio"]
+    return f"of rank {start['rank']}" + (f"; a trained start moves {ratio:.1f} times as far per step" if ratio else "")
 
-    def beside(text: Callable[[ModelError], str]) -> str:
-        return text(written) + (f" (rounding to nearest: {text(rounded)})" if rounded else "")
+
+def _output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
+    """Rows of the table: the errors of the outputs, and in brackets those with the start and by rounding to nearest."""
+    others = {"with the start": outputs.started, "by rounding to nearest": outputs.rounded}
+
+    def beside(text: str, number: Callable[[ModelError], str]) -> str:
+        listed = ", ".join(f"{number(model)} {name}" for name, model in others.items() if model)
+        return text.format(number(outputs.written)) + (f" ({listed})" if listed else "")
 
     worst = max(outputs.linears, key=outputs.linears.get)
     yield "outputs", f"of {outputs.rows()}, beside the 16-bit model's:"
     yield "  linears", f"wrong by at most {outputs.linears[worst]:.1%} ({worst})"
-    yield "  logits", beside(lambda model: f"wrong by {model.logit_error:.1%}")
-    yield "  KL", beside(lambda model: f"{model.kl:.2g} nats per token")
-    yield "  top token", beside(lambda model: f"the same at {model.same_top_token:.1%}")
+    yield "  logits", beside("wrong by {}", lambda model: f"{model.logit_error:.1%}")
+    yield "  KL", beside("{} nats per token", lambda model: f"{model.kl:.2g}")
+    yield "  top token", beside("the same at {}", lambda model: f"{model.same_top_token:.1%}")
 
 
 def _rounded(value: float | None) -> float | None:

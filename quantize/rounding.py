@@ -21,7 +21,7 @@ Departures from llm-compressor's GPTQ and observers:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -42,6 +42,7 @@ COLUMNS = 128  # that GPTQ rounds between two products with all columns before t
 EXPONENT = 0x7F800000  # these bits of a float32 are the largest power of two that is not above it
 CHUNK = 1 << 18  # weights whose candidates are compared at once on a CPU; they stay in its cache
 CUDA_CHUNK = 1 << 25
+SMALL = 1 << 23  # weights of a linear for which one thread is enough, see `one_thread`
 
 
 def roomy_global_scale(weights: Sequence[torch.Tensor], kind: GlobalScaleKind = "amax") -> torch.Tensor:
@@ -145,7 +146,8 @@ def error_shares(moment: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     damping = DAMPING * diagonal.mean()
     diagonal.masked_fill_(diagonal == 0, 1.0)
     diagonal.add_(damping)
-    factor = torch.linalg.cholesky(damped)
+    with one_thread(moment.device) if moment.numel() <= SMALL else nullcontext():
+        factor = torch.linalg.cholesky(damped)
     del damped
     factor.div_(factor.diagonal().clone())
     return factor.to(torch.float32).tril_(-1).flip(0, 1)

@@ -1,20 +1,24 @@
 """`qerl quantize`: turn a 16-bit checkpoint into a quantized one in the format of compressed-tensors.
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
-    qerl quantize --model M --calibration rows.jsonl                        # GPTQ on 256 x 2048 tokens
-    qerl quantize --model M --method awq --calibration rows.jsonl           # as the paper does
+    qerl quantize --model M --calibration rows.jsonl                        # on rows such as the model will see
+    qerl quantize --model M --calibration none                              # without data
+    qerl quantize --model M --method rtn --start-rank 0                     # rounding to nearest and nothing else
+    qerl quantize --model M --method gptq --observer imatrix_mse            # by llm-compressor
     qerl quantize --model M --global-scale pow2                             # scales that may stay while weights change
     qerl quantize --model M --scheme fp8_block                              # 8 bits: checkpoints/M-FP8_BLOCK
-    qerl quantize --model M --activations static --calibration rows.jsonl   # W4A4: checkpoints/M-NVFP4
+    qerl quantize --model M --activations static                            # W4A4: checkpoints/M-NVFP4
     qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
+    qerl quantize --model M --start-of FOLDER                               # the start of a folder that is there
 
-First everything is refused that the files' headers show to be impossible. Then the tensors stream through
-llm-compressor (FP8: through our own reference) into a hidden folder, which is opened again, verified, and moved to its
-place in one step.
+First everything is refused that the files' headers show to be impossible. Then the tensors stream through one pass over
+calibration rows (`one_pass.py`), llm-compressor, or for FP8 our own reference, into a hidden folder, which is opened
+again, verified, and moved to its place in one step. The folder holds `start/` beside the weights: what an adapter can
+begin with to repair most of the rounding (`qerl.checkpoint.base_start`).
 
-Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: with rows the default is GPTQ, whose outputs have
-the smallest error (benchmarks/quantization), and without rows rounding to nearest, which the paper's published code
-does too. `--method awq` is the paper's recipe.
+Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: the default searches block scales under the
+weights of the inputs and then runs GPTQ on mixed rows that ship with qerl, which leaves the least error of all methods
+here (docs/quantization.md). `--method awq` is the paper's recipe.
 """
 
 from __future__ import annotations
@@ -43,14 +47,17 @@ from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.scheme import make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
-from quantize.calibration import HELD_OUT, Calibration, load_calibration
+from quantize.calibration import Calibration, default_data, load_calibration
+from quantize.choice import Choice, choose
 from quantize.compressor import check_installed, load_compressor
 from quantize.input_amax import streamed_input_scales
 from quantize.judge import judge, kept_if_calibrated
-from quantize.options import QuantizeOptions
+from quantize.one_pass import Searched, Start, one_pass_groups, searched, searched_groups
+from quantize.options import OWN, QuantizeOptions
 from quantize.output_error import Checkpoints, measure_outputs
 from quantize.report import QuantizeReport
 from quantize.rtn import rtn_groups
+from quantize.start_folder import read_factors, save_start, start_bytes
 from quantize.text_model import text_model
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
-COMPARED_WITH = {"rtn": "the source", "awq": "the source after AWQ's rescaling", "gptq": "the source"}
+RESCALED = {"awq": "the source after AWQ's rescaling"}  # what weights are compared with where it is not the source
 
 logger = logging.getLogger(__name__)
 
@@ -74,63 +81,75 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     options = (options or QuantizeOptions()).chosen()
     options.check()
     format = options.format
-    if format.shared_tensor is not None:
-        check_installed()
     named = replace(format, scheme=options.scheme_name)
     out = default_quantized_dir(model, named) if out is None else Path(out).expanduser()
     source = read_source(model, options.ignore, options.trust_remote_code, format=format)
-    options = options.settled(source.name, source.decoder.has_experts)
     check_target(out, source.folder, options.overwrite, options.force)
-    check_space(out, source.output_bytes())
+    device = resolve_device(options.device)
+    choice = choose(source, options, device)
+    options = choice.options
+    if _needs_compressor(source, options):
+        check_installed()
+    check_space(out, source.output_bytes() + start_bytes(source, options.start_rank))
     _check_length(source, options)
     logger.info("quantizing %s to %s: %s by %s", source.name, out, options.scheme_name, options.method)
     with staged_folder(out) as staging:
-        report = _quantize(source, options, staging, out)
+        report = _quantize(source, choice, device, staging, out)
         report = replace(report, seconds=round(time.perf_counter() - started, 3))
         write_json(staging / REPORT, report.to_json())
     logger.info("wrote %s in %.1f s", out, report.seconds)
     return report
 
 
+def _needs_compressor(source: Source, options: QuantizeOptions) -> bool:
+    """Whether llm-compressor computes the bits. It has no powers of two and, of experts, not the scales that engines
+    ask for; our reference writes the same bits otherwise."""
+    if source.format.shared_tensor is None or options.method in OWN:
+        return False
+    return options.by_compressor or (options.global_scale == "amax" and not source.decoder.has_experts)
+
+
 def _check_length(source: Source, options: QuantizeOptions) -> None:
     longest = source.config.get("max_position_embeddings")
-    if options.calibration and isinstance(longest, int) and options.sequence_length > longest:
+    if options.has_rows and isinstance(longest, int) and options.sequence_length > longest:
         raise ConfigError(
             f"--sequence-length {options.sequence_length} is more than the model's {longest} positions: write "
             f"--sequence-length {longest} or less"
         )
 
 
-def _quantize(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
+def _quantize(source: Source, choice: Choice, device: torch.device, staging: Path, out: Path) -> QuantizeReport:
     """Fill the staging folder with everything but the report, and verify it."""
-    if source.format.shared_tensor is not None and (options.method != "rtn" or not source.decoder.has_experts):
+    options = choice.options
+    if _needs_compressor(source, options):
         logger.info("loading llm-compressor")
         load_compressor()
     import torch
 
     try:
-        return _write_and_verify(source, options, staging, out)
+        return _write_and_verify(source, choice, device, staging, out)
     except torch.OutOfMemoryError as error:
         less = (
-            "--device cpu"
-            if options.method == "rtn"
-            else "a smaller --batch-size or --calibration-size, or --method rtn"
+            "a smaller --batch-size or --calibration-size, or --method search"
+            if options.by_compressor
+            else "--device cpu"
         )
         raise CheckpointError(f"the device ran out of memory while quantizing {source.name}: write {less}") from error
 
 
-def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
+def _write_and_verify(source: Source, choice: Choice, device: torch.device, staging: Path, out: Path) -> QuantizeReport:
     from qerl.checkpoint.load import check_config_fits
 
-    device = resolve_device(options.device)
+    options = choice.options
     with ExitStack() as stack:
         if source.part:
-            source = stack.enter_context(text_model(source, out, rows=options.calibration is not None))
+            source = stack.enter_context(text_model(source, out, rows=options.has_rows))
         else:
             check_config_fits(source.folder, source.tensors, options.trust_remote_code)
         read = stack.enter_context(TensorReader(source.tensors))
-        rows = _rows(source, options, device)
-        groups, rescaled = _groups(source, options, read, rows, device)
+        rows = _rows(source, choice, device)
+        start = Start(options.start_rank) if options.start_rank else None
+        groups, rescaled = _groups(source, options, read, rows, device, start)
         progress = stack.enter_context(progress_bar())
         inputs: dict[str, torch.Tensor] = {}
         if options.activations == "static":
@@ -141,17 +160,22 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
         written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
         copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
         write_json(staging / "config.json", {**source.config, "quantization_config": _config(source, options)})
-        stack.enter_context(kept_if_calibrated(options.method, staging, out))
+        stack.enter_context(kept_if_calibrated(options.method if options.by_compressor else None, staging, out))
         task = progress.add_task("verifying", total=len(source.tensors))
-        rounds = options.method == "rtn"
-        layers = verify(staging, source, rescaled or read, device, lambda: progress.advance(task), rounds)
+        judged = options.judges_weights
+        layers = verify(staging, source, rescaled or read, device, lambda: progress.advance(task), judged)
         check_input_scales(staging, inputs)
-        activations = read_activations(staging, source.format) if source.format.four_bit_inputs else {}
         report = replace(_report(source, options, out, layers), bytes_after=written, copied_files=copied)
+        if start is not None:
+            report = replace(report, start=save_start(staging, source, start, rows))
         if rows is not None:
             task = progress.add_task("measuring", total=len(source.groups()) - 2)
             decoded = stack.enter_context(TensorReader(read_tensors(staging)))
-            checkpoints = Checkpoints(read, rescaled, decoded, options.global_scale, rounds, activations)
+            activations = read_activations(staging, source.format) if source.format.four_bit_inputs else {}
+            checkpoints = Checkpoints(
+                *(read, rescaled, decoded, options.global_scale, options.is_rounding, activations),
+                read_factors(staging),
+            )
             outputs = measure_outputs(source, checkpoints, rows.measured(), device, lambda: progress.advance(task))
             report = replace(report, calibration=rows.summary(), outputs=outputs)
             write_json(staging / REPORT, report.to_json())
@@ -176,46 +200,74 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
         ignore=options.ignore,
         kept_linears=source.kept,
         bytes_before=source.size_bytes(),
-        sqnr_reference=COMPARED_WITH[options.method],
+        sqnr_reference=RESCALED.get(options.method, "the source"),
         layers=layers,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={package: package_version(package) for package in PACKAGES},
     )
 
 
-def _rows(source: Source, options: QuantizeOptions, device: torch.device) -> Calibration | None:
-    """The rows to calibrate on and to measure on; None if none were given."""
+def _rows(source: Source, choice: Choice, device: torch.device) -> Calibration | None:
+    """The rows to calibrate on and to measure on; None if there are none."""
     from qerl.checkpoint.load import load_tokenizer
 
-    if options.method != "rtn":
+    options = choice.options
+    if options.by_compressor:
         check_device(device)
-    if options.calibration is None:
+    if not options.has_rows:
         return None
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
-    size = options.calibration_size if options.uses_rows else 0
-    return load_calibration(options.calibration, tokenizer, size, options.sequence_length, HELD_OUT)
+    size = options.calibration_size if options.uses_rows or options.start_rank else 0
+    data = options.calibration or default_data(tokenizer)
+    rows = load_calibration(data, tokenizer, size, options.sequence_length, choice.held_out)
+    widest = max(source.tensors[f"{module}.weight"].shape[1] for module in source.quantized)
+    tokens = len(rows.sequences) * options.sequence_length
+    if tokens < widest and (options.start_rank or options.method in ("search_gptq", "gptq")):
+        logger.warning(
+            "%d calibration tokens are fewer than the %d inputs of the widest linear, so that some directions of its "
+            "inputs are not seen: give more rows as --calibration, or a larger --calibration-size",
+            *(tokens, widest),
+        )
+    return rows
 
 
 def _groups(
+    source: Source,
+    options: QuantizeOptions,
+    read: TensorReader,
+    rows: Calibration | None,
+    device: torch.device,
+    start: Start | None,
+) -> tuple[Iterator[dict[str, torch.Tensor]], ReadTensor | None]:
+    """The tensors to write, and where AWQ rescales the source, what it makes of it. `start` is filled on the way."""
+    if options.method in OWN:
+        how = Searched(options.global_scale, options.method == "search_gptq")
+        if rows is None:
+            return searched_groups(source, read, device, how), None
+        return one_pass_groups(source, read, rows.sequences, device, searched(source, how), start), None
+    groups, rescaled = _groups_of_others(source, options, read, rows, device)
+    if start is None:
+        return groups, rescaled
+    return one_pass_groups(source, rescaled or read, rows.sequences, device, lambda *_: next(groups), start), rescaled
+
+
+def _groups_of_others(
     source: Source, options: QuantizeOptions, read: TensorReader, rows: Calibration | None, device: torch.device
 ) -> tuple[Iterator[dict[str, torch.Tensor]], ReadTensor | None]:
-    """The tensors to write, and where AWQ rescales the source, what it makes of it."""
-    if source.format.shared_tensor is None:
-        return packed_groups(source, read, device), None
-    if options.method == "rtn" and options.global_scale == "pow2":
-        return packed_groups(source, read, device, power_of_two_scale_of()), None
-    if options.method == "rtn" and source.decoder.has_experts:
-        # llm-compressor's converter knows gate and up by the names of an MLP alone, and would scale those of an expert
-        # apart (llmcompressor 0.14). Our reference writes the same bits otherwise.
-        return packed_groups(source, read, device), None
+    """The same by rounding to nearest and by llm-compressor."""
+    if not _needs_compressor(source, options):
+        pow2 = source.format.shared_tensor is not None and options.global_scale == "pow2"
+        return packed_groups(source, read, device, power_of_two_scale_of() if pow2 else None), None
     config = make_config(source.format, source.unquantized())
-    if options.method == "rtn":
+    if not options.by_compressor:
         return rtn_groups(source, config, read, device), None
     from qerl.checkpoint.load import load_tokenizer
 
-    logger.info("calibrating on %d x %d tokens", len(rows.sequences), len(rows.sequences[0]))
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
-    model = calibrate(source, tokenizer, rows, Recipe(options.method, options.global_scale, options.batch_size))
+    recipe = Recipe(options.method, options.global_scale, options.batch_size, options.observer)
+    if options.uses_rows:
+        logger.info("calibrating on %d x %d tokens", len(rows.sequences), len(rows.sequences[0]))
+    model = calibrate(source, tokenizer, rows if options.uses_rows else None, recipe)
     rescaled = partial(dense_tensor, source, model) if options.method == "awq" else None
     return calibrated_groups(source, config, model), rescaled
 

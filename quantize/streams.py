@@ -40,19 +40,21 @@ class LayeredModel:
         self._arguments: list[dict[str, Any]] = []  # of each layer, beside the hidden states
 
     def embed(self, sequences: Sequence[torch.Tensor], outside: Tensors) -> list[torch.Tensor]:
-        """The first layer's inputs (1, T, hidden), for token ids (1, T). `outside` has the tensors beside the layers.
+        """The first layer's inputs (rows, T, hidden), for token ids (rows, T) of one length. `outside` has the tensors
+        beside the layers.
 
-        The model's own forward pass computes them and the arguments of each layer, with layers that do nothing.
+        The model's own forward pass computes them and the arguments of each layer, with layers that do nothing. The
+        arguments are those of a single row, which fit any number of rows.
         """
         import torch
 
         found: list[torch.Tensor] = []
         weights = {"embed_tokens.weight": outside[EMBEDDINGS], "norm.weight": outside[NORM]}
         with self._idle_layers(found):
-            for ids in sequences:
+            for ids in (*sequences, sequences[0][:1]):
                 self._arguments.clear()
                 torch.func.functional_call(self._model.model, weights, (ids,), {"use_cache": False})
-        return found[:: len(self._layers)]
+        return found[: -len(self._layers) : len(self._layers)]
 
     @contextmanager
     def _idle_layers(self, found: list[torch.Tensor]) -> Iterator[None]:
@@ -79,7 +81,7 @@ class LayeredModel:
     ) -> None:
         """Replace the hidden states by what layer `number` with `weights` (full names) makes of them.
 
-        `see(module, inputs)` is called with each linear's full name and its inputs (1, T, in). `inputs` has functions
+        `see(module, inputs)` is called with each linear's full name and its inputs (..., in). `inputs` has functions
         that give what a linear multiplies by instead, by full name.
         """
         import torch

@@ -125,20 +125,24 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def nvfp4_base(base, tmp_path_factory):
     """The same base, quantized by `quantize`."""
+    from roundings import ROUNDING
+
     from quantize.run import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("nvfp4") / "qwen3-NVFP4A16"
-    quantize_checkpoint(str(base), out)
+    quantize_checkpoint(str(base), out, ROUNDING)
     return out
 
 
 @pytest.fixture(scope="session")
 def nvfp4_moe(tmp_path_factory):
     """A random mixture of experts, quantized: four in each of two layers, two for each token."""
+    from roundings import ROUNDING
+
     from quantize.run import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("moe") / "qwen3-moe-NVFP4A16"
-    quantize_checkpoint(str(write_base(out.parent / "qwen3-moe", "qwen3_moe")), out)
+    quantize_checkpoint(str(write_base(out.parent / "qwen3-moe", "qwen3_moe")), out, ROUNDING)
     return out
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from qerl.checkpoint.base_start import START
 from qerl.checkpoint.links import TEMPLATES
 from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.sealed import CHECKSUMS
@@ -68,7 +69,7 @@ def _not_ours(out: Path) -> str | None:
     """What in a folder was not written by quantize, merge or export; None if all of it was."""
     if not any((out / name).is_file() and read_json(out / name) for name in REPORTS):
         return f"it has no {' or '.join(REPORTS)}"
-    names = sorted(path.name for path in out.iterdir() if path.name != TEMPLATES)
+    names = sorted(path.name for path in out.iterdir() if path.name not in (TEMPLATES, START))
     return next((name for name in names if not any(fnmatchcase(name, pattern) for pattern in WRITTEN)), None)
 
 

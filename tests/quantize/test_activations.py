@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from checkpoint_tensors import FUSED, load_all
+from roundings import rounding
 from row_files import write_sums
 
 from qerl.checkpoint.activations import kind_of_activations, read_activations
@@ -65,7 +66,7 @@ def test_static_scales_are_those_of_a_run_and_the_weights_those_without_them(sta
 
 
 def test_dynamic_scales_take_no_rows(source, tmp_path):
-    report = quantize_checkpoint(str(source), tmp_path / "out", QuantizeOptions(activations="dynamic"))
+    report = quantize_checkpoint(str(source), tmp_path / "out", rounding(activations="dynamic"))
     assert (report.method, report.scheme, report.activations) == ("rtn", "NVFP4-DYNAMIC", "dynamic")
     assert kind_of_activations(tmp_path / "out", NVFP4) == "dynamic"
     assert {each.kind for each in read_activations(tmp_path / "out", NVFP4).values()} == {"dynamic"}
@@ -84,7 +85,7 @@ def test_the_errors_are_those_of_the_model_with_rounded_inputs(static, plain, so
 def test_gptq_is_judged_beside_rounding_with_the_same_activations(source, rows, static, tmp_path):
     options = QuantizeOptions(activations="static", calibration=rows, **ROWS)
     report = quantize_checkpoint(str(source), tmp_path / "out", options)
-    assert report.method == "gptq"
+    assert report.method == "search_gptq"
     assert report.outputs.rounded.kl == pytest.approx(static[1].outputs.written.kl, rel=1e-3)
 
 
@@ -111,7 +112,10 @@ def test_a_scale_that_was_not_written_is_found(source, rows, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"activations": "static"}, "--activations static computes its scales from rows: write --calibration"),
+        (
+            {"activations": "static", "calibration": "none"},
+            "--activations static computes its scales from rows: leave out --calibration none",
+        ),
         ({"activations": "static", "scheme": "fp8_block"}, "has dynamic scales only: write dynamic or none"),
         ({"activations": "dynamic", "method": "awq", "calibration": "gsm8k"}, "--method gptq or rtn"),
         ({"activations": "int8"}, "--activations 'int8' is not known: write auto, none, dynamic, static"),

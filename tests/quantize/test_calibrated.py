@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint, make_tokenizer
 from checkpoint_tensors import load_all
+from roundings import ROUNDING
 from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -78,7 +79,7 @@ def test_the_tensors_equal_those_that_llm_compressor_saves(quantized, tmp_path):
 
 def test_each_method_differs_from_plain_rounding(quantized, tmp_path):
     method, source, out, report, _, _ = quantized
-    plain = quantize_checkpoint(str(source), tmp_path / "rtn")
+    plain = quantize_checkpoint(str(source), tmp_path / "rtn", ROUNDING)
     ours, rounded = load_all(out), load_all(tmp_path / "rtn")
     differing = {
         name for name in ours if not torch.equal(ours[name].view(torch.uint8), rounded[name].view(torch.uint8))
@@ -116,7 +117,7 @@ def test_awq_leaves_the_outputs_unchanged_before_rounding(tmp_path):
 
 def test_it_loads_and_has_a_smaller_error_than_rounding_on_the_calibration_data(quantized, tmp_path):
     _, source, out, _, _, tokens = quantized
-    quantize_checkpoint(str(source), tmp_path / "rtn")
+    quantize_checkpoint(str(source), tmp_path / "rtn", ROUNDING)
 
     def logits(folder, **options):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
 from checkpoint_tensors import load_all
+from roundings import ROUNDING, rounding
 from safetensors.torch import save_file
 
 from qerl import formats
@@ -30,7 +31,7 @@ def made(request, tmp_path_factory):
     """(source folder, its packed folder, report) of each family."""
     folder = tmp_path_factory.mktemp(request.param)
     source = make_checkpoint(folder / "base", request.param)
-    return source, folder / "packed", quantize_checkpoint(str(source), folder / "packed")
+    return source, folder / "packed", quantize_checkpoint(str(source), folder / "packed", ROUNDING)
 
 
 def config_of(folder):
@@ -66,7 +67,7 @@ def test_experts_may_have_other_scales_than_their_neighbours(tmp_path):
     tensors = load_all(source)
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     save_file(tensors | {name: tensors[name] * 64}, source / "model.safetensors", metadata={"format": "pt"})
-    report = quantize_checkpoint(str(source), tmp_path / "packed")
+    report = quantize_checkpoint(str(source), tmp_path / "packed", ROUNDING)
     scales = {layer.name.removeprefix("model.layers.0.mlp.experts."): layer.global_scale for layer in report.layers}
     assert scales["1.up_proj"] == scales["1.gate_proj"] < scales["1.down_proj"]
     assert scales["0.up_proj"] > scales["1.up_proj"]
@@ -121,7 +122,7 @@ def test_what_experts_cannot_be_is_refused(made, tmp_path, options, words):
 
 
 def test_all_experts_may_stay_in_16_bits(made, tmp_path):
-    report = quantize_checkpoint(str(made[0]), tmp_path / "out", QuantizeOptions(ignore=("re:.*experts.*",)))
+    report = quantize_checkpoint(str(made[0]), tmp_path / "out", rounding(ignore=("re:.*experts.*",)))
     assert len(report.layers) == 2 * 4
     assert len(config_of(tmp_path / "out")["quantization_config"]["ignore"]) == 1 + 2 + 2 * 4 * 3
 
@@ -132,7 +133,7 @@ def test_a_lost_expert_is_missed_before_anything_is_written(tmp_path):
     del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 of the tensors.*experts\.3\.down_proj\.weight"):
-        quantize_checkpoint(str(source), tmp_path / "out")
+        quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
 
 
 def test_an_expert_of_another_size_is_missed_before_anything_is_written(tmp_path):
@@ -142,7 +143,7 @@ def test_an_expert_of_another_size_is_missed_before_anything_is_written(tmp_path
     tensors[name] = tensors[name][:, :32].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight of shape \[64, 32\], and by"):
-        quantize_checkpoint(str(source), tmp_path / "out")
+        quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
 
 
 # --- with calibration

@@ -8,6 +8,7 @@ import torch
 import transformers
 from checkpoint_factory import make_tokenizer
 from checkpoint_tensors import load_all
+from roundings import ROUNDING
 from row_files import write_sums
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -119,7 +120,7 @@ def logprobs(model, ids=IDS):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_quantized_trained_and_merged(family, tmp_path):
     twin = text_model(family, **FAMILIES[family])
-    quantize_checkpoint(saved(twin, tmp_path / "model"), tmp_path / "packed")
+    quantize_checkpoint(saved(twin, tmp_path / "model"), tmp_path / "packed", ROUNDING)
     base = resolve_model(str(tmp_path / "packed"))
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
     policy = build_policy(engine, base, AdapterConfig(rank=4, alpha=8), seed=0)
@@ -206,7 +207,7 @@ def test_rows_go_through_a_text_part_as_through_the_text_model(options, tmp_path
 @pytest.mark.parametrize("family", TEXT_PARTS)
 def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
     whole = with_pictures(family)
-    quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed")
+    quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed", ROUNDING)
     base = resolve_model(str(tmp_path / "packed"))
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
     model = engine.policy_model()
@@ -234,7 +235,7 @@ def test_a_family_that_is_refused_hears_which_part_is_missing(family, part, tmp_
     small = {"vocab_size_per_layer_input": 32} if family == "gemma4_text" else {}
     folder = saved(text_model(family, **small), tmp_path / "model")
     with pytest.raises(CheckpointError, match=part):
-        quantize_checkpoint(folder, tmp_path / "out")
+        quantize_checkpoint(folder, tmp_path / "out", ROUNDING)
     assert not (tmp_path / "out").exists()
 
 
@@ -244,4 +245,4 @@ def test_the_text_part_of_another_family_is_refused_by_what_it_has(tmp_path):
     config = type(config)(text_config=text_config.to_dict(), vision_config=PICTURES, image_token_id=5)
     folder = saved(transformers.Qwen3_5ForConditionalGeneration(config), tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"pictures and text \(qwen3_5\).*does not support layers with linear"):
-        quantize_checkpoint(folder, tmp_path / "out")
+        quantize_checkpoint(folder, tmp_path / "out", ROUNDING)

@@ -9,6 +9,7 @@ import torch
 from checkpoint_factory import make_checkpoint
 from merged import random_adapter
 from rich.console import Console
+from roundings import ROUNDING, rounding
 from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,7 @@ from quantize.merge.run import merge
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
-POW2 = QuantizeOptions(global_scale="pow2")
+POW2 = rounding(global_scale="pow2")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,7 +60,7 @@ def test_rounding_writes_the_reference_s_bytes(source, tmp_path):
 
 def test_the_file_is_a_standard_one_and_as_good(source, tmp_path):
     pow2 = quantize_checkpoint(str(source), tmp_path / "pow2", POW2)
-    amax = quantize_checkpoint(str(source), tmp_path / "amax")
+    amax = quantize_checkpoint(str(source), tmp_path / "amax", ROUNDING)
     assert pow2.mean_sqnr_db() == pytest.approx(amax.mean_sqnr_db(), abs=0.05)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("pow2", "amax")]
     assert configs[0] == configs[1]
@@ -75,7 +76,7 @@ def test_the_file_is_a_standard_one_and_as_good(source, tmp_path):
 
 def test_report_and_table_say_which(source, tmp_path):
     for name, row in (("pow2", True), ("amax", False)):
-        report = quantize_checkpoint(str(source), tmp_path / name, QuantizeOptions(global_scale=name))
+        report = quantize_checkpoint(str(source), tmp_path / name, rounding(global_scale=name))
         assert json.loads((tmp_path / name / "quantize_report.json").read_text())["global_scale"] == name
         console = Console(record=True, width=200, file=io.StringIO())
         console.print(report.table())
@@ -125,7 +126,7 @@ def test_a_merge_keeps_them_where_the_weights_have_not_outgrown_them(tmp_path, o
 
 def test_a_merge_of_the_usual_base_computes_them_anew(tmp_path):
     source = make_checkpoint(tmp_path / "model", "qwen2", layers=1)
-    quantize_checkpoint(str(source), tmp_path / "base")
+    quantize_checkpoint(str(source), tmp_path / "base", ROUNDING)
     random_adapter(tmp_path / "adapter", source)
     merge(MergeOptions(str(tmp_path / "adapter"), "nvfp4", tmp_path / "out", str(tmp_path / "base"), prompt_count=0))
     scales = scales_of(tmp_path / "out")

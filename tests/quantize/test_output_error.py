@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from roundings import ROUNDING
 from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -75,7 +76,7 @@ def test_sound_gptq_of_a_model_with_outlier_channels_is_not_refused(by_gptq):
 
 def test_the_errors_are_those_of_whole_models(by_gptq, source, rows, tmp_path):
     out, report = by_gptq
-    quantize_checkpoint(str(source), tmp_path / "rtn")
+    quantize_checkpoint(str(source), tmp_path / "rtn", ROUNDING)
     tokens = held_out(source, rows)
     inputs = {}
 
@@ -116,12 +117,6 @@ def test_awq_is_compared_with_the_source_and_its_linears_with_their_rescaled_one
     report = quantize_checkpoint(str(source), tmp_path / "out", options(rows, "awq"))
     assert report.outputs.written.kl < report.outputs.rounded.kl
     assert all(0 < error < 0.15 for error in report.outputs.linears.values())
-
-
-def test_rows_choose_gptq_and_none_rounding(rows):
-    assert QuantizeOptions(calibration=rows).chosen().method == "gptq"
-    assert QuantizeOptions().chosen().method == "rtn"
-    assert QuantizeOptions("awq", calibration=rows).chosen().method == "awq"
 
 
 def spoiled(groups):

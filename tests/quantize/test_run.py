@@ -9,13 +9,14 @@ import pytest
 import torch
 from checkpoint_factory import LAYOUTS, make_checkpoint
 from checkpoint_tensors import FUSED, assert_same_tensors, llm_compressor, load_all
+from roundings import ROUNDING, rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.nvfp4.reference import dequantize, quantize, shared_global_scale
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.run import quantize_checkpoint
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -24,7 +25,7 @@ def quantized(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     source = make_checkpoint(folder / "model", request.param)
     assert len(list(source.glob("*.safetensors"))) > 1
-    return request.param, source, folder / "out", quantize_checkpoint(str(source), folder / "out")
+    return request.param, source, folder / "out", quantize_checkpoint(str(source), folder / "out", ROUNDING)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def test_importing_loads_neither_torch_nor_llm_compressor():
 
 
 def test_stdout_stays_empty_and_progress_goes_to_stderr(tmp_path, capfd):
-    quantize_checkpoint("tiny", tmp_path / "out", QuantizeOptions(device="cpu"))
+    quantize_checkpoint("tiny", tmp_path / "out", rounding(device="cpu"))
     out, err = capfd.readouterr()
     assert out == ""
     assert "quantizing" in err

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from checkpoint_tensors import assert_same_tensors, llm_compressor, load_all
+from roundings import ROUNDING, rounding
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -30,7 +31,7 @@ def model(tmp_path_factory):
 
 
 def test_partial_quantization_by_ignore(model, tmp_path):
-    report = quantize_checkpoint(str(model), tmp_path / "out", QuantizeOptions(ignore=("re:.*self_attn.*",)))
+    report = quantize_checkpoint(str(model), tmp_path / "out", rounding(ignore=("re:.*self_attn.*",)))
     kept = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
     assert list(report.kept_linears) == kept
     assert_same_tensors(
@@ -48,7 +49,7 @@ def test_partial_quantization_by_ignore(model, tmp_path):
 
 def test_a_float32_model_keeps_its_dtype(tmp_path):
     source = make_checkpoint(tmp_path / "model", "llama", layers=1, dtype="float32")
-    quantize_checkpoint(str(source), tmp_path / "out")
+    quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
     assert_same_tensors(load_all(tmp_path / "out"), llm_compressor(source, tmp_path / "theirs"))
     assert load_all(tmp_path / "out")["model.norm.weight"].dtype == torch.float32
 
@@ -58,7 +59,7 @@ def test_a_float16_model_with_small_weights_is_scaled_in_float32(tmp_path):
     for path in source.glob("*.safetensors"):
         small = {name: tensor * 0.01 if "_proj" in name else tensor for name, tensor in load_file(path).items()}
         save_file(small, path, metadata={"format": "pt"})
-    report = quantize_checkpoint(str(source), tmp_path / "out")
+    report = quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
     assert report.worst().sqnr_db > 19  # it is 0 dB if the global scale overflows float16 and becomes 1
     written, dense = load_all(tmp_path / "out"), load_all(source)
     assert written["model.norm.weight"].dtype == torch.float16
@@ -72,7 +73,7 @@ def test_a_layer_of_zeros_has_no_sqnr_and_stays_zero(model, tmp_path):
         path for path in source.glob("*.safetensors") if "model.layers.0.self_attn.o_proj.weight" in load_file(path)
     )
     save_file({n: t * 0 if "o_proj" in n else t for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
-    report = quantize_checkpoint(str(source), tmp_path / "out")
+    report = quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
     layer = next(layer for layer in report.layers if layer.name.endswith("o_proj"))
     assert layer.sqnr_db is None
     saved = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
@@ -97,14 +98,14 @@ def test_weights_that_are_not_finite_are_named(model, tmp_path, name, value):
     tensors[name][5, 7] = value
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
-        quantize_checkpoint(str(source), tmp_path / "out")
+        quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_large_models_are_written_in_several_files(model, tmp_path, monkeypatch):
-    quantize_checkpoint(str(model), tmp_path / "one")
+    quantize_checkpoint(str(model), tmp_path / "one", ROUNDING)
     monkeypatch.setattr(run, "write_weights", lambda folder, groups: writer.write_weights(folder, groups, 30_000))
-    quantize_checkpoint(str(model), tmp_path / "many")
+    quantize_checkpoint(str(model), tmp_path / "many", ROUNDING)
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     assert len(files) > 1
@@ -116,7 +117,7 @@ def test_large_models_are_written_in_several_files(model, tmp_path, monkeypatch)
 
 def test_without_out_it_writes_to_checkpoints_in_this_folder(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = quantize_checkpoint(str(model))
+    report = quantize_checkpoint(str(model), options=ROUNDING)
     assert str(report.out) == "checkpoints/Small-1B-NVFP4A16"
     found = resolve_model(str(model), "nvfp4")
     assert (found.kind, found.base) == ("quantized", "checkpoints/Small-1B-NVFP4A16")
@@ -125,30 +126,30 @@ def test_without_out_it_writes_to_checkpoints_in_this_folder(model, tmp_path, mo
 
 def test_an_existing_output_needs_overwrite_and_is_kept_when_the_new_one_fails(model, tmp_path):
     out = tmp_path / "out"
-    quantize_checkpoint(str(model), out)
+    quantize_checkpoint(str(model), out, ROUNDING)
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="--overwrite"):
-        quantize_checkpoint(str(model), out)
+        quantize_checkpoint(str(model), out, ROUNDING)
     broken = shutil.copytree(model, tmp_path / "broken")
     path = sorted(broken.glob("*.safetensors"))[-1]
     save_file({n: t / 0 for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="NaN or infinity"):
-        quantize_checkpoint(str(broken), out, QuantizeOptions(overwrite=True))
+        quantize_checkpoint(str(broken), out, rounding(overwrite=True))
     assert (out / "model.safetensors").read_bytes() == before
-    quantize_checkpoint(str(model), out, QuantizeOptions(ignore=("re:.*mlp.*",), overwrite=True))
+    quantize_checkpoint(str(model), out, rounding(ignore=("re:.*mlp.*",), overwrite=True))
     assert (out / "model.safetensors").read_bytes() != before
 
 
 def test_an_already_quantized_model_is_refused(model, tmp_path):
-    quantize_checkpoint(str(model), tmp_path / "out")
+    quantize_checkpoint(str(model), tmp_path / "out", ROUNDING)
     with pytest.raises(CheckpointError, match="is already quantized"):
-        quantize_checkpoint(str(tmp_path / "out"), tmp_path / "again")
+        quantize_checkpoint(str(tmp_path / "out"), tmp_path / "again", ROUNDING)
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(model, tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.checkpoint.output.SPARE_BYTES", 2**60)
     with pytest.raises(CheckpointError, match="GiB free"):
-        quantize_checkpoint(str(model), tmp_path / "out")
+        quantize_checkpoint(str(model), tmp_path / "out", ROUNDING)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -162,7 +163,7 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc")
     shutil.copytree(model, repo / "snapshots" / "abc")
-    report = quantize_checkpoint("some/Model-1B")
+    report = quantize_checkpoint("some/Model-1B", options=ROUNDING)
     assert (report.source, str(report.out)) == ("some/Model-1B", "checkpoints/Model-1B-NVFP4A16")
     assert resolve_model("some/Model-1B", "nvfp4").base == "checkpoints/Model-1B-NVFP4A16"
 
@@ -170,9 +171,9 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "rnt"}, "--method 'rnt' is not known: write auto, rtn, awq, gptq"),
+        ({"method": "rnt"}, "--method 'rnt' is not known: write auto, search, search_gptq, rtn"),
         ({"global_scale": "power"}, "--global-scale 'power' is not known: write auto, amax, pow2"),
-        ({"method": "awq"}, "--method awq needs data"),
+        ({"method": "awq", "calibration": "none"}, "--method awq needs data"),
         ({"method": "awq", "calibration": "x", "calibration_size": 0}, "--calibration-size 0 must be at least 1"),
         ({"method": "gptq", "calibration": "x", "batch_size": -1}, "--batch-size -1 must be at least 1"),
         ({"method": "gptq", "calibration": "x", "sequence_length": 2048}, "is more than the model's 256 positions"),
@@ -189,7 +190,7 @@ def test_impossible_options_are_refused(model, tmp_path, options, message):
 def test_without_llm_compressor_the_extra_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'qerl\[quantize\]'"):
-        quantize_checkpoint(str(model), tmp_path / "out")
+        quantize_checkpoint(str(model), tmp_path / "out", ROUNDING)
 
 
 def test_a_full_device_gives_one_clear_error(model, tmp_path, monkeypatch):
@@ -198,5 +199,5 @@ def test_a_full_device_gives_one_clear_error(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "write_weights", full)
     with pytest.raises(CheckpointError, match=r"ran out of memory while quantizing .*: write --device cpu"):
-        quantize_checkpoint(str(model), tmp_path / "out")
+        quantize_checkpoint(str(model), tmp_path / "out", ROUNDING)
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from checkpoint_tensors import same_tensors
 from make_random_checkpoint import SHAPES, write
+from roundings import ROUNDING
 
 from qerl.checkpoint.shards import read_json
 from qerl.plan.sizes import KNOWN, sizes_of
@@ -11,9 +12,9 @@ from quantize.run import quantize_checkpoint
 def test_the_packed_one_is_what_quantize_makes_of_its_16_bit_twin(tmp_path):
     for name in ("bf16", "nvfp4"):
         write("small-qwen3-moe", tmp_path / name, name, layers=1)
-    report = quantize_checkpoint(str(tmp_path / "bf16"), tmp_path / "quantized")
+    report = quantize_checkpoint(str(tmp_path / "bf16"), tmp_path / "quantized", ROUNDING)
     assert len(report.layers) == 4 + 3 * 16
-    assert same_tensors(tmp_path / "nvfp4", tmp_path / "quantized")
+    assert same_tensors(tmp_path / "nvfp4", tmp_path / "quantized", ROUNDING)
     made, own = (read_json(tmp_path / name / "config.json") for name in ("quantized", "nvfp4"))
     assert own["architectures"] == ["Qwen3MoeForCausalLM"]
     assert own["quantization_config"]["ignore"] == made["quantization_config"]["ignore"]

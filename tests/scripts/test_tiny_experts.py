@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from roundings import ROUNDING
 from tiny_checkpoint import accuracy, loss_of
 from tiny_experts import BALANCE, build_model
 
@@ -29,7 +30,7 @@ def test_the_card_states_the_hash_and_the_folder_is_small():
 
 def test_packed_it_works_problems_out_and_chooses_every_expert(tmp_path):
     """The card's accuracy is 0.984; three standard deviations for so few problems are 0.1."""
-    quantize_checkpoint(TINY_EXPERTS, tmp_path / "packed")
+    quantize_checkpoint(TINY_EXPERTS, tmp_path / "packed", ROUNDING)
     model, tokenizer = load_model(tmp_path / "packed", "nvfp4"), load_tokenizer(tmp_path / "packed")
     decoder = decoder_of(read_json(TINY_EXPERTS_FOLDER / "config.json"), TINY_EXPERTS)
     blocks = [layer.mlp for layer in model.model.layers]

@@ -8,6 +8,7 @@ import torch
 from bases import write_base
 from killed import killed_in
 from make_random_checkpoint import end_by_chance
+from roundings import ROUNDING
 from small_run import numbers, same_adapters, small_config
 
 import training.trainer
@@ -109,7 +110,7 @@ def test_without_replay_or_without_an_adapter_on_experts(nvfp4_moe, tmp_path):
 @pytest.mark.parametrize(("family", "count"), [("olmoe", "num_experts"), ("mixtral", "num_local_experts")])
 def test_other_families_train_and_merge(tmp_path, family, count):
     base = write_base(tmp_path / family, family, **{count: 4, "num_experts_per_tok": 2})
-    quantize_checkpoint(str(base), tmp_path / "packed")
+    quantize_checkpoint(str(base), tmp_path / "packed", ROUNDING)
     run_dir = start(small_config(tmp_path / "packed", tmp_path, "noise.enabled=false", steps=2), "tiny").run_dir
     assert all(max(row["mismatch_kl"], row["mismatch/router_changed"]) < 1e-8 for row in numbers(run_dir))
     report = merge(

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
 from qerl.checkpoint.load import load_model, load_tokenizer
@@ -62,7 +63,7 @@ def test_weights_of_another_model_than_the_config_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, "bf16", "float32")
     with pytest.raises(CheckpointError, match=message if "layer" not in name else "lacks|model.layers.1"):
-        quantize_checkpoint(str(folder), tmp_path / "out")
+        quantize_checkpoint(str(folder), tmp_path / "out", ROUNDING)
     assert not (tmp_path / "out").exists()
 
 

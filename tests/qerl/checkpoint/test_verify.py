@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
 from qerl.checkpoint.reader import TensorReader
@@ -25,7 +26,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     source = make_checkpoint(folder / "model", "qwen2", layers=1)
-    quantize_checkpoint(str(source), folder / "out")
+    quantize_checkpoint(str(source), folder / "out", ROUNDING)
     return read_source(str(source)), folder / "out"
 
 
@@ -135,7 +136,7 @@ def test_a_failed_check_publishes_nothing(made, tmp_path, monkeypatch):
     strict = replace(made[0], format=replace(NVFP4, min_sqnr_db=60.0))
     monkeypatch.setattr("quantize.run.read_source", lambda *arguments, **more: strict)
     with pytest.raises(CheckpointError, match=r"does not pass its check and was removed: .*less than 60"):
-        quantize_checkpoint(str(made[0].folder), tmp_path / "out")
+        quantize_checkpoint(str(made[0].folder), tmp_path / "out", ROUNDING)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bases import write_base
+from roundings import ROUNDING
 
 from qerl.checkpoint.load import load_model
 from qerl.engine.loaded_base import LoadedBase
@@ -60,7 +61,7 @@ def test_on_a_card_the_base_is_there_once_and_gives_the_same_logits(tmp_path):
     from quantize.run import quantize_checkpoint
 
     base = write_base(tmp_path / "base", hidden=256)
-    quantize_checkpoint(str(base), tmp_path / "nvfp4")
+    quantize_checkpoint(str(base), tmp_path / "nvfp4", ROUNDING)
     exact, plain = (load_model(tmp_path / "nvfp4", "nvfp4", dtype=d, device="cuda") for d in ("float32", "bfloat16"))
     model, ids = LoadedBase(str(tmp_path / "nvfp4"), "nvfp4", EngineOptions()).policy_model(), torch.arange(3, 40)
     with torch.no_grad():

@@ -5,11 +5,11 @@ import re
 import shutil
 
 import pytest
+from roundings import ROUNDING, rounding
 from small_run import numbers, same_adapters, small_config
 
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import ConfigError, DataError
-from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path
@@ -96,13 +96,13 @@ def test_another_scaling_in_the_recipe_is_refused(run_dir):
 def test_a_base_that_was_quantized_again_is_refused(base, tmp_path):
     """The adapter would be trained and used on other weights than before."""
     nvfp4 = tmp_path / "nvfp4"
-    quantize_checkpoint(str(base), nvfp4)
+    quantize_checkpoint(str(base), nvfp4, ROUNDING)
     run_dir = start(small_config(nvfp4, tmp_path, steps=3), "tiny").run_dir
     (run_dir / "checkpoints" / "step-000003").rename(tmp_path / "last")
-    quantize_checkpoint(str(base), nvfp4, QuantizeOptions(ignore=("re:.*mlp.*",), overwrite=True))
+    quantize_checkpoint(str(base), nvfp4, rounding(ignore=("re:.*mlp.*",), overwrite=True))
     with pytest.raises(ConfigError, match=r"other weights than when .* began .was it quantized again"):
         resume(run_dir)
-    quantize_checkpoint(str(base), nvfp4, QuantizeOptions(overwrite=True))
+    quantize_checkpoint(str(base), nvfp4, rounding(overwrite=True))
     assert resume(run_dir).steps == 3
 
 

@@ -1,0 +1,272 @@
+"""Quantize a model in one pass over calibration rows, one decoder layer in memory at a time, with the start beside it.
+
+For each layer: its rows go through it in 16 bits, while the second moment R of each distinct input is summed; its
+linears are rounded under R (`quantize.rounding`) or come from another method; and the factors of W - Q are computed
+under R (`quantize.factors`). All layers see the 16-bit model's inputs.
+
+Experts are rounded each under its own tokens; one that had none takes the moment of its layer's other experts. The
+start leaves experts out: they would need factors of their own, or shared ones that an adapter on experts can hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from qerl.checkpoint.base_start import LORA_A, LORA_B
+from qerl.checkpoint.experts import all_experts
+from qerl.checkpoint.packed import finite, weight_for_scales
+from qerl.checkpoint.source import Source
+from qerl.checkpoint.verify import ReadTensor
+from qerl.errors import CheckpointError
+from quantize.streams import LayeredModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from qerl.checkpoint.packed import Tensors
+    from qerl.nvfp4.reference import GlobalScaleKind
+
+Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name
+Moments = Mapping[str, "torch.Tensor"]  # R of the inputs of each set of fused linears, by the set's first module
+Write = Callable[[Sequence[str], Weights, Moments], "Tensors"]  # the tensors of a group that go into the file
+BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}  # in a forward pass
+RATIO_RANK = 32  # for which the ratio of learning rates is given, as most adapters have it
+
+logger = logging.getLogger(__name__)
+
+
+class Searched(NamedTuple):
+    """What rounding by search is asked for."""
+
+    global_scale: GlobalScaleKind = "amax"
+    gptq: bool = False
+
+
+@dataclass
+class Start:
+    """The factors of all linears, filled as the pass goes on. On the CPU, BF16, under their names in an adapter."""
+
+    rank: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    ratios: list[float] = field(default_factory=list)
+
+    @cached_property
+    def rate_ratio(self) -> float | None:
+        """The median over linears of `quantize.factors.rate_ratio`, at RATIO_RANK or the rank if that is less."""
+        ordered = sorted(self.ratios)
+        return round(ordered[len(ordered) // 2], 3) if ordered else None
+
+    def add(self, module: str, weight: torch.Tensor, quantized: torch.Tensor, moment: torch.Tensor) -> None:
+        """The factors of a linear, from its weights before and after (out, in) and R."""
+        import torch
+
+        from quantize.factors import best_factors, rate_ratio
+
+        factors = best_factors(weight.float() - quantized, moment, self.rank)
+        if (ratio := rate_ratio(factors.prefix(RATIO_RANK), moment)) is not None:
+            self.ratios.append(ratio)
+        self._keep(module, *(factor.to("cpu", torch.bfloat16).contiguous() for factor in factors))
+
+    def add_nothing(self, module: str, shape: Sequence[int]) -> None:
+        """Factors of zero, for a linear (out, in) that stays in 16 bits."""
+        import torch
+
+        rows, width = shape
+        zeros = (self.rank, width), (rows, self.rank)
+        self._keep(module, *(torch.zeros(size, dtype=torch.bfloat16) for size in zeros))
+
+    def _keep(self, module: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.tensors[module + LORA_A], self.tensors[module + LORA_B] = a, b
+
+
+def modules_of_start(source: Source) -> list[str]:
+    """The linears that a start has factors for: of each kind that is quantized in some layer, those of all layers."""
+    decoder = source.decoder
+    own = [module for module in decoder.linears() if decoder.place_of(module) is None]
+    kinds = {module.rpartition(".")[2] for module in own if f"{module}.weight" in source.chosen}
+    return [module for module in own if module.rpartition(".")[2] in kinds]
+
+
+def largest_rank(source: Source) -> int:
+    """The largest rank that all factors of a start can have: the smallest side of its linears. 0 without linears."""
+    return min((min(source.tensors[f"{name}.weight"].shape) for name in modules_of_start(source)), default=0)
+
+
+def searched(source: Source, how: Searched) -> Write:
+    """Round by searched block scales; under the inputs where there are moments, and then by GPTQ if asked."""
+
+    def write(names: Sequence[str], weights: Weights, moments: Moments) -> Tensors:
+        sets = {f"{modules[0]}.weight": modules for modules in source.fused_sets()}
+        written = {name: finite(name, weights[name]).cpu() for name in names if name not in source.chosen}
+        for modules in (sets[name] for name in names if name in sets):
+            written |= _pack(modules, weights, moments.get(modules[0]), how)
+        return written
+
+    return write
+
+
+def _pack(modules: Sequence[str], weights: Weights, moment: torch.Tensor | None, how: Searched) -> Tensors:
+    """The tensors of fused linears, whose rows are rounded together: they share the global scale and R."""
+    import torch
+
+    from quantize.rounding import gptq, roomy_global_scale, round_to, searched_scales
+
+    dense = [weight_for_scales(f"{module}.weight", weights[f"{module}.weight"]) for module in modules]
+    scale = roomy_global_scale(dense, how.global_scale)
+    rows = torch.cat(dense)
+    scales = searched_scales(rows, scale, None if moment is None else moment.diagonal())
+    try:
+        packed = gptq(rows, scales, scale, moment) if how.gptq else round_to(rows, scales, scale)
+    except torch.linalg.LinAlgError as error:
+        raise CheckpointError(
+            f"GPTQ cannot use the inputs of {modules[0]} over the calibration rows ({error}): give other rows as "
+            "--calibration, or write --method search"
+        ) from error
+    written: Tensors = {}
+    for module, *parts in zip(
+        modules, *(tensor.split([len(each) for each in dense]) for tensor in packed[:2]), strict=True
+    ):
+        tensors = packed._replace(packed=parts[0], block_scale=parts[1]).named()
+        written |= {f"{module}.{part}": tensor.to("cpu", copy=True) for part, tensor in tensors.items()}
+    return written
+
+
+def searched_groups(source: Source, read: ReadTensor, device: torch.device, how: Searched) -> Iterator[Tensors]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time, without calibration rows."""
+    write = searched(source, how)
+    for names in source.groups():
+        yield write(names, _load(read, names, device), {})
+
+
+def one_pass_groups(
+    source: Source,
+    read: ReadTensor,
+    rows: Sequence[Sequence[int]],
+    device: torch.device,
+    write: Write,
+    start: Start | None = None,
+) -> Iterator[Tensors]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time; `start` is filled on the way.
+
+    `rows` are token ids of one length. `write` gives a group's tensors, such as `searched(...)` or what another method
+    has written. Raises CheckpointError for inputs with inf or NaN.
+    """
+    import torch
+
+    before, *layers, after = source.groups()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    wanted = modules_of_start(source) if start is not None else []
+    sets = source.fused_sets()
+    with torch.no_grad():
+        outside = _load(read, [*before, *after], device)
+        model = LayeredModel(source, dtype, device)
+        hidden = model.embed(_batches(rows, device), _cast(outside, dtype))
+        written = write(before, outside, {})
+    yield written
+    for number, names in enumerate(layers):
+        with torch.no_grad():
+            weights = _load(read, names, device)
+            sums = _MomentSums([modules for modules in sets if f"{modules[0]}.weight" in weights])
+            model.step(number, _cast(weights, dtype), hidden, sums.see)
+            moments = sums.moments()
+            written = write(names, weights, moments)
+            if start is not None:
+                _add_to_start(start, source, wanted, weights, written, moments)
+            del weights, sums, moments
+        yield written
+    yield write(after, outside, {})
+
+
+def _add_to_start(
+    start: Start, source: Source, wanted: Sequence[str], weights: Weights, written: Tensors, moments: Moments
+) -> None:
+    """The factors of a layer's linears."""
+    import torch
+
+    leaders = {module: modules[0] for modules in source.fused_sets() for module in modules}
+    for module in (module for module in wanted if f"{module}.weight" in weights):
+        weight = weights[f"{module}.weight"]
+        if module not in leaders:
+            start.add_nothing(module, weight.shape)
+            continue
+        parts = {part: written[f"{module}.{part}"].to(weight.device) for part in source.format.tensors}
+        start.add(module, weight, source.format.dequantize(parts, torch.float32), moments[leaders[module]])
+
+
+class _MomentSums:
+    """Sums x'x over the rows, float32 (in, in), for sets of linears that read the same input, by their first module."""
+
+    def __init__(self, sets: Sequence[Sequence[str]]) -> None:
+        self._tokens = {modules[0]: 0 for modules in sets}
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def see(self, module: str, inputs: torch.Tensor) -> None:
+        if module not in self._tokens:
+            return
+        x = inputs.flatten(0, -2)
+        self._tokens[module] += len(x)
+        if module not in self._sums:
+            self._sums[module] = x.new_zeros((x.shape[1], x.shape[1]), dtype=_float32())
+        add_products_(self._sums[module], x)
+
+    def moments(self) -> Moments:
+        """R, the mean of x'x, of each set. Empties the sums. Raises CheckpointError for inputs with inf or NaN."""
+        unseen = [module for module, tokens in self._tokens.items() if not tokens]
+        means = {module: self._mean_beside(module) for module in unseen}
+        for module in list(self._sums):
+            if not self._sums[module].diagonal().isfinite().all():
+                raise CheckpointError(
+                    f"the inputs of {module} hold NaN or infinity over the calibration rows: check the 16-bit model "
+                    "and the rows, or write --calibration none, which looks at no inputs"
+                )
+            means[module] = self._sums.pop(module).div_(self._tokens[module])
+        return means
+
+    def _mean_beside(self, module: str) -> torch.Tensor:
+        """The moment of an expert that no token was for: the mean over the tokens of its layer's other experts."""
+        kind = all_experts(module)
+        beside = [name for name in self._sums if all_experts(name) == kind]
+        if kind == module or not beside:
+            raise CheckpointError(
+                f"no calibration token reached {module}: give other rows as --calibration, or write --calibration none"
+            )
+        logger.debug("no calibration token reached %s: it is rounded under the inputs of the others", module)
+        return sum(self._sums[name] for name in beside) / sum(self._tokens[name] for name in beside)
+
+
+def add_products_(sums: torch.Tensor, x: torch.Tensor) -> None:
+    """Add x'x to `sums`, float32 (in, in), for inputs (tokens, in) in float32 or bfloat16."""
+    import torch
+
+    if x.dtype == torch.float32:
+        sums.addmm_(x.T, x)
+    elif x.is_cuda:
+        sums += torch.mm(x.T, x, out_dtype=torch.float32)  # products of 16 bits are exact in float32
+    else:
+        sums.addmm_(x.T.float(), x.float())
+
+
+def _load(read: ReadTensor, names: Sequence[str], device: torch.device) -> Weights:
+    return {name: finite(name, read(name).to(device)) for name in names}
+
+
+def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def _batches(rows: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+    """Token ids (rows, T), as many rows at a time as go through a layer at once."""
+    import torch
+
+    at_once = max(1, BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"]) // len(rows[0]))
+    return [torch.tensor(rows[first : first + at_once], device=device) for first in range(0, len(rows), at_once)]
+
+
+def _float32() -> torch.dtype:
+    import torch
+
+    return torch.float32
