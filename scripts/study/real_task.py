@@ -84,7 +84,7 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(one_step=0.9, terms=(2, 12), factors=(2, 6), parts=(2, 9)),
+    "plain": Variant(one_step=0.9, terms=(3, 20), factors=(2, 9), parts=(2, 12)),
     "sparse": Variant(one_step=0.0, terms=(11, 60), factors=(2, 9), parts=(11, 40)),
 }
 SPLITS = {"train": 4096, "validation": 256, "test": 512}  # rows

@@ -33,7 +33,6 @@ KEPT = (
     "completions/mean_tokens", "completions/truncated_share", "groups/zero_variance_share", "time/step_s",
     "time/rollout_s", "memory/peak_gib",
 )  # fmt: skip
-LOG_TAIL = 3000  # characters of a failed run's traceback that the results keep
 SEED = 7  # of the samples for pass@k, the same in all runs
 
 
@@ -162,7 +161,7 @@ def serve() -> None:
         except BaseException:
             text = traceback.format_exc()
             sys.stderr.write(text)
-            write(out, {"error": text[-LOG_TAIL:]})
+            write(out, {"error": text})
             raise SystemExit(1) from None
 
 

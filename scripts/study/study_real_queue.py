@@ -119,8 +119,12 @@ class Queue:
         out, before = self.out_of(job), job.arm not in self.measured
         out.unlink(missing_ok=True)
         given = {"job": asdict(job), "settings": asdict(self.settings), "work": str(self.work), "out": str(out)}
-        worker.process.stdin.write(json.dumps(given | {"measure_before": before}) + "\n")
-        worker.process.stdin.flush()
+        try:
+            worker.process.stdin.write(json.dumps(given | {"measure_before": before}) + "\n")
+            worker.process.stdin.flush()
+        except BrokenPipeError:  # it has ended since it was looked at, and the job stays among those that wait
+            worker.process.wait()
+            return
         worker.job, worker.started = job, time.monotonic()
         self.waiting.remove(job)
         self.measured.add(job.arm)
@@ -139,7 +143,7 @@ class Queue:
             self.durations.append(time.monotonic() - worker.started)
             self.warm.add(ARMS[job.arm].caches)
         else:
-            self.results["failed"][job.key] = found["error"]
+            self.results["failed"][job.key] = last_line(found["error"])
             self.measured.discard(job.arm)
             worker.process.terminate()  # it is ending anyway, and gets no other job
             self.workers.remove(worker)
@@ -186,11 +190,16 @@ def machine() -> dict[str, Any]:
     return {"device": card, "cores": os.cpu_count(), "versions": versions()}
 
 
+def last_line(error: str) -> str:
+    """What was raised, of a traceback that the job's log has as a whole."""
+    return error.strip().splitlines()[-1]
+
+
 def summary(found: dict[str, Any]) -> str:
     """One line on how a job went."""
     row = found.get("row")
     if row is None:
-        return f"failed: {found['error'].strip().splitlines()[-1]}"
+        return f"failed: {last_line(found['error'])}"
     rewards, bits = row["steps"]["reward"], row["after"]["test"]
     tenth = max(1, len(rewards) // 10)
     begin, end = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
