@@ -84,8 +84,8 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(one_step=0.9, terms=(3, 20), factors=(2, 9), parts=(2, 12)),
-    "sparse": Variant(one_step=0.0, terms=(11, 60), factors=(2, 9), parts=(11, 40)),
+    "plain": Variant(one_step=0.9, terms=(4, 25), factors=(2, 9), parts=(2, 12)),
+    "sparse": Variant(one_step=0.0, terms=(5, 30), factors=(2, 6), parts=(4, 15)),
 }
 SPLITS = {"train": 4096, "validation": 256, "test": 512}  # rows
 SHARES = {"test": 0.15, "validation": 0.1}  # of all questions; the others train

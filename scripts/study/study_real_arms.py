@@ -20,6 +20,7 @@ BASES = {  # folder -> the options of `qerl quantize` that make it
     "gptq": ("--method", "gptq", "--start-rank", "0"),
     "new": (),
 }
+SPARSE = ("rollout.dynamic_sampling.enabled=true", "rollout.max_new_tokens=128")  # at 80 tokens, 83% are truncated
 BF16, INPUTS = "bf16", "bf16_inputs"  # the 16-bit model, and an adapter for it that a run begins with
 
 
@@ -135,7 +136,7 @@ def overrides_of(job: Job, settings: Settings, work: Path) -> list[str]:
         f"validation.source={rows / 'test.jsonl'}",
         f"validation.limit={settings.test_rows}",
         f"rollout.engine={settings.engine}",
-        "rollout.dynamic_sampling.enabled=true" if sparse else f"data.limit={ROWS_PER_STEP * settings.steps}",
+        *(SPARSE if sparse else (f"data.limit={ROWS_PER_STEP * settings.steps}",)),
         *arm.overrides,
         *settings.overrides,
     ]

@@ -65,6 +65,8 @@ def by_qerl(job: Job, settings: Settings, work: Path, measure_before: bool) -> d
 
 def by_trl(job: Job, settings: Settings, work: Path) -> dict[str, Any]:
     """A run of TRL in a process of its own, since it opens vLLM in its way."""
+    if settings.variant != "plain":
+        raise ValueError("TRL does not replace groups without a signal: give the arm trl with --variant plain alone")
     out = work / "runs" / job.key
     shutil.rmtree(out, ignore_errors=True)
     script = str(Path(__file__).with_name("study_real_trl.py"))

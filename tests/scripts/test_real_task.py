@@ -58,10 +58,13 @@ def test_rows_are_the_same_each_time_and_hold_all_stories():
         assert longest in text
 
 
-def test_numbers_of_the_sparse_variant_are_larger(tmp_path):
-    files = real_task.write(tmp_path, "sparse", {"train": 50, "validation": 5, "test": 5})
-    answers = [int(json.loads(line)["answer"]) for line in files["train"].read_text().splitlines()]
-    assert sum(answers) / len(answers) > 60
+def test_numbers_of_the_sparse_variant_are_larger_and_take_two_steps():
+    means = {}
+    for variant in ("plain", "sparse"):
+        rows = real_task.rows(variant, {"train": 200, "validation": 5, "test": 5})["train"]
+        means[variant] = sum(int(row["answer"]) for row in rows) / len(rows)
+    assert means["sparse"] > 1.5 * means["plain"]
+    assert sum(len(re.findall(r"\d+", row["question"])) > 2 for row in rows) > 100  # two stories have two numbers
 
 
 @pytest.mark.parametrize(
