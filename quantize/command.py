@@ -13,6 +13,7 @@ from quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from quantize.report import QuantizeReport
+    from quantize.start_of import StartReport
 
 
 def quantize_command(
@@ -28,18 +29,24 @@ def quantize_command(
 
     report = quantized(model, out, gpu, options)
     SafeConsole().print(report.table())
-    say_next(after_quantizing(report.out))
+    if options.start_of is None:
+        say_next(after_quantizing(report.out))
 
 
-def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport:
-    """The report of the model quantized on one card, or on the CPU."""
+def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:
+    """The report of the model quantized on one card, or on the CPU; with `start_of` that of a start."""
     from qerl.devices import choose_card
     from qerl.threads import choose_threads
-    from quantize.run import quantize_checkpoint
 
     if options.device in ("auto", "cuda"):
         choose_card(gpu=gpu)
     elif gpu is not None:
         raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
     choose_threads(model)
+    if options.start_of is not None:
+        from quantize.start_of import make_start
+
+        return make_start(options.start_of, model, out, options)
+    from quantize.run import quantize_checkpoint
+
     return quantize_checkpoint(model, out, options)

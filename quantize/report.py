@@ -106,8 +106,8 @@ class QuantizeReport:
         if worst and mean is not None:
             table.add_row("SQNR", f"mean {mean:.1f} dB, lowest {worst.sqnr_db:.1f} dB ({worst.name})")
         if self.start:
-            table.add_row("start", _start_row(self.start))
-        for label, value in _output_rows(self.outputs) if self.outputs else ():
+            table.add_row("start", start_row(self.start))
+        for label, value in output_rows(self.outputs) if self.outputs else ():
             table.add_row(label, value)
         table.add_row("time", f"{self.seconds:.1f} s")
         return table
@@ -141,12 +141,12 @@ def _by_layer(entries: list[dict]) -> list[dict]:
     return list(found.values())
 
 
-def _start_row(start: dict) -> str:
+def start_row(start: dict) -> str:
     ratio = start["rate_ratio"]
     return f"of rank {start['rank']}" + (f"; a trained start moves {ratio:.1f} times as far per step" if ratio else "")
 
 
-def _output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
+def output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
     """Rows of the table: the errors of the outputs, and in brackets those with the start and by rounding to nearest."""
     others = {"with the start": outputs.started, "by rounding to nearest": outputs.rounded}
 

@@ -20,7 +20,8 @@ Departures from llm-compressor's GPTQ and observers:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -120,15 +121,16 @@ def gptq(weight: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor, m
     order = moment.diagonal().argsort(descending=True, stable=True)
     shares = error_shares(moment, order)
     # Transposed, so that what is one column of the weight is contiguous.
-    columns = weight.to(torch.float32).T[order]
+    columns = weight.to(torch.float32).T[order].contiguous()
     steps = block_steps(block_scale, scale).T.contiguous()
     block_of = order // BLOCK
     codes = torch.empty_like(columns)
     errors = torch.empty_like(columns)
+    round_ = _columns_rounder(weight.device)
     for first in range(0, len(order), COLUMNS):
         part = slice(first, min(first + COLUMNS, len(order)))
         targets = torch.addmm(columns[part], shares[:first, part].T, errors[:first])
-        _round_columns(targets, columns[part], steps[block_of[part]], shares[part, part], codes[part], errors[part])
+        round_(targets, columns[part], steps[block_of[part]], shares[part, part], codes[part], errors[part])
     in_place = torch.empty_like(order)
     in_place[order] = torch.arange(len(order), device=order.device)
     packed = pack_codes(encode_e2m1(codes[in_place].T.contiguous()))
@@ -150,10 +152,10 @@ def error_shares(moment: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         factor = torch.linalg.cholesky(damped)
     del damped
     factor.div_(factor.diagonal().clone())
-    return factor.to(torch.float32).tril_(-1).flip(0, 1)
+    return factor.to(torch.float32).tril_(-1).flip(0, 1).contiguous()
 
 
-def _round_columns(
+def round_columns_(
     targets: torch.Tensor,
     columns: torch.Tensor,
     steps: torch.Tensor,
@@ -171,6 +173,15 @@ def _round_columns(
             codes[j] = nearest_e2m1(targets[j] / steps[j])
             torch.addcmul(columns[j], codes[j], steps[j], value=-1, out=errors[j])
             targets[j + 1 :].addcmul_(shares[j, j + 1 :, None], errors[j])
+
+
+def _columns_rounder(device: torch.device) -> Callable[..., None]:
+    """`round_columns_`, or its twin for cards."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return round_columns_
+    from quantize import gptq_kernel
+
+    return gptq_kernel.round_columns_
 
 
 @contextmanager

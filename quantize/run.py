@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.activations import read_activations
+from qerl.checkpoint.base_start import START
 from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
@@ -80,6 +81,8 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     started = time.perf_counter()
     options = (options or QuantizeOptions()).chosen()
     options.check()
+    if options.start_of is not None:
+        raise ConfigError("start_of makes no checkpoint: call quantize.start_of.make_start")
     format = options.format
     named = replace(format, scheme=options.scheme_name)
     out = default_quantized_dir(model, named) if out is None else Path(out).expanduser()
@@ -147,7 +150,9 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
         else:
             check_config_fits(source.folder, source.tensors, options.trust_remote_code)
         read = stack.enter_context(TensorReader(source.tensors))
-        rows = _rows(source, choice, device)
+        if options.by_compressor:
+            check_device(device)
+        rows = calibration_rows(source, choice)
         start = Start(options.start_rank) if options.start_rank else None
         groups, rescaled = _groups(source, options, read, rows, device, start)
         progress = stack.enter_context(progress_bar())
@@ -174,7 +179,7 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
             activations = read_activations(staging, source.format) if source.format.four_bit_inputs else {}
             checkpoints = Checkpoints(
                 *(read, rescaled, decoded, options.global_scale, options.is_rounding, activations),
-                read_factors(staging),
+                read_factors(staging / START),
             )
             outputs = measure_outputs(source, checkpoints, rows.measured(), device, lambda: progress.advance(task))
             report = replace(report, calibration=rows.summary(), outputs=outputs)
@@ -207,13 +212,11 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
     )
 
 
-def _rows(source: Source, choice: Choice, device: torch.device) -> Calibration | None:
+def calibration_rows(source: Source, choice: Choice) -> Calibration | None:
     """The rows to calibrate on and to measure on; None if there are none."""
     from qerl.checkpoint.load import load_tokenizer
 
     options = choice.options
-    if options.by_compressor:
-        check_device(device)
     if not options.has_rows:
         return None
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.base_start import (
+    ABOUT,
     DEFAULT_RANK,
     LORA_A,
     LORA_B,
     START,
+    BaseStart,
     base_digest,
     read_start,
-    start_beside,
     write_start,
 )
+from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source
 from quantize.calibration import Calibration
 from quantize.one_pass import Start, modules_of_start
@@ -34,7 +36,7 @@ def save_start(
     Returns the entry of quantize_report.json. Raises CheckpointError if it cannot be read back.
     """
     folder = folder or base / START
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     about = {"rate_ratio": start.rate_ratio}
     write_start(
         folder,
@@ -49,11 +51,11 @@ def start_bytes(source: Source, rank: int) -> int:
     return sum(BF16_BYTES * rank * sum(source.tensors[f"{name}.weight"].shape) for name in modules_of_start(source))
 
 
-def read_factors(base: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def read_factors(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A (rank, in) and B (out, rank) by module, of as many components as runs use; empty without a start."""
-    start = start_beside(base, at_most=DEFAULT_RANK)
-    if start is None:
+    if not (folder / ABOUT).is_file():
         return {}
-    tensors = read_start(start)
+    rank = read_json(folder / ABOUT)["rank"]
+    tensors = read_start(BaseStart(folder, min(rank, DEFAULT_RANK)))
     modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     return {module: (tensors[module + LORA_A], tensors[module + LORA_B]) for module in modules}
