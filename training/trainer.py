@@ -21,10 +21,11 @@ and in `run_trainer.py`, for every kind of run:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from qerl.checkpoint.adapter import keep_expert_reference_
@@ -36,11 +37,11 @@ from training.rollout.sampler import Moment
 from training.run_dir.completion_rows import completion_rows, spread
 from training.run_trainer import RunTrainer
 from training.step import Collected, Objective, collect
+from training.trial_adapter import try_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import TrainerCallback
     from trl import GRPOConfig
 
     from training.loss.batch import Batch, LossInputs
@@ -55,6 +56,17 @@ class Logprobs(NamedTuple):
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
+
+
+class TrialAtStart(TrainerCallback):
+    """Tries the adapter before a run's first step, and before the validation that may come first."""
+
+    def __init__(self, parts: Parts, gate: MismatchGate) -> None:
+        self._parts, self._gate = parts, gate
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            try_adapter(self._parts, self._gate)
 
 
 class QerlTrainer(RunTrainer, GRPOTrainer):
@@ -83,7 +95,7 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
             args=args,
             train_dataset=Dataset.from_dict({"prompt": [prompt.text for prompt in parts.prompts[:1]]}),  # likewise
             processing_class=parts.tokenizer,
-            callbacks=[*callbacks, *([validation] if validation else [])],
+            callbacks=[*callbacks, *([validation] if validation else []), TrialAtStart(parts, self.gate)],
         )
         keep_expert_reference_(parts.policy.model)
         # TRL's switches for "the loss is multiplied by importance weights".

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from qerl.engine.recorded import of_length
 
 if TYPE_CHECKING:
+    from qerl.engine.interface import Completion
     from training.distill.divergence import Divergences
     from training.rollout.groups import GradedGroup, Sample
 
@@ -97,11 +98,11 @@ def padded_batch(
         loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,
         advantages_B=advantages_P_G.flatten(),
         sampling_logprobs_B_T=padded_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
-        experts=_experts(samples, [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]),
+        experts=experts_of_rows(samples, [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]),
     )
 
 
-def _experts(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
+def experts_of_rows(samples: Sequence[Sample | Completion], lengths: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
     """The experts that were chosen for each sample's tokens, for so many tokens; None if nobody recorded any."""
     known = next((sample.experts for sample in samples if sample.experts is not None), None)
     if known is None:

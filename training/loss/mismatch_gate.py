@@ -4,17 +4,71 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import EngineError
 
 if TYPE_CHECKING:
+    import torch
+
     from qerl.config.schema import RunConfig
     from training.loss.correction import Mismatch
 
 logger = logging.getLogger(__name__)
 
 GROWTH = 5.0  # how much larger the mismatch of one noise draw may be than that of another
+LEAST_MOVED = 0.02  # nats per token: a trial that changes less cannot be told from rounding
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Logprobs (M,), float64, of tokens that the engine sampled with a trial adapter (`training.trial_adapter`)."""
+
+    engine: torch.Tensor  # at sampling
+    trainer: torch.Tensor  # with the trial adapter
+    without: torch.Tensor  # the trainer's with B = 0
+
+    @property
+    def moved(self) -> float:
+        """By how many nats per token the trial adapter moves the trainer."""
+        return (self.trainer - self.without).abs().mean().item()
+
+    @property
+    def share(self) -> float:
+        """How much of that change the engine has: 1 if it samples as the trainer computes, 0 if as with B = 0."""
+        return self._slope[0]
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine, by two standard errors, has less than half of the change, and is nearer to B = 0."""
+        share, error = self._slope
+        nearer = k3(self.without, self.engine).mean() < k3(self.trainer, self.engine).mean()
+        return bool(nearer) and share + 2 * error < 0.5
+
+    @property
+    def mean_kl(self) -> float:
+        """The mismatch_kl of engine and trainer."""
+        return k3(self.trainer, self.engine).mean().item()
+
+    @property
+    def least_kl(self) -> float:
+        """The same less two standard errors, since the tokens are few."""
+        return self.mean_kl - 2 * k3(self.trainer, self.engine).std(correction=0).item() / len(self.engine) ** 0.5
+
+    @property
+    def _slope(self) -> tuple[float, float]:
+        """Of the engine's change by the trainer's, by least squares, and its standard error."""
+        change, own = self.trainer - self.without, self.engine - self.without
+        share = (own @ change) / (change @ change)
+        rest = (own - share * change).square().sum() / max(1, len(own) - 1)
+        return share.item(), (rest / (change @ change)).sqrt().item()
+
+
+def k3(logprobs: torch.Tensor, sampling: torch.Tensor) -> torch.Tensor:
+    """r - log r - 1 of each token, r = exp(logprobs - sampling)."""
+    difference = logprobs - sampling
+    return difference.exp() - difference - 1
 
 
 class MismatchGate:
@@ -56,6 +110,28 @@ class MismatchGate:
                 f"{name}. {self._advice}"
             )
         self.passed = True
+
+    def check_trial(self, trial: Trial) -> None:
+        """Judge a trial adapter, before the first step. Raises EngineError if a run should not begin with it."""
+        if trial.moved < LEAST_MOVED:
+            logger.warning(
+                "loss.mismatch_gate: whether the engine reads its adapter was not checked: no trial B moves the "
+                "trainer's logprobs (%.1e nats per token); watch mismatch_kl in metrics.jsonl",
+                trial.moved,
+            )
+            return
+        if trial.idle:
+            raise EngineError(
+                f"the adapter does not act in the engine: a trial B moves the trainer's logprobs by {trial.moved:.2g} "
+                f"nats per token, of which the engine shows {100 * trial.share:.0f}%, so it would go on sampling from "
+                "the base while the trainer trains. Install the versions that qerl was tested with (requirements/), or "
+                "write rollout.engine: transformers; loss.mismatch_gate: null begins without this check"
+            )
+        if not trial.least_kl <= self._limit:  # NaN is not below it either
+            raise EngineError(
+                f"engine and trainer disagree under a trial adapter: mismatch_kl {trial.mean_kl:.2e} is above "
+                f"loss.mismatch_gate {self._limit:g}. {self._advice}"
+            )
 
     def _why_they_differ(self, sigma: float, older: bool) -> str | None:
         """What makes the two policies differ even where their logprobs agree; None if nothing does."""

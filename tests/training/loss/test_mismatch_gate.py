@@ -1,6 +1,7 @@
 """The gate before the first update: what it refuses, what it cannot judge, and what it says."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from qerl.config.recipe import load_recipe
 from qerl.config.schema import CorrectionConfig
 from qerl.errors import EngineError
 from training.loss.correction import Mismatch
-from training.loss.mismatch_gate import MismatchGate, rounding_causes
+from training.loss.mismatch_gate import MismatchGate, Trial, rounding_causes
 
 
 def apart(difference):
@@ -99,3 +100,69 @@ def test_a_run_without_such_a_step_cannot_be_judged(caplog, sigma, dropout):
     gate.check(apart(0.5), sigma, [*HISTORY, {"noise/sigma": sigma, "mismatch_kl": 1e-3}])
     assert "loss.mismatch_gate is not checked" in caplog.text
     assert not gate.passed
+
+
+CHANGE = torch.tensor([0.3, -0.1, 0.2, -0.2], dtype=torch.float64)
+
+
+def trial_of(share=1.0, offset=0.0, change=CHANGE):
+    """A trial whose engine has a share of the trainer's change, and lies `offset` nats apart besides."""
+    return Trial(-1 + share * change + offset, -1 + change, torch.full_like(change, -1.0))
+
+
+def test_a_trial_says_how_much_of_the_change_the_engine_has():
+    trial = trial_of(0.25)
+    assert trial.moved == pytest.approx(0.2)
+    assert trial.share == pytest.approx(0.25)
+    apart = 0.75 * CHANGE
+    assert trial.mean_kl == pytest.approx((apart.exp() - apart - 1).mean().item())
+    spread = (apart.exp() - apart - 1).std(correction=0).item()
+    assert trial.least_kl == pytest.approx(trial.mean_kl - spread)  # two standard errors of four tokens
+    # With o nats besides, by least squares: share = 1 + o sum(c) / sum(c^2), of which sum(c) = 0.2, sum(c^2) = 0.18.
+    assert trial_of(1.0, 0.09).share == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("trial", "limit", "message"),
+    [
+        (trial_of(1.0), 1e-12, None),
+        (trial_of(0.0), 10.0, r"does not act in the engine: .* by 0\.2 nats per token, of which the engine shows 0%"),
+        (trial_of(0.49), 10.0, "of which the engine shows 49%"),
+        (trial_of(-1.0), 10.0, "of which the engine shows -100%"),
+        (trial_of(0.51), 10.0, None),
+        (
+            trial_of(0.51),
+            1e-3,
+            r"disagree under a trial adapter: mismatch_kl 5\.54e-03 is above .*gate 0\.001\. Check",
+        ),
+        (trial_of(1.0, 0.5), 0.003, r"mismatch_kl 1\.0\de-01 is above"),  # e^-0.5 + 0.5 - 1 is 0.107
+        (trial_of(1.0, 5.0), 0.003, "is above"),
+        (trial_of(1.0, math.nan), 10.0, "mismatch_kl nan is above"),
+    ],
+)
+def test_a_trial_is_judged_by_what_the_engine_shows(trial, limit, message):
+    gate = MismatchGate(limit, dropout=0.1)
+    if message is None:
+        gate.check_trial(trial)
+    else:
+        with pytest.raises(EngineError, match=message):
+            gate.check_trial(trial)
+
+
+def test_few_tokens_that_say_little_do_not_stop_a_run():
+    """One token of sixteen is apart, as happens where both round: the mean is above the limit, but not surely."""
+    change = CHANGE.repeat(4)
+    rounded = torch.zeros(16, dtype=torch.float64)
+    rounded[3] = 0.4
+    trial = replace(trial_of(1.0, 0.0, change), engine=-1 + change + rounded)
+    assert trial.mean_kl > 0.003 > trial.least_kl
+    MismatchGate(0.003, dropout=0.0).check_trial(trial)
+    # Nor does an engine that shows less than half of a small change, if as much is noise.
+    noisy = replace(trial, engine=-1 + 0.4 * change + torch.linspace(-0.3, 0.3, 16, dtype=torch.float64).roll(5))
+    assert noisy.share < 0.5
+    assert not noisy.idle
+
+
+def test_a_trial_that_moves_nothing_is_not_judged_and_says_so(caplog):
+    MismatchGate(0.003, dropout=0.0).check_trial(trial_of(0.0, 0.0, CHANGE / 100))
+    assert "whether the engine reads its adapter was not checked" in caplog.text

@@ -28,7 +28,10 @@ def digits(completions, row, log_metric=None, **columns):
     log_metric("asked/mean_row", sum(row) / len(row))
     return [len(set(text)) if number % 4 == 0 else 1.0 for text, number in zip(completions, row)]
 '''
-SETTINGS = ("rollout.dynamic_sampling.enabled=true", f"data.limit={ROWS}", "logging.completions_count=8")
+SETTINGS = (
+    *("rollout.dynamic_sampling.enabled=true", f"data.limit={ROWS}", "logging.completions_count=8"),
+    "loss.mismatch_gate=null",  # else a trial adapter comes before the first rollout
+)
 
 
 def configured(base, folder, *overrides, **kwargs):

@@ -41,6 +41,7 @@ def formulas(folder, *overrides, out="run"):
     settings = ("data.task=math500", "data.split=test", "data.prompt_template='{question}'", f"data.source={path}")
     settings += (f"rollout.batch_size={BATCH}", "rollout.max_new_tokens=32", "rewards=[{name: accuracy}]")
     settings += ("model.format=bf16", "run.micro_batch_tokens=1024")
+    settings += ("loss.mismatch_gate=null",)  # else a trial adapter has completions that nobody grades
     settings += ("logging.completions_every=1", "logging.completions_count=8", "noise.enabled=false")
     return small_config("tiny", folder, *settings, *overrides, steps=STEPS, out=out)
 

@@ -1,0 +1,214 @@
+"""A trial adapter before the first step: an engine that leaves it out is refused, and nothing of it stays in a run."""
+
+import logging
+import random
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from small_run import numbers, same_adapters, small_config
+from trainer_factory import build_trainer
+
+import training.trainer
+import training.trial_adapter
+from qerl.checkpoint.adapter import adapter_tensors
+from qerl.engine.transformers_engine import TransformersEngine
+from qerl.errors import EngineError
+from qerl.parallel import Parallel
+from training.loss.mismatch_gate import MismatchGate
+from training.run import resume, start
+from training.run_dir.log import read_metrics
+from training.trial_adapter import drawn_, try_adapter, zero_factors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VALIDATED = ("validation.every=2", "validation.limit=2")
+IN_8_BITS = ("rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=3", "noise.enabled=false")
+EXPERTS = ("adapter.experts=per_expert", "adapter.expert_rank=2")
+
+
+@contextmanager
+def scaled_(model, share):
+    """Within it each B of the adapter is `share` times what it is."""
+    factors = [tensor for name, tensor in adapter_tensors(model).items() if name.endswith("lora_B.weight")]
+    before = [factor.detach().clone() for factor in factors]
+    with torch.no_grad():
+        for factor in factors:
+            factor.mul_(share)
+        yield
+        for factor, value in zip(factors, before, strict=True):
+            factor.copy_(value)
+
+
+@pytest.fixture
+def engine_with(monkeypatch):
+    """Let the engine sample with so much of the adapter that the trainer has."""
+    original = TransformersEngine.generate
+
+    def patch(share):
+        def generate(self, *args):
+            with scaled_(self.policy_model(), share):
+                return original(self, *args)
+
+        monkeypatch.setattr(TransformersEngine, "generate", generate)
+
+    return patch
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The moves of all draws that are made, in nats per token."""
+    original, moves = training.trial_adapter.trial_of, []
+
+    def noted(*args):
+        trial = original(*args)
+        moves.append(trial.moved)
+        return trial
+
+    monkeypatch.setattr(training.trial_adapter, "trial_of", noted)
+    return moves
+
+
+def at_zero(config, folder):
+    """A trainer whose adapter has B = 0, and a gate that has not judged yet."""
+    trainer = build_trainer(config, folder)
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(trainer.model).items():
+            if name.endswith("lora_B.weight"):
+                tensor.zero_()
+    return trainer, MismatchGate(config.loss.mismatch_gate, 0.0)
+
+
+@pytest.mark.parametrize("settings", [(), ("adapter.dropout=0.2",), ("noise.where=both", "adapter.train_norms=true")])
+def test_an_engine_without_the_adapter_is_refused_before_anything_is_sampled(
+    nvfp4_base, tmp_path, engine_with, settings
+):
+    """At B = 0 it agrees with the trainer: no first step could tell, and with dropout none is judged."""
+    engine_with(0.0)
+    with pytest.raises(EngineError, match=r"the adapter does not act in the engine: .* the engine shows -?0%,"):
+        start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny")
+    assert read_metrics(tmp_path / "run") == []
+
+
+def test_an_engine_without_the_adapter_of_experts_is_refused(nvfp4_moe, tmp_path, engine_with):
+    engine_with(0.0)
+    with pytest.raises(EngineError, match="the adapter does not act in the engine"):
+        start(small_config(nvfp4_moe, tmp_path, *EXPERTS, steps=3), "tiny")
+
+
+def test_an_engine_with_a_part_of_the_adapter_disagrees_by_the_gate(nvfp4_base, tmp_path, engine_with):
+    engine_with(0.3)
+    with pytest.raises(EngineError, match=r"does not act in the engine: .* shows [23]\d%,"):
+        start(small_config(nvfp4_base, tmp_path, steps=3), "tiny")
+    engine_with(0.8)
+    with pytest.raises(
+        EngineError, match=r"disagree under a trial adapter: mismatch_kl .* above loss\.mismatch_gate 1e"
+    ):
+        start(small_config(nvfp4_base, tmp_path, "loss.mismatch_gate=1e-6", steps=3, out="other"), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("base_name", "settings"),
+    [
+        ("nvfp4_base", ("noise.where=both", "adapter.train_norms=true", "adapter.dropout=0.1", *VALIDATED)),
+        ("nvfp4_base", ("loss.num_iterations=2", "loss.kl_coef=0.05", "adapter.dtype=bfloat16", *IN_8_BITS)),
+        ("nvfp4_moe", EXPERTS),
+    ],
+    ids=["noise", "kl", "experts"],
+)
+def test_a_run_has_the_numbers_of_one_without_the_trial(request, tmp_path, monkeypatch, trials, base_name, settings):
+    base = request.getfixturevalue(base_name)
+    tried = start(small_config(base, tmp_path, *settings, steps=3, out="tried"), "tiny").run_dir
+    assert training.trial_adapter.LEAST <= trials[-1] <= training.trial_adapter.MOST
+    monkeypatch.setattr(training.trainer, "try_adapter", lambda *_: None)
+    plain = start(small_config(base, tmp_path, *settings, steps=3, out="plain"), "tiny").run_dir
+    assert numbers(tried) == numbers(plain)
+    assert same_adapters(tried / "adapter", plain / "adapter")
+
+
+def test_b_is_zero_again_and_random_streams_go_on(nvfp4_base, tmp_path, caplog):
+    trainer, gate = at_zero(small_config(nvfp4_base, tmp_path), tmp_path)
+    before = {name: tensor.detach().clone() for name, tensor in adapter_tensors(trainer.model).items()}
+    streams = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    with caplog.at_level(logging.INFO):
+        try_adapter(trainer.parts, gate)
+    assert "of which the engine has 100%" in caplog.text
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == streams[1:]
+    for name, tensor in adapter_tensors(trainer.model).items():
+        assert torch.equal(tensor.view(torch.int32), before[name].view(torch.int32))  # -0.0 is not 0.0
+    assert trainer.model.training
+    assert not gate.passed  # the first step is judged too
+
+
+def test_b_is_zero_again_after_an_error(nvfp4_base, tmp_path, monkeypatch):
+    trainer, gate = at_zero(small_config(nvfp4_base, tmp_path), tmp_path)
+    monkeypatch.setattr(TransformersEngine, "generate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        try_adapter(trainer.parts, gate)
+    assert zero_factors(trainer.parts.policy)
+
+
+@pytest.mark.parametrize("size", [1e-3, 300.0])
+def test_the_draw_is_resized_until_it_moves_the_trainer_clearly(nvfp4_base, tmp_path, monkeypatch, trials, size):
+    trainer, gate = at_zero(small_config(nvfp4_base, tmp_path), tmp_path)
+    monkeypatch.setattr(training.trial_adapter, "SIZE", size)
+    try_adapter(trainer.parts, gate)
+    assert not training.trial_adapter.LEAST <= trials[0] <= training.trial_adapter.MOST
+    assert training.trial_adapter.LEAST <= trials[-1] <= training.trial_adapter.MOST
+
+
+def test_a_draw_depends_on_the_seed_alone():
+    one, two, other = (
+        (torch.zeros(6, 4), torch.zeros(5, 4)),
+        (torch.zeros(6, 4), torch.zeros(5, 4)),
+        (torch.zeros(6, 4),),
+    )
+    with drawn_(one, 7, 0.5), drawn_(two, 7, 0.5), drawn_(other, 8, 0.5):
+        assert all(torch.equal(first, second) for first, second in zip(one, two, strict=True))
+        assert not torch.equal(one[0], other[0])
+        assert not torch.equal(one[0][:5], one[1])
+        assert torch.cat(one).std().item() == pytest.approx(0.25, rel=0.4)
+    assert not any(factor.any() for factor in (*one, *two, *other))
+
+
+def test_another_start_and_an_open_gate_need_no_trial(nvfp4_base, tmp_path, trials):
+    trainer, gate = at_zero(small_config(nvfp4_base, tmp_path), tmp_path)
+    try_adapter(trainer.parts, MismatchGate(None, 0.0))
+    factor = zero_factors(trainer.parts.policy)[-1]
+    with torch.no_grad():
+        factor[0, 0] = 1e-30
+    try_adapter(trainer.parts, gate)
+    assert trials == []
+    with torch.no_grad():
+        factor.zero_()
+    try_adapter(trainer.parts, gate)
+    assert trials
+
+
+@pytest.mark.parametrize("mode", ["weights", "adapter"])
+def test_what_is_trained_through_the_quantizer_needs_no_trial(base, tmp_path, trials, mode):
+    """No adapter is in the engine: its way is that of the weights."""
+    settings = (f"qat.mode={mode}", "noise.enabled=false", "optim.learning_rate=1e-3")
+    start(small_config(base, tmp_path, *settings, steps=1), "tiny")
+    assert trials == []
+
+
+def test_a_resumed_run_makes_no_trial(whole_run, tmp_path, trials):
+    shutil.copytree(whole_run, tmp_path / "run")
+    assert numbers(resume(tmp_path / "run", step=4).run_dir) == numbers(whole_run)
+    assert trials == []
+
+
+def test_the_engine_of_one_rank_ends_all(nvfp4_base, tmp_path):
+    """Each rank tries its own engine; the second one's shows nothing of the change."""
+
+    class Two(Parallel):
+        def gather(self, value):
+            return [value, replace(value, engine=value.without)]
+
+    trainer, gate = at_zero(small_config(nvfp4_base, tmp_path), tmp_path)
+    with pytest.raises(EngineError, match="the adapter does not act in the engine"):
+        try_adapter(replace(trainer.parts, parallel=Two()), gate)
