@@ -11,6 +11,12 @@ A row has a `question` and an `answer`, as `task: own` reads them: the question 
 `plain` has mostly problems in one step with small numbers, `sparse` problems in two steps with larger ones. Rows are
 computed from the variant and their number. A hash of the question decides to which split it belongs: the splits share
 stories and names, but no question.
+What SmolLM2-135M-Instruct solves untrained, by transformers on a CPU in float32, on the first test rows:
+
+    plain   greedy, 80 tokens: 21 of 128 (16%; 95% interval 11 to 24%), 55% truncated. With terms from 4 to 25: 30 of
+            128 greedy, 4 of 192 at temperature 1, of which 71% were truncated.
+    sparse  temperature 1, 128 tokens, with terms from 5 to 30, factors up to 6 and parts from 4 to 15: 1 of 192, 73%
+            truncated. With two-digit numbers throughout: 0 of 128. The ranges below are a little smaller than both.
 """
 
 from __future__ import annotations
@@ -84,8 +90,8 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(one_step=0.9, terms=(4, 25), factors=(2, 9), parts=(2, 12)),
-    "sparse": Variant(one_step=0.0, terms=(5, 30), factors=(2, 6), parts=(4, 15)),
+    "plain": Variant(one_step=0.9, terms=(3, 20), factors=(2, 9), parts=(2, 12)),
+    "sparse": Variant(one_step=0.0, terms=(4, 20), factors=(2, 5), parts=(3, 10)),
 }
 SPLITS = {"train": 4096, "validation": 256, "test": 512}  # rows
 SHARES = {"test": 0.15, "validation": 0.1}  # of all questions; the others train
