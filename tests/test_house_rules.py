@@ -5,7 +5,7 @@ import ast
 import pytest
 from syntax import PACKAGES, name_of, nodes, python_files
 
-FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 6
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 # Functions that take what a library passes, with the reason.
 OVERRIDES = {
     "qerl/vllm_plugin/attention.py: forward": "vLLM calls it as a method of its attention backend",
