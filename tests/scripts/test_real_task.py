@@ -63,7 +63,7 @@ def test_numbers_of_the_sparse_variant_are_larger_and_take_two_steps():
     for variant in ("plain", "sparse"):
         rows = real_task.rows(variant, {"train": 200, "validation": 5, "test": 5})["train"]
         means[variant] = sum(int(row["answer"]) for row in rows) / len(rows)
-    assert means["sparse"] > 1.5 * means["plain"]
+    assert means["sparse"] > 1.1 * means["plain"]
     assert sum(len(re.findall(r"\d+", row["question"])) > 2 for row in rows) > 100  # two stories have two numbers
 
 
