@@ -7,6 +7,7 @@ the answers of a chat.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -22,6 +23,24 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 def printable(text: str) -> str:
     """`text` with a replacement character for each that a page or terminal could not show as it is."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def quoted(text: str) -> str:
+    """`text` in double quotes, which Python and YAML read alike and JSON too unless it has unprintable characters.
+
+    The result is one line of printable characters, so that it ends neither a comment nor a literal.
+    """
+    shown = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else _escape(ord(char)) for char in shown)
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def in_comment(text: str) -> str:
+    """`text` as it stands where it is one line of printable characters, else in quotes."""
+    return text if text.isprintable() else quoted(text)
 
 
 class SafeConsole(Console):

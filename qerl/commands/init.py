@@ -3,9 +3,11 @@ torch."""
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import typer
 from qerl.commands.next_step import DEFAULT_RECIPE, say_next
 from qerl.commands.shell_values import recipe_values
 from qerl.errors import ConfigError
+from qerl.printable import in_comment, quoted
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECIPE, GRADER, REWARDS = "recipe.yaml", "grader.py", "rewards.py"
+LONGEST_NAME = 60  # characters of a column's name that are shown
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,10 @@ def init(options: InitOptions) -> Path:
         raise ConfigError(f"--model: {no_folder(options.model)}: give an existing folder or a hub id")
     found = guess(options.data)
     base = options.recipe or (DEFAULT_RECIPE if installed_cards() else "tiny")
-    folder = options.out or Path(Path(options.data).name.partition(".")[0] or "mine")
+    folder = options.out or _folder_for(options.data)
     if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists and is left as it is: write another --out")
+    _check_encodable(options.data, str(folder))
     config = load_recipe(base, base=options.model)
     if config.sft is not None:
         raise ConfigError(
@@ -86,6 +91,8 @@ def init(options: InitOptions) -> Path:
         aside.mkdir(parents=True)
         texts = {RECIPE: _recipe(folder, expanded(options.data), base, found, config)}
         texts |= {GRADER: _grader(found, folder), REWARDS: _rewards(found)}
+        for name, template in {GRADER: _GRADERS[found.kind], REWARDS: _SHORT}.items():
+            _check_code(texts[name], template)
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
         load_recipe(aside / RECIPE)
@@ -95,6 +102,34 @@ def init(options: InitOptions) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def _folder_for(data: str) -> Path:
+    """The folder named after the rows' file, without characters that mean something to a shell, YAML or Python."""
+    name = Path(data).name.partition(".")[0]
+    return Path(re.sub(r"[^\w -]", "_", name).strip(" -") or "mine")
+
+
+def _check_encodable(*names: str) -> None:
+    """Raise ConfigError for names of files that are not text, which no recipe can name."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{name!r} has bytes that are no text in UTF-8: rename it") from None
+
+
+def _check_code(text: str, template: str) -> None:
+    """Raise ConfigError unless `text` has the code of its template, so that no name of the rows became code."""
+    try:
+        same = ast.dump(ast.parse(text.encode())) == ast.dump(ast.parse(template))
+    except (SyntaxError, ValueError):
+        same = False
+    if not same:
+        raise ConfigError(
+            "the names of the data file, its columns or --out cannot be written into Python: rename what has "
+            "characters other than letters, digits, - and _"
+        )
 
 
 _KINDS = {"number": "numbers", "text": "text", "none": "no answers"}
@@ -114,7 +149,7 @@ _RECIPE = """\
 #   qerl train --recipe {recipe}{quantize}
 #
 # Written by `qerl init` as a beginning. Keys that are not here have the values of the recipe that it extends
-# (`qerl recipes show {base}`); `qerl recipes keys` lists them all. Paths are from where a command is typed.
+# (`qerl recipes show {shown}`); `qerl recipes keys` lists them all. Paths are from where a command is typed.
 
 extends: {base}
 
@@ -155,24 +190,25 @@ def _recipe(folder: Path, data: Path, base: str, found: Guess, config: RunConfig
     from qerl.config.recipe import recipe_names
 
     needed = config.rollout.prompts_per_step
-    place = _text(f"{folder / REWARDS}:short")
-    grader = f"  grader: {_text(str(folder / GRADER))}    # says whether a completion is right\n"
+    place = quoted(f"{folder / REWARDS}:short")
+    grader = f"  grader: {quoted(str(folder / GRADER))}    # says whether a completion is right\n"
     return _RECIPE.format(
-        name=data.name,
+        name=in_comment(data.name),
         rows=found.rows,
-        question=repr(found.question),
-        answer=repr(found.answer) if found.answer else _SPOKEN[found.kind],
-        recipe=shlex.quote(str(folder / RECIPE)),
+        question=quoted(found.question),
+        answer=quoted(found.answer) if found.answer else _SPOKEN[found.kind],
+        recipe=in_comment(shlex.quote(str(folder / RECIPE))),
         quantize=_quantize(config),
-        base=base if base in recipe_names() else os.path.relpath(base, folder),
-        model=_text(config.model.base),
-        source=_text(str(data)),
-        columns=f"  columns: {json.dumps(found.columns, ensure_ascii=False)}\n" if found.columns else "",
+        shown=in_comment(base),
+        base=base if base in recipe_names() else quoted(os.path.relpath(base, folder)),
+        model=quoted(config.model.base),
+        source=quoted(str(data)),
+        columns=f"  columns: {json.dumps(found.columns)}\n" if found.columns else "",
         max_prompt_tokens=config.data.max_prompt_tokens,
         grader="" if found.kind == "none" else grader,
         rewards=(_UNGRADED if found.kind == "none" else _GRADED).format(place=place),
         prompts=min(needed, found.rows),
-        fewer=f"        # {base} has {needed}; there are no more rows" if found.rows < needed else "",
+        fewer=f"        # {in_comment(base)} has {needed}; there are no more rows" if found.rows < needed else "",
         steps=config.run.steps,
     )
 
@@ -180,14 +216,11 @@ def _recipe(folder: Path, data: Path, base: str, found: Guess, config: RunConfig
 _SPOKEN = {"none": "nothing", "number": "the assistant's last message", "text": "the assistant's last message"}
 
 
-def _text(value: str) -> str:
-    """A text as YAML in quotes, which are also JSON's."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-_NUMBER = '''"""Says whether a completion is right. `qerl eval` takes this file too: --grader {place}."""
+_NUMBER = '''"""Says whether a completion is right."""
 
 import re
+
+# `qerl eval` takes this file too: --grader {place}
 
 NUMBER = re.compile(r"-?\\d[\\d,]*(?:\\.\\d+)?")
 
@@ -201,7 +234,9 @@ def grade(completion, answer):
     return given == expected
 '''
 
-_TEXT = '''"""Says whether a completion is right. `qerl eval` takes this file too: --grader {place}."""
+_TEXT = '''"""Says whether a completion is right."""
+
+# `qerl eval` takes this file too: --grader {place}
 
 
 def grade(completion, answer):
@@ -217,9 +252,11 @@ def _plain(text):
 
 _NONE = '''"""Would say whether a completion is right. Your rows have no answers, so the recipe does not name this file.
 
-Where a completion shows by itself whether it is right, write how, and add `grader: {place}` to data and
+Where a completion shows by itself whether it is right, write how, and add the line below to data and
 `- name: accuracy` to rewards in the recipe.
 """
+
+# grader: {place}
 
 
 def grade(completion, question):
@@ -228,7 +265,9 @@ def grade(completion, question):
 '''
 
 _SHORT = '''"""A reward of your own. It takes columns by name: completions, completion_ids, prompts, question, answer,
-step, max_new_tokens, and every further column of your rows ({columns})."""
+step, max_new_tokens, and every further column of your rows."""
+
+# Your rows' further columns: {columns}
 
 
 def short(completions, completion_ids, max_new_tokens, **columns):
@@ -237,12 +276,19 @@ def short(completions, completion_ids, max_new_tokens, **columns):
 '''
 
 
+_GRADERS = {"number": _NUMBER, "text": _TEXT, "none": _NONE}
+
+
 def _grader(found: Guess, folder: Path) -> str:
-    text = {"number": _NUMBER, "text": _TEXT, "none": _NONE}[found.kind]
-    return text.replace("{place}", str(folder / GRADER))
+    place = str(folder / GRADER)
+    # A shell's word, or a YAML value where the file is to be named in the recipe. Neither ends the comment.
+    shown = quoted(place) if found.kind == "none" else in_comment(shlex.quote(place))
+    return _GRADERS[found.kind].replace("{place}", shown)
 
 
 def _rewards(found: Guess) -> str:
+    """The reward's file. Columns that are identifiers stand as they are, others in quotes, and all in a comment."""
     used = {found.question.split(".")[0], (found.answer or "").split(".")[0]}
-    others = [str(name) for name in found.sample if name not in used]
-    return _SHORT.replace("{columns}", ", ".join(others[:8]) or "here there are none")
+    others = [str(name)[:LONGEST_NAME] for name in found.sample if name not in used]
+    shown = [name if name.isidentifier() else quoted(name) for name in others[:8]]
+    return _SHORT.replace("{columns}", ", ".join(shown) or "there are none")

@@ -22,6 +22,7 @@ from qerl.errors import DataError
 from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 from qerl.files.disk import replace_text
 from qerl.files.read_back import read_object, read_rows
+from qerl.printable import quoted
 from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of
 from quantize.merge.report import MergeReport
@@ -164,8 +165,8 @@ def loading_lines(out: Path, commands: Iterable[str]) -> str:
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{out.name}", dtype="bfloat16")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{out.name}")',
+        f'model = AutoModelForCausalLM.from_pretrained({quoted(out.name)}, dtype="bfloat16")',
+        f"tokenizer = AutoTokenizer.from_pretrained({quoted(out.name)})",
         "```",
     ]
     return "\n".join([_commands(commands), "", *lines])

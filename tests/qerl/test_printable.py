@@ -1,5 +1,6 @@
 """Nothing that a terminal would obey, and nothing that rich would take for markup, is printed as it is."""
 
+import ast
 import io
 import json
 import logging
@@ -7,13 +8,14 @@ import re
 import sys
 
 import pytest
+import yaml
 from report_factory import full_run, sample
 from rich.table import Table
 
 from qerl.commands.conversation import Conversation, talk
 from qerl.commands.terminal import run_command
 from qerl.errors import CheckpointError
-from qerl.printable import SafeConsole, printable
+from qerl.printable import SafeConsole, in_comment, printable, quoted
 
 HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9b31md\re\u202ef\x08\udc1b"
 MARKUP = "[/x] [bold]b[/bold] :smile: [link=file:///etc]here[/link]"
@@ -27,6 +29,16 @@ def test_line_feeds_and_tabs_stay():
     assert printable("one\n\ttwo\r\nthree äß∞ 中") == "one\n\ttwo\nthree äß∞ 中"
     assert harmless(printable(HOSTILE))
     printable(HOSTILE).encode()
+
+
+@pytest.mark.parametrize(
+    "text", [HOSTILE, MARKUP, 'x"""\n\\N{x}', "\u2028\x85\x7f\0'", "größe 中 😀", "\U000e0001", "\ud83d"]
+)
+def test_quoted_text_is_one_line_that_python_and_yaml_read_back(text):
+    shown = quoted(text)
+    assert shown.isprintable()
+    assert ast.literal_eval(shown) == yaml.safe_load(shown) == text
+    assert in_comment(text) == (text if text.isprintable() else shown)
 
 
 def test_a_console_shows_text_as_it_is(capsys):

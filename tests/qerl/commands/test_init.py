@@ -1,6 +1,9 @@
 """`qerl init`: what it writes from a look at somebody's rows can be planned, graded and trained."""
 
+import ast
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 from row_files import write_csv
@@ -137,3 +140,86 @@ def test_rows_without_answers_are_trained_by_the_reward_alone(tmp_path, monkeypa
     config = load_recipe(folder / "recipe.yaml")
     assert (config.data.grader, [reward.name for reward in config.rewards]) == (None, ["asked/rewards.py:short"])
     assert "topic" in (folder / "rewards.py").read_text(encoding="utf-8")
+
+
+NAMES = {
+    "closes the docstring": 'x"""\nopen("PWN", "w")\nY = """',
+    "closes a line": "x\nopen('PWN', 'w')\n",
+    "other line ends": "a\rb\x0cc\x85d\u2028open('PWN', 'w')",
+    "escapes": "\\N{x} \\",
+    "NUL": "a\0b",
+    "half a character": "\ud800",
+    "encoding": "coding: utf-7 +AAo-open('PWN', 'w')",
+    "braces": "{columns} {place} {0}",
+}
+
+
+def code_of(path):
+    return ast.dump(ast.parse(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("answer", ["2", "two", None])
+def test_names_of_columns_never_become_code(name, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = {"prompt": "1 + 1?", "level": 1} | ({"answer": answer} if answer else {})
+    init(InitOptions(str(write(tmp_path / "plain.jsonl", [plain])), recipe="tiny"))
+    init(InitOptions(str(write(tmp_path / "odd.jsonl", [{**plain, name: 1}])), recipe="tiny"))
+    for file in ("grader.py", "rewards.py"):
+        assert code_of(tmp_path / "odd" / file) == code_of(tmp_path / "plain" / file)
+        exec((tmp_path / "odd" / file).read_bytes(), {})
+    assert not (tmp_path / "PWN").exists()
+    assert "further columns: level, " in (tmp_path / "odd" / "rewards.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        'e"""; open("PWN", "w"); """',
+        "a\nrun: {steps: 7}\n#",
+        "a'$(touch PWN)`touch PWN`;touch PWN;",
+        "--out",
+        "a: {b} # c",
+        '"""',
+    ],
+)
+def test_names_of_files_never_become_code_keys_or_options(name, tmp_path, monkeypatch, here):
+    """The file's name and that of a folder given by --out."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "plain.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    plain = init(InitOptions("plain.jsonl", recipe="tiny"))
+    odd = write(tmp_path / f"{name}.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    for folder in (init(InitOptions(f"./{odd.name}", recipe="tiny")), init(InitOptions(str(odd), Path(name), "tiny"))):
+        for file in ("grader.py", "rewards.py"):
+            assert code_of(folder / file) == code_of(plain / file)
+        config, expected = load_recipe(folder / "recipe.yaml"), load_recipe(plain / "recipe.yaml")
+        assert (config.data.grader, Path(config.data.source).name) == (str(folder / "grader.py"), odd.name)
+        assert config.run.steps == expected.run.steps
+    assert not (tmp_path / "PWN").exists()
+
+
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "\udcff.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    with pytest.raises(ConfigError, match=r"'\\udcff.jsonl' has bytes that are no text in UTF-8: rename it"):
+        init(InitOptions("\udcff.jsonl", Path("new"), "tiny"))
+
+
+def test_the_command_that_comes_next_is_words_of_a_shell(tmp_path, monkeypatch, here):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a'$(touch PWN)`touch PWN`; b.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    for out, folder in (((), "a___touch PWN__touch PWN__ b"), (("--out", "$(touch PWN)"), "$(touch PWN)")):
+        code, printed, _ = here("init", "a'$(touch PWN)`touch PWN`; b.jsonl", "--recipe", "tiny", *out)
+        assert code == 0
+        words = shlex.split(printed.splitlines()[-1].removeprefix("Next: "))
+        assert words[:4] == ["qerl", "train", "--recipe", f"{folder}/recipe.yaml"]
+
+
+def test_code_that_a_name_has_changed_is_not_written(tmp_path, monkeypatch):
+    """The check behind the quotes, with quotes that do nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qerl.commands.init.quoted", str)
+    row = {"prompt": "1 + 1?", "answer": "2", NAMES["closes a line"]: 1}
+    with pytest.raises(ConfigError, match="cannot be written into Python: rename what has"):
+        init(InitOptions(str(write(tmp_path / "odd.jsonl", [row])), recipe="tiny"))
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.jsonl"]

@@ -1,6 +1,8 @@
 """The model card, the printed commands, and the push, tested against a small hub of our own."""
 
+import ast
 import json
+import re
 import shlex
 import shutil
 import threading
@@ -12,7 +14,7 @@ import pytest
 
 from qerl.checkpoint.publish import check_push
 from qerl.errors import CheckpointError, ConfigError
-from quantize.merge.card import base_on_hub, licence_of, read_results
+from quantize.merge.card import base_on_hub, licence_of, loading_lines, read_results
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
@@ -214,3 +216,10 @@ def test_a_pushed_adapter_of_a_local_base_says_that_others_cannot_load_it(run, h
     assert code == 0, stderr
     assert f"names the folder {base} as its base" in stderr
     assert "--base-name ID" in server.files["README.md"].decode()
+
+
+@pytest.mark.parametrize("name", ["my model", 'a"); open("PWN', "it's\n```\nopen(1)", "\\N{x}"])
+def test_the_name_of_a_folder_is_a_literal_in_the_lines_that_load_it(name):
+    code = re.search(r"```python\n(.*?)\n```", loading_lines(Path("x") / name, ()), re.DOTALL)[1]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert [ast.literal_eval(call.args[0]) for call in calls] == [name, name]
