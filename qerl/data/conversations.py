@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from qerl.data.cells import is_empty
 from qerl.data.messages import ROLES, SHAREGPT, text_of
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.usable_rows import DropReport
@@ -174,14 +175,14 @@ def _read(
     system = task.system_prompt if data.system_prompt == "default" else data.system_prompt
     if isinstance(row.get(prompt), str) and answer is not None:
         before = build_messages(task, row[prompt].strip(), data.system_prompt, data.prompt_template)
-        if not row[prompt].strip():
+        if is_empty(row[prompt]):
             raise _UnusableError("an empty prompt")
     else:
         before = _messages(row.get(prompt))
         if system and all(message["role"] != "system" for message in before):
             before = [{"role": "system", "content": system}, *before]
     after, given = [], row.get(answer) if answer is not None else None
-    if isinstance(given, str) and given.strip():
+    if isinstance(given, str) and not is_empty(given):
         after = [{"role": "assistant", "content": given.strip()}]
     elif isinstance(given, list):
         after = _messages(given)
@@ -191,7 +192,8 @@ def _read(
     messages = [*before, *after]
     if not any(message["role"] == "assistant" for message in messages[learned_from:]):
         raise _UnusableError("no message of the assistant")
-    return Conversation(str(row.get("id", number)), tuple(messages), learned_from, _tools(row.get("tools")))
+    name = number if is_empty(row.get("id")) else str(row["id"])
+    return Conversation(name, tuple(messages), learned_from, _tools(row.get("tools")))
 
 
 def _messages(cell: Any) -> list[Spoken]:
@@ -208,7 +210,7 @@ def _message(value: Any, number: int) -> Spoken:
     role, content = given.get("role"), given.get("content")
     if "role" not in given and "from" in given:
         role, content = SHAREGPT.get(str(given["from"])), given.get("value")
-    calls = given.get("tool_calls") or None
+    calls = None if is_empty(given.get("tool_calls")) else given["tool_calls"]
     text = "" if content is None and calls else text_of(content)
     if role not in ROLES:
         raise _UnusableError("a message without a role", f"its message {number} has no role ({', '.join(ROLES)})")
@@ -242,12 +244,12 @@ def _call(value: Any, number: int) -> dict[str, Any]:
 
 
 def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(value, str):
+    if isinstance(value, str) and not is_empty(value):
         try:
             value = json.loads(value)
         except ValueError:
             raise _UnusableError("tools that are no JSON") from None
-    if value is None or value == []:
+    if is_empty(value):
         return ()
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         raise _UnusableError("tools that are no list of schemas", f"its tools are {_short(value)}")

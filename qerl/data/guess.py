@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qerl.data.cells import is_empty
 from qerl.data.messages import read_messages
 from qerl.data.rows import local_rows
 from qerl.errors import DataError
@@ -68,7 +69,7 @@ def look_up(row: Mapping[str, Any], path: str) -> Any:
 
 def _asks(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether a column holds questions: text, or messages. Raises DataError for lists that are no messages."""
-    values = [row[name] for row in rows if row.get(name) not in (None, "", [])]
+    values = [row[name] for row in rows if not is_empty(row.get(name))]
     if not values:
         return False
     if isinstance(values[0], list):
@@ -84,12 +85,13 @@ def _asks(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 def _some(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    return any(isinstance(look_up(row, name), str | int | float) for row in rows)
+    values = (look_up(row, name) for row in rows)
+    return any(isinstance(value, str | int | float) and not is_empty(value) for value in values)
 
 
 def _kind(rows: Sequence[Mapping[str, Any]], question: str, answer: str | None) -> Literal["number", "text", "none"]:
     answers = [_reply(row, question) if answer is None else look_up(row, answer) for row in rows]
-    found = [str(each) for each in answers if each not in (None, "")]
+    found = [str(each) for each in answers if not is_empty(each)]
     if not found:
         return "none"
     return "number" if all(parse_number(text.rpartition("####")[2].strip()) is not None for text in found) else "text"

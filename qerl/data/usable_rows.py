@@ -2,7 +2,7 @@
 
 A row is left out, with its reason, if
 
-1. it is not a row (a broken line), or its question or answer is missing, empty or not text;
+1. it is not a row (a broken line), or its question or answer is missing, not text, or empty (cells.py: also NaN);
 2. the task's answers are numbers and this one is not;
 3. an earlier row has the same question and answer, or the row's `dup` column says so;
 4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
@@ -15,6 +15,7 @@ An answer column that holds a worked solution gives the answer which the solutio
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from qerl.data.cells import is_empty
 from qerl.data.messages import Asked, read_messages
 from qerl.tasks import Example, Task
 from qerl.tasks.extract import extract
@@ -128,8 +130,9 @@ class Collector:
         if self._task.clean_question is not None:
             question = self._task.clean_question(question)
         answer = self._answer(row, asked)
-        if not question or (not answer and not self._answers_optional):
-            raise _UnusableError(f"empty {'answer' if question else 'question'}")
+        if is_empty(question) or (is_empty(answer) and not self._answers_optional):
+            raise _UnusableError(f"empty {'question' if is_empty(question) else 'answer'}")
+        answer = "" if is_empty(answer) else answer
         key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
         key = place if self._task.may_repeat else key
         earlier = self._examples.get(key)
@@ -153,8 +156,9 @@ class Collector:
         """The question of a row, and the messages before and after it."""
         path = self._paths["question"]
         if self._task.free_form:
-            others = (name for name in self._task.columns["question"] if row.get(name) is not None)
-            path = path if look_up(row, path) not in (MISSING, None) else next(others, path)
+            others = [name for name in self._task.columns["question"] if row.get(name) is not None]
+            if not _holds(row, path):
+                path = next((name for name in others if not is_empty(row[name])), next(iter(others), path))
             if isinstance(cell := look_up(row, path), list):
                 try:
                     return read_messages(cell)
@@ -165,13 +169,13 @@ class Collector:
     def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
         if "answer" not in self._paths:
             return asked.reply
-        if self._answers_optional and look_up(row, self._paths["answer"]) in (MISSING, None):
+        if self._answers_optional and not _holds(row, self._paths["answer"]):
             return asked.reply
         return final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
 
     def _identify(self, place: str, own: Any) -> str:
         """The row's own id, or else its number; made unique by the number if an earlier row has it."""
-        name = str(own) if own not in (MISSING, None, "") else place.removeprefix("row ")
+        name = place.removeprefix("row ") if own is MISSING or is_empty(own) else str(own)
         while name in self._ids:
             name = f"{name}@{place.removeprefix('row ')}"
         self._ids.add(name)
@@ -189,11 +193,21 @@ class Collector:
         raise _UnusableError(reason, f"its question stands in {earlier_place} with another answer")
 
 
+def _holds(row: Mapping[str, Any], path: str) -> bool:
+    """Whether there is a value at the path that is not empty."""
+    value = look_up(row, path)
+    return value is not MISSING and not is_empty(value)
+
+
 def _text(row: Mapping[str, Any], path: str, what: str) -> str:
     """The cell as text. Numbers are written out; lists, objects and booleans are neither questions nor answers."""
     value = look_up(row, path)
     if value is MISSING or value is None:
         raise _UnusableError(f"no {what}")
+    if is_empty(value):
+        raise _UnusableError(f"empty {what}", f"the {what} is {value!r}, which is an empty cell")
+    if isinstance(value, float) and math.isinf(value):
+        raise _UnusableError(f"{what} that is no finite number", f"the {what} is {value!r}")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         within = f"; map the text within it, such as {path}.0.content" if isinstance(value, list | Mapping) else ""
         raise _UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
@@ -219,7 +233,7 @@ def _check_flags(row: Mapping[str, Any], split: str) -> None:
     if row.get("conflict") is True:
         raise _UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
     for column in ("eval_exact", "eval_near") if split == "train" else ():
-        if found := row.get(column):
+        if not is_empty(found := row.get(column)) and found:
             first = found[0] if isinstance(found, list) else found
             raise _UnusableError("question of an evaluation set", f"its question also stands in {first}")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.data.cells import is_empty
 from qerl.data.rows import local_rows
 from qerl.data.usable_rows import final_answer
 from qerl.errors import DataError
@@ -125,12 +126,13 @@ def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | No
     several = row.get("completions")
     completions = [row.get("completion")] if several is None else several
     texts = isinstance(completions, list) and all(isinstance(text, str) for text in completions)
-    if not texts or (row.get("answer") in (None, "") and task.grader is None):
+    if not texts or (is_empty(row.get("answer")) and task.grader is None):
         raise DataError(
             f"{path}, {place}: a row needs `answer`, and `completion` (text) or `completions` (a list of texts); this "
             f"one has {', '.join(map(str, row)) or 'nothing'}"
         )
-    answer = final_answer(str(row.get("answer", "")), task.answer_kind)
+    given = row.get("answer")
+    answer = "" if is_empty(given) else final_answer(str(given), task.answer_kind)
     others = {name: value for name, value in row.items() if name not in _READ}
     stored, question = row.get("correct"), row.get("question")
     grades = stored if isinstance(stored, list) else [stored] * len(completions)

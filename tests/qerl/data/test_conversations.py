@@ -76,10 +76,17 @@ def test_a_row_that_cannot_be_learned_is_left_out_with_its_reason(tmp_path, capl
     assert "; for example row 2: " in caplog.text
 
 
-def test_an_answer_that_is_no_text_is_left_out(tmp_path, caplog):
+@pytest.mark.parametrize("gap", [None, float("nan"), "nan", " "], ids=repr)
+def test_an_empty_answer_is_left_out(tmp_path, caplog, gap):
     with caplog.at_level("WARNING"):
-        assert len(read(tmp_path, [{"prompt": "hi", "completion": "hello"}, {"prompt": "hi", "completion": None}])) == 1
-    assert "no text to learn" in caplog.text
+        assert len(read(tmp_path, [{"prompt": "hi", "completion": "hello"}, {"prompt": "hi", "completion": gap}])) == 1
+    assert "no text to learn (1)" in caplog.text
+
+
+@pytest.mark.parametrize("gap", [None, float("nan"), "nan", "", []], ids=repr)
+def test_a_gap_in_a_column_of_tools_or_names_says_nothing(tmp_path, gap):
+    (found,) = read(tmp_path, [{"messages": [ASKED, {**SAID, "tool_calls": gap}], "tools": gap, "id": gap}])
+    assert (found.id, found.tools, found.messages) == ("1", (), (ASKED, SAID))
 
 
 def test_rows_without_anything_to_learn_are_refused_in_one_line(tmp_path):
