@@ -22,6 +22,7 @@
 #                     what reinforcement learning makes of them: REAL_JOBS="ARM:RATES:SEEDS ...", REAL_MINUTES, REAL_PARALLEL,
 #                     REAL_VARIANT=sparse; REAL_PARTS is the folder of the model's parts (scripts/models/real_model.py); another
 #                     call with the same CHECKPOINTS goes on
+#     start    560 s  a frozen start of rank 32 at 7B: decode speed and a step, beside none; agreement on small models
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
@@ -231,11 +232,19 @@ batch_distill() {
     done
 }
 
+mps() { # let processes on this card compute at the same time: 12 runs then take 130 s, and without it over 600
+    local daemon
+    daemon=$(command -v nvidia-cuda-mps-control) || return 0
+    CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
+    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} "$daemon" -d && export CUDA_VISIBLE_DEVICES=0 # as the daemon counts
+}
+
 batch_real() {
     local model="$checkpoints/smollm2" variant=${REAL_VARIANT:-plain} name jobs texts
     local work="$checkpoints/study-real" given=(--model "$model" --work "$checkpoints/study-real" --variant "$variant")
     name=study-real$([ "$variant" = plain ] || echo "-$variant")
-    read -ra jobs <<<"${REAL_JOBS:-bf16:2e-4,7e-4:0-4 rtn:2e-4,7e-4:0-4 new:2e-4,7e-4:0-4 new_F:2e-4,7e-4:0-4 new_S:5e-5,2e-4:0-4}"
+    read -ra jobs <<<"${REAL_JOBS:-new_F:5e-4:0-4 new:5e-4:0-4 bf16:2e-4,1e-3:0-1 new_F:2e-4,1e-3:0-1 gptq:5e-4:0-4 rtn:2e-4,5e-4:0-4 rtn_F:5e-4:0-4 qat_adapter:2e-4,5e-4:0-2 qat:3e-5,1e-4:0-2 F_noise:5e-4:0-4 new_S:2e-4:0-2}"
     run make-smollm2 120 "$python" scripts/models/real_model.py "$model" ${REAL_PARTS:+--join "$REAL_PARTS"}
     run bases-smollm2 400 "$python" scripts/study/study_real.py prepare "${given[@]}" --jobs "${jobs[@]}"
     read -ra texts <<<"${REAL_TEXTS:-problems=$work/rows-$variant/test.jsonl}"
@@ -245,9 +254,27 @@ batch_real() {
     done
     run text-smollm2 200 "$python" scripts/study/real_text.py --model "$model" --folders "${folders[@]}" --texts "${texts[@]}" --out "$out/text-smollm2.json"
     [ "$variant" = plain ] || given+=(--samples 64)
-    run "$name" 590 "$python" scripts/study/study_real.py run "${given[@]}" --jobs "${jobs[@]}" --parallel "${REAL_PARALLEL:-12}" \
-        --minutes "${REAL_MINUTES:-7}" --out "$checkpoints/$name.json"
+    (
+        mps
+        run "$name" 590 "$python" scripts/study/study_real.py run "${given[@]}" --jobs "${jobs[@]}" \
+            --parallel "${REAL_PARALLEL:-13}" --minutes "${REAL_MINUTES:-7}" --out "$checkpoints/$name.json"
+        [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || echo quit | nvidia-cuda-mps-control
+    )
     cp "$checkpoints/$name.json" "$out/"
+}
+
+batch_start() { # a frozen start beside the base: decode speed, a step, and agreement of engine and trainer
+    local way
+    checkpoint qwen2.5-7b 7b-start --start-rank 32
+    turns 2 --sequences 1 8 32 128 256
+    for way in alone turn; do
+        $way 7b-zero 7b-start 0.4 --rank 32
+        $way 7b-frozen 7b-start 0.4 --rank 64 # as many columns as a start and an adapter of 32 each
+        wait
+    done
+    script step-7b-zero 200 bench_step 7b-start --steps 3 --set adapter.start=none
+    script step-7b-frozen 200 bench_step 7b-start --steps 3 --set adapter.start=frozen
+    tests start 200 tests/qerl/engine/test_vllm_engine_gpu.py -k "start"
 }
 
 batch_qat() {

@@ -25,8 +25,10 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl import formats
+from qerl.checkpoint.base_start import LORA_A, LORA_B, START, write_start
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.linears import fused
+from qerl.checkpoint.shards import read_tensors
 from qerl.formats import BF16, NVFP4
 from qerl.plan.sizes import KNOWN
 
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--activations", default="none", choices=("none", "dynamic", "static"), help="of NVFP4 linears")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start-rank", type=int, help="of NVFP4: a random start of this rank, in the folder's start/")
     parser.add_argument(
         "--mean-tokens", type=int, help="let completions end at random, after this many tokens on average"
     )
@@ -116,6 +119,8 @@ def main() -> None:
     write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed)
     if arguments.activations != "none":
         round_inputs(arguments.out, arguments.activations)
+    if arguments.start_rank:
+        random_start(arguments.out, arguments.out / START, arguments.start_rank)
     if arguments.mean_tokens:
         end_by_chance(arguments.out, SHAPES[arguments.shape]["vocab_size"], arguments.mean_tokens)
 
@@ -153,6 +158,19 @@ def round_inputs(folder: Path, kind: str) -> None:
         save_file({f"{module}.input_global_scale": torch.tensor([128.0]) for module in packed}, folder / name)
         index["weight_map"] |= {f"{module}.input_global_scale": name for module in packed}
         place.write_text(json.dumps(index), encoding="utf-8")
+
+
+def random_start(model: Path, folder: Path, rank: int) -> None:
+    """Write a start for the NVFP4 checkpoint `model` to `folder`, about as large as a real one."""
+    generator, factors = torch.Generator().manual_seed(5), {}
+    for name, info in read_tensors(model).items():
+        if name.endswith(".weight_packed"):
+            rows, halves = info.shape
+            module = name.removesuffix(".weight_packed")
+            factors[module + LORA_A] = (torch.randn(rank, 2 * halves, generator=generator) * 0.05).bfloat16()
+            factors[module + LORA_B] = (torch.randn(rows, rank, generator=generator) * 0.05).bfloat16()
+    folder.mkdir(exist_ok=True)
+    write_start(folder, factors, {})
 
 
 def end_by_chance(folder: Path, vocabulary: int, mean_tokens: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from study_real_arms import ARMS, ROOT, Job, Settings, read_results
 
 POLL_S = 0.3
+PORT_TAKEN = "EADDRINUSE"  # vLLM 0.25.1 finds a free port and opens it later, when another process may have it
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Queue:
         self.warm = set() if settings.engine == "vllm" else {arm.caches for arm in ARMS.values()}
         self.workers: list[Worker] = []
         self.durations: list[float] = []
+        self.again: set[Job] = set()
         for folder in ("jobs", "runs", "cache"):
             (self.work / folder).mkdir(parents=True, exist_ok=True)
         print(f"{len(self.results['runs'])} runs are done, {len(self.waiting)} are to do", flush=True)
@@ -143,7 +145,11 @@ class Queue:
             self.durations.append(time.monotonic() - worker.started)
             self.warm.add(ARMS[job.arm].caches)
         else:
-            self.results["failed"][job.key] = last_line(found["error"])
+            if PORT_TAKEN in found["error"] and job not in self.again:
+                self.again.add(job)
+                self.waiting.insert(0, job)
+            else:
+                self.results["failed"][job.key] = last_line(found["error"])
             self.measured.discard(job.arm)
             worker.process.terminate()  # it is ending anyway, and gets no other job
             self.workers.remove(worker)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, start_beside, write_start
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.base_start import BaseStart, start_beside
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
+from scripts.models.make_random_checkpoint import random_start
 from training.policy.kv_ranges import KVCalibration
 
 
@@ -75,15 +75,8 @@ def start_of(model: str, rank: int) -> BaseStart:
     """The base's own start, or where it has none a random one in a folder of its own, about as large as a real one."""
     if (own := start_beside(Path(model), rank)) is not None:
         return own
-    generator, factors = torch.Generator().manual_seed(5), {}
-    for name, info in read_tensors(Path(model)).items():
-        if name.endswith(".weight_packed"):
-            rows, halves = info.shape
-            module = name.removesuffix(".weight_packed")
-            factors[module + LORA_A] = torch.randn(rank, 2 * halves, generator=generator) * 0.05
-            factors[module + LORA_B] = torch.randn(rows, rank, generator=generator) * 0.05
     folder = Path(tempfile.mkdtemp())
-    write_start(folder, {name: factor.bfloat16() for name, factor in factors.items()}, {})
+    random_start(Path(model), folder, rank)
     return BaseStart(folder, rank)
 
 
