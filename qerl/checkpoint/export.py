@@ -20,6 +20,7 @@ from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.named_base import beside
+from qerl.checkpoint.own_head import with_own_head
 from qerl.checkpoint.packed import Tensors, all_finite
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import model_in_recipe, resolve_model
@@ -223,5 +224,5 @@ def write_trained(
     if dense:
         del config["quantization_config"]
         config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], "bfloat16")
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", with_own_head(config, read_tensors(folder)))
     return written

@@ -22,6 +22,7 @@ from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
 from qerl.checkpoint.load_experts import fill_experts_
 from qerl.checkpoint.named_base import EMBEDDED
+from qerl.checkpoint.own_head import KEY, has_own_head
 from qerl.checkpoint.quantized_folder import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
@@ -167,6 +168,7 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
     tensors = read_tensors(folder)
     _refuse_bare_codes(folder, tensors)
     check_config_fits(folder, tensors, trust_remote_code)  # before memory is taken for what it describes
+    own_head = {KEY: False} if has_own_head(read_json(folder / "config.json"), tensors) else {}
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -175,6 +177,7 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # these are refused below, with our message
+            **own_head,
         )
     except Exception as error:  # of the model's code, whatever value of the config it met
         raise _unloadable(folder, error) from error
@@ -234,8 +237,10 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
 
     from qerl.formats.swap import swap_linears
 
-    model = empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
+    model = empty_model(folder, dtype, trust_remote_code)
+    if has_own_head(read_json(folder / "config.json"), tensors):
+        model.config.tie_word_embeddings = False  # read by `tie_weights`, once the tensors are in place
     names = format.quantized_linears(tensors)
     linears = len(names)
     decoder = decoder_of(read_json(folder / "config.json"), str(folder))

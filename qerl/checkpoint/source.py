@@ -22,6 +22,7 @@ from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.linears import fused, matching
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.named_base import WORDS
+from qerl.checkpoint.own_head import with_own_head
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.text_part import NO_GATE, missing_part, text_part
@@ -108,6 +109,7 @@ def read_source(
     _check_config(folder, config)
     tensors = read_tensors(folder) if tensors is None else tensors
     linears = check_layout(folder, config, tensors)
+    config = with_own_head(config, tensors)
     kept = matching(linears, ignore, option)
     _check_fused(linears, frozenset(kept), option)
     _check_experts(decoder_of(config, str(folder)), frozenset(kept), option)

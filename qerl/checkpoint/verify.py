@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import COMPUTED
+from qerl.checkpoint.own_head import has_own_head
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorInfo, TensorSpec, read_json, read_tensors
 from qerl.checkpoint.source import Source
@@ -112,6 +113,13 @@ def _check_config(folder: Path, source: Source) -> None:
     found, kept = read_json(folder / "config.json")["quantization_config"].get("ignore"), source.unquantized()
     if found != kept:
         raise FailedCheck(f"config.json ignores {found!s:.200}, not {kept!s:.200}")
+    check_head(folder)
+
+
+def check_head(folder: Path) -> None:
+    """Raise FailedCheck if config.json has the embeddings as the head, and the file a head that differs from them."""
+    if has_own_head(read_json(folder / "config.json"), read_tensors(folder)):
+        raise FailedCheck("config.json ties the head to the embeddings, and the file has a head of its own")
 
 
 def _check_linear(module: str, format: Format, read: TensorReader, dense: torch.Tensor) -> LayerCheck:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.own_head import KEY, has_own_head
+from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.devices import FP8_CAPABILITY
 from qerl.errors import ENGINE, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
@@ -51,6 +52,12 @@ class Settings:
         self.decoder = decoder_of(read_json(Path(base) / "config.json"), base)
         check_experts_served(Path(base), formats.get(format), self.decoder)
         self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
+
+    def overrides(self) -> dict[str, bool]:
+        """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`."""
+        folder = Path(self.base)
+        own_head = has_own_head(read_json(folder / "config.json"), read_tensors(folder))
+        return {KEY: False} if own_head else {}
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a completion, the same as for the transformers engine."""
@@ -177,6 +184,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "enable_sleep_mode": True,
         "worker_cls": f"qerl.vllm_plugin.worker.{'MeasuringWorker' if options.tune_kernels else 'QerlWorker'}",
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
+        **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
         **_for_hopper(options.kv_cache_dtype),
     }
 

@@ -12,7 +12,7 @@ from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.packed import Tensors
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
-from qerl.checkpoint.verify import FailedCheck, sqnr_db
+from qerl.checkpoint.verify import FailedCheck, check_head, sqnr_db
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ def check_written(
     """
     if format_of(folder).quantized == dense:
         raise FailedCheck(f"config.json says that it is {format_of(folder).label}")
+    check_head(folder)
     found, lowest = read_tensors(folder), math.inf
     left = set(found)
     with TensorReader(found) as read, masters.reader() as wide:

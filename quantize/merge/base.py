@@ -20,6 +20,7 @@ from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.expert_adapter import is_of_experts
 from qerl.checkpoint.experts import Decoder, decoder_of
 from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.own_head import with_own_head
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
@@ -119,7 +120,8 @@ def read_base(name: str, folder: Path) -> Base:
     """Read a checkpoint's headers. Raises CheckpointError."""
     tensors, format = read_tensors(folder), format_of(folder)
     packed = frozenset(format.quantized_linears(tensors))
-    return Base(name, folder, read_json(folder / "config.json"), tensors, format, packed)
+    config = with_own_head(read_json(folder / "config.json"), tensors)
+    return Base(name, folder, config, tensors, format, packed)
 
 
 def power_of_two_scales(base: Base, to: Format) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from qerl import formats
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.input_scales import with_input_scales
+from qerl.checkpoint.own_head import with_own_head
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
@@ -118,7 +119,7 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
             groups = ({name: read(name) for name in names} for names in source.groups())
         written = write_weights(folder, track(groups, total=len(source.groups()), description="merging"))
     copy_small_files(source.folder, folder, code="auto_map" in source.config)
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", with_own_head(config, read_tensors(folder)))  # the adapter can change either
     return written
 
 
@@ -137,16 +138,17 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
 
     Raises CheckpointError for the first tensor that is not what was computed.
     """
+    from qerl.checkpoint.verify import check_head, check_input_scales, verify
+
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, merge.source, merge.adapter, device)
         if merge.source.format.quantized:
-            from qerl.checkpoint.verify import check_input_scales, verify
-
             verify(folder, merge.source, read, device)
             if merge.reference.format.name == merge.source.format.name:
                 check_input_scales(folder, _static_scales(merge.reference))
         else:
             _check_bf16(merge.source, folder, read)
+            check_head(folder)
     return _measure(merge, folder, device, track)
 
 
