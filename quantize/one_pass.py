@@ -170,7 +170,7 @@ def one_pass_groups(
     for number, names in enumerate(layers):
         with torch.no_grad():
             weights = _load(read, names, device)
-            sums = _MomentSums([modules for modules in sets if f"{modules[0]}.weight" in weights])
+            sums = MomentSums([modules for modules in sets if f"{modules[0]}.weight" in weights])
             model.step(number, _cast(weights, dtype), hidden, sums.see)
             moments = sums.moments()
             written = write(names, weights, moments)
@@ -197,7 +197,7 @@ def _add_to_start(
         start.add(module, weight, source.format.dequantize(parts, torch.float32), moments[leaders[module]])
 
 
-class _MomentSums:
+class MomentSums:
     """Sums x'x over the rows, float32 (in, in), for sets of linears that read the same input, by their first module."""
 
     def __init__(self, sets: Sequence[Sequence[str]]) -> None:

@@ -126,7 +126,7 @@ def gptq(weight: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor, m
     block_of = order // BLOCK
     codes = torch.empty_like(columns)
     errors = torch.empty_like(columns)
-    round_ = _columns_rounder(weight.device)
+    round_ = columns_rounder(weight.device)
     for first in range(0, len(order), COLUMNS):
         part = slice(first, min(first + COLUMNS, len(order)))
         targets = torch.addmm(columns[part], shares[:first, part].T, errors[:first])
@@ -175,7 +175,7 @@ def round_columns_(
             targets[j + 1 :].addcmul_(shares[j, j + 1 :, None], errors[j])
 
 
-def _columns_rounder(device: torch.device) -> Callable[..., None]:
+def columns_rounder(device: torch.device) -> Callable[..., None]:
     """`round_columns_`, or its twin for cards."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return round_columns_

@@ -64,7 +64,7 @@ CASES = {
         "quantize --model base --ignore re:.*attention.*", "re:.*attention.*' matches no layer", "self_attn",
     ),
     "ignore is no pattern": ("quantize --model base --ignore re:([", "re:\\(\\[.*regular expression", "correct it"),
-    "awq without rows": ("quantize --model base --method awq", "awq", "--calibration"),
+    "awq without rows": ("quantize --model base --method awq --calibration none", "awq needs data", "--calibration"),
     "rows that are too few": (
         "quantize --model base --calibration rows.jsonl --sequence-length 9999", "9999", "--sequence-length",
     ),
@@ -77,7 +77,9 @@ CASES = {
     "calibration of zero rows": (
         "quantize --model base --method awq --calibration rows.jsonl --calibration-size 0", "calibration", "at least 1",
     ),
-    "size of no calibration": ("quantize --model base --calibration-size 8", "-size 8 is of", "leave it out"),
+    "size of no calibration": (
+        "quantize --model base --calibration none --calibration-size 8", "-size 8 is of", "leave it out",
+    ),
     "no such device": (
         "quantize --model base --device tpu", "tpu cannot be used here .torch knows no such", "auto or cpu",
     ),

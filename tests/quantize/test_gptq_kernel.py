@@ -69,7 +69,7 @@ def test_gptq_on_a_device_leaves_the_error_that_it_leaves_on_a_cpu(monkeypatch):
     scales = rounding.searched_scales(weight, scale, moment.diagonal())
     errors = []
     for device, kernel in (("cpu", rounding.round_columns_), (DEVICE, round_columns_)):
-        monkeypatch.setattr(rounding, "_columns_rounder", lambda device, kernel=kernel: kernel)
+        monkeypatch.setattr(rounding, "columns_rounder", lambda device, kernel=kernel: kernel)
         given = [each.to(device) for each in (weight, scales, scale, moment)]
         wrong = (dequantize(*rounding.gptq(*given), torch.float32).cpu() - weight).double()
         errors.append(float(((wrong @ moment.double()) * wrong).sum()))

@@ -272,7 +272,7 @@ def test_experts_are_rounded_better_than_to_nearest_and_have_no_start(experts):
 
 def test_an_expert_without_tokens_is_rounded_under_the_inputs_of_the_others():
     names = [f"model.layers.0.mlp.experts.{n}.down_proj" for n in range(3)]
-    sums = one_pass._MomentSums([(name,) for name in names])
+    sums = one_pass.MomentSums([(name,) for name in names])
     x = [torch.randn(tokens, 32, generator=torch.Generator().manual_seed(tokens)) for tokens in (5, 9)]
     for name, inputs in zip(names, x, strict=False):
         sums.see(name, inputs)
