@@ -7,12 +7,11 @@ A row is one of
     {"question": ..., "answer": ...}    two texts, by the columns of the task
 
 and may bring `tools`, the schemas that its chat template is shown. A row is left out, with its reason, if it is no row,
-if its messages cannot be read or have none of the assistant, or if an earlier row is the same.
+if its messages cannot be read or have none of the assistant that is learned, or if an earlier row is the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.data.cells import is_empty
-from qerl.data.messages import ROLES, SHAREGPT, text_of
+from qerl.data.messages import MessageError, Spoken, as_messages, is_learned, read_message, read_tools
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.usable_rows import DropReport
 from qerl.errors import DataError
@@ -37,8 +36,6 @@ LISTS = ("messages", "conversations", "conversation")  # columns of whole conver
 ANSWERS = ("completion", "response", "output")  # of what follows a prompt, beside the task's own
 PEEK, NAMED = 100, 2  # rows whose columns are looked at; rows named for each reason
 
-Spoken = dict[str, Any]  # a message: role, content, and what a template reads of it besides
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -48,6 +45,13 @@ class Conversation:
     messages: tuple[Spoken, ...]
     learned_from: int = 0
     tools: tuple[Mapping[str, Any], ...] = ()
+    passed: frozenset[int] = frozenset()  # messages of the assistant that say that they are not learned
+
+    @property
+    def answers(self) -> list[int]:
+        """The numbers of the messages that are learned."""
+        spoken = (i for i, each in enumerate(self.messages) if each["role"] == "assistant")
+        return [i for i in spoken if i >= self.learned_from and i not in self.passed]
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,6 @@ def held_out_source(config: RunConfig) -> tuple[Task, Source] | None:
     return task, Source(this.source, this.split, columns)
 
 
-class _UnusableError(Exception):
-    """Why a row is left out: the reason it is counted under, and what is said of this row."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail or reason
-
-
 def load_conversations(data: DataConfig, task: Task, source: Source, limit: int | None) -> list[Conversation]:
     """The usable rows of `source`, at most `limit`; says in one line what became of all rows.
 
@@ -96,14 +92,14 @@ def load_conversations(data: DataConfig, task: Task, source: Source, limit: int 
         total += 1
         try:
             read = _read(row, columns, data, task, str(total))
-            key = json.dumps([read.messages, read.tools], sort_keys=True, default=str)
+            key = json.dumps([read.messages, read.tools, read.answers], sort_keys=True, default=str)
             if (earlier := found.get(key)) is not None:
-                raise _UnusableError("the same as an earlier row", f"the same as row {earlier.id}")
+                raise MessageError("the same as an earlier row", f"the same as row {earlier.id}")
             found[key] = read
-        except _UnusableError as error:
+        except MessageError as error:
             counts[error.reason] += 1
             if counts[error.reason] <= NAMED:
-                named.append(f"{place}: {error.detail}")
+                named.append(f"{place}: {error}")
     kept = list(found.values())[:limit]
     report = DropReport(name, total, len(found), len(found) - len(kept), dict(counts), tuple(named))
     if not kept:
@@ -155,7 +151,7 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
     answers = [asked["answer"]] if "answer" in asked else [*ANSWERS, *own["answer"], "answer"]
     prompt = next((column for column in prompts if column in there), None)
     answer = next((column for column in answers if column in there), None)
-    listed = prompt in LISTS or any(isinstance(row.get(prompt), list) for row in present)
+    listed = prompt in LISTS or any(as_messages(row.get(prompt)) is not None for row in present)
     if prompt is None or (answer is None and not listed):
         raise DataError(
             f"{name} has no column of conversations (its columns: {', '.join(there)}): give `messages`, or `prompt` "
@@ -168,92 +164,54 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
 def _read(
     row: Mapping[str, Any] | None, columns: tuple[str, str | None], data: DataConfig, task: Task, number: str
 ) -> Conversation:
-    """A row's conversation, or _UnusableError."""
+    """A row's conversation, or MessageError."""
     if row is None:
-        raise _UnusableError("no readable row")
+        raise MessageError("no readable row")
     prompt, answer = columns
     system = task.system_prompt if data.system_prompt == "default" else data.system_prompt
-    if isinstance(row.get(prompt), str) and answer is not None:
-        before = build_messages(task, row[prompt].strip(), data.system_prompt, data.prompt_template)
-        if is_empty(row[prompt]):
-            raise _UnusableError("an empty prompt")
+    asked, given = row.get(prompt), row.get(answer) if answer is not None else None
+    of_text = answer is not None and isinstance(asked, str) and as_messages(asked) is None
+    if of_text:
+        if is_empty(asked):
+            raise MessageError("an empty prompt")
+        before = build_messages(task, asked.strip(), data.system_prompt, data.prompt_template)
+        learned = [True] * len(before)
     else:
-        before = _messages(row.get(prompt))
+        before, learned = _messages(asked)
         if system and all(message["role"] != "system" for message in before):
-            before = [{"role": "system", "content": system}, *before]
-    after, given = [], row.get(answer) if answer is not None else None
-    if isinstance(given, str) and not is_empty(given):
-        after = [{"role": "assistant", "content": given.strip()}]
-    elif isinstance(given, list):
-        after = _messages(given)
-    elif answer is not None and isinstance(row.get(prompt), str):
-        raise _UnusableError("no text to learn", f"its column {answer!r} is {_short(given)}")
+            before, learned = [{"role": "system", "content": system}, *before], [True, *learned]
+    after: list[Spoken] = []
+    if (listed := as_messages(given)) is not None:
+        after, of_answer = _messages(listed)
+        learned = [*learned, *of_answer]
+    elif isinstance(given, str) and not is_empty(given):
+        after, learned = [{"role": "assistant", "content": given.strip()}], [*learned, True]
+    elif of_text:
+        raise MessageError("no text to learn", f"its column {answer!r} is {_short(given)}")
     learned_from = len(before) if after else 0
-    messages = [*before, *after]
-    if not any(message["role"] == "assistant" for message in messages[learned_from:]):
-        raise _UnusableError("no message of the assistant")
+    return _conversation(row, number, [*before, *after], learned_from, learned)
+
+
+def _conversation(
+    row: Mapping[str, Any], number: str, messages: Sequence[Spoken], learned_from: int, learned: Sequence[bool]
+) -> Conversation:
+    answers = [i for i, each in enumerate(messages) if i >= learned_from and each["role"] == "assistant"]
+    if not answers:
+        raise MessageError("no message of the assistant")
+    passed = frozenset(i for i in answers if not learned[i])
+    if len(passed) == len(answers):
+        raise MessageError("no message that is learned", "each message of the assistant says that it is not learned")
     name = number if is_empty(row.get("id")) else str(row["id"])
-    return Conversation(name, tuple(messages), learned_from, _tools(row.get("tools")))
+    return Conversation(name, tuple(messages), learned_from, read_tools(row.get("tools")), passed)
 
 
-def _messages(cell: Any) -> list[Spoken]:
-    if isinstance(cell, str):  # a column of JSON text, as some files have it
-        with contextlib.suppress(ValueError):
-            cell = json.loads(cell)
-    if not isinstance(cell, list) or not cell:
-        raise _UnusableError("no list of messages", f"its messages are {_short(cell)}")
-    return [_message(each, number) for number, each in enumerate(cell, start=1)]
-
-
-def _message(value: Any, number: int) -> Spoken:
-    given = value if isinstance(value, Mapping) else {}
-    role, content = given.get("role"), given.get("content")
-    if "role" not in given and "from" in given:
-        role, content = SHAREGPT.get(str(given["from"])), given.get("value")
-    calls = None if is_empty(given.get("tool_calls")) else given["tool_calls"]
-    text = "" if content is None and calls else text_of(content)
-    if role not in ROLES:
-        raise _UnusableError("a message without a role", f"its message {number} has no role ({', '.join(ROLES)})")
-    if text is None:
-        raise _UnusableError("a message without a text", f"its message {number} has no text as content")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise _UnusableError("half a character", f"its message {number} holds half a character") from None
-    spoken: Spoken = {"role": role, "content": text}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(given.get(key), str):
-            spoken[key] = given[key]
-    return {**spoken, "tool_calls": [_call(each, number) for each in calls]} if calls else spoken
-
-
-def _call(value: Any, number: int) -> dict[str, Any]:
-    """A tool call whose arguments are an object, which templates write; OpenAI keeps them as a text."""
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _UnusableError("a tool call without a name", f"message {number} has a tool call without a name")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise _UnusableError(
-                "a tool call that is no JSON", f"message {number} has a tool call whose arguments are no JSON"
-            ) from None
-    return {**value, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    if isinstance(value, str) and not is_empty(value):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise _UnusableError("tools that are no JSON") from None
-    if is_empty(value):
-        return ()
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise _UnusableError("tools that are no list of schemas", f"its tools are {_short(value)}")
-    return tuple(value)
+def _messages(cell: Any) -> tuple[list[Spoken], list[bool]]:
+    """The messages of a cell, and which of them may be learned."""
+    listed = as_messages(cell)
+    if not listed:
+        raise MessageError("no list of messages", f"its messages are {_short(cell)}")
+    read = [read_message(each, number) for number, each in enumerate(listed, start=1)]
+    return read, [is_learned(each, number) for number, each in enumerate(listed, start=1)]
 
 
 def _short(value: Any) -> str:

@@ -1,53 +1,140 @@
-"""A row's messages, as chats are stored: a list of {"role": "user", "content": text}.
+"""A row's messages, as chats are stored: a list of {"role": "user", "content": text}. RL, SFT and evaluation read them
+here.
 
 The content may also be OpenAI's list of parts, {"type": "text", "text": text}, and a message may have ShareGPT's form,
-{"from": "human", "value": text}.
+{"from": "human", "value": text}. The list may be JSON text. A message is read with all that a chat template may write
+of it: tool calls, and thoughts that stand beside the content.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from qerl.tasks import Message
+from qerl.data.cells import is_empty, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+SHAREGPT = {
+    **{"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"},
+    **{"function_call": "assistant", "observation": "tool", "tool": "tool"},
+}
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # thoughts beside the content
+NO_TEXT = ("image", "images", "audio", "audios", "video", "videos")
+LEARNED = ("weight", "train", "training", "loss")  # 0 or false: this message is not learned
+UNCLEAR = ("loss_mask", "mask", "loss_weight", "loss_scale", "train_detail", "train_on", "trainable", "learn", "masked")
+
+Spoken = dict[str, Any]  # a message: role, content, and what a template reads of it besides
+
+
+class MessageError(ValueError):
+    """Why a row's messages cannot be used: the reason it is counted under, and what is said of this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The last message of the user, those `earlier`, and the assistant's `reply` to it, if it is there."""
+    """The last message of the user, those `earlier`, and the assistant's `reply` to it, if it is there.
+
+    `beside` is what the last message holds beside its role and content, such as a name.
+    """
 
     question: str
-    earlier: tuple[Message, ...] = ()
+    earlier: tuple[Spoken, ...] = ()
     reply: str = ""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+
+def as_messages(cell: Any) -> list[Any] | None:
+    """The list that a cell holds, as it is, as an array, or as JSON text of messages; None if it holds none."""
+    if hasattr(cell, "tolist"):  # numpy's, in rows that a program gives
+        cell = cell.tolist()
+    if not isinstance(cell, str):
+        return list(cell) if isinstance(cell, list | tuple) else None
+    if not cell.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return None
+    spoken = [isinstance(each, Mapping) and ("role" in each or "from" in each) for each in found]
+    return found if spoken and all(spoken) else None
 
 
 def read_messages(cell: Sequence[Any]) -> Asked:
-    """The messages of a row. Raises ValueError, in words, for what is no chat that a model can continue."""
-    messages = [_message(each, number) for number, each in enumerate(cell, start=1)]
-    reply = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else ""
+    """The messages of a row. Raises MessageError, in words, for what is no chat that a model can continue."""
+    messages = [read_message(each, number) for number, each in enumerate(cell, start=1)]
+    reply = ""
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        reply = last["content"] if is_learned(cell[-1], len(cell)) else ""  # one that is not learned is not right
     if not messages or messages[-1]["role"] != "user":
         last = f"the last one is of the role {messages[-1]['role']!r}" if messages else "there is none of the user"
-        raise ValueError(f"its messages ask nothing: {last}")
-    *earlier, question = messages
-    return Asked(question["content"].strip(), tuple(earlier), reply.strip())
+        raise MessageError("messages that cannot be asked", f"its messages ask nothing: {last}")
+    *earlier, last = messages
+    beside = {key: value for key, value in last.items() if key not in ("role", "content")}
+    return Asked(last["content"].strip(), tuple(earlier), reply.strip(), beside)
 
 
-def _message(value: Any, number: int) -> Message:
+def read_message(value: Any, number: int) -> Spoken:
+    """A message with its role and content, and its name, thoughts and tool calls. Raises MessageError."""
     given = value if isinstance(value, Mapping) else {}
-    role, text = given.get("role"), text_of(given.get("content"))
+    role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls")
     if "role" not in given and "from" in given:
-        role, text = SHAREGPT.get(str(given["from"])), text_of(given.get("value"))
-    if text is None or role not in ROLES:
-        raise ValueError(f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"its message {number} holds half a character") from None
-    return {"role": role, "content": text}
+        role, content = SHAREGPT.get(str(given["from"])), given.get("value")
+        if given["from"] == "function_call":
+            calls, content = _calls_of_text(content, number), None
+    if is_empty(calls) and not is_empty(given.get("function_call")):  # OpenAI's form before tool calls
+        calls = [{"function": given["function_call"]}]
+    calls = [] if is_empty(calls) else [_call(each, number) for each in _listed(calls, number)]
+    nothing = not isinstance(content, str) and is_empty(content)
+    text = "" if nothing and calls else text_of(content)
+    wrong = f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content"
+    if role not in ROLES:
+        raise MessageError("a message without a role", wrong)
+    if text is None:
+        raise MessageError("a message without a text", wrong)
+    if other := next((key for key in NO_TEXT if not is_empty(given.get(key))), None):
+        raise MessageError("a message with more than text", f"its message {number} has {other!r}, and text is read")
+    spoken: Spoken = {"role": role, "content": text}
+    for key in ("name", "tool_call_id", *THOUGHTS):
+        if is_empty(given.get(key)):
+            continue
+        if not isinstance(given[key], str):
+            raise MessageError(f"a message whose {key} is no text", f"its message {number} has a {key} that is no text")
+        spoken[key] = given[key]
+    if calls:
+        spoken["tool_calls"] = calls
+    _check_characters(spoken, number)
+    return spoken
+
+
+def is_learned(value: Any, number: int) -> bool:
+    """Whether a message may be learned: not if its `weight`, `train` or `loss` is 0 or false.
+
+    Raises MessageError for another value of these keys, for other keys of that kind, whose meaning is not the same in
+    all tools, and for one that asks to learn a message which is not the assistant's.
+    """
+    given = value if isinstance(value, Mapping) else {}
+    said = {key: given[key] for key in (*LEARNED, *UNCLEAR) if not is_empty(given.get(key))}
+    for key, asked in said.items():
+        if key in UNCLEAR or not isinstance(asked, int | float) or asked not in (0, 1):
+            raise MessageError(
+                "a message that does not say clearly whether it is learned",
+                f"its message {number} has {key!r}: {str(asked)[:40]!r}; write weight 0 or 1, or remove the key",
+            )
+    wanted = [key for key, asked in said.items() if asked]
+    spoken_by = given.get("role", SHAREGPT.get(str(given.get("from"))))
+    if spoken_by != "assistant" and set(wanted) - {"weight"}:
+        raise MessageError(
+            "a message to be learned that is not the assistant's",
+            f"its message {number} has {wanted[0]!r} and the role {spoken_by!r}; only the assistant's are learned",
+        )
+    return len(wanted) == len(said)
 
 
 def text_of(content: Any) -> str | None:
@@ -56,3 +143,69 @@ def text_of(content: Any) -> str | None:
         return content if isinstance(content, str) else None
     parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
     return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
+
+
+def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """The schemas of a column `tools`, also as JSON text. Raises MessageError for what is no list of objects."""
+    if is_empty(value):
+        return ()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise MessageError("tools that are no JSON") from None
+        value = [] if value is None else value
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        raise MessageError("tools that are no list of schemas", f"its tools are {_short(value)}")
+    return tuple(without_nulls(each) for each in value)
+
+
+def _listed(calls: Any, number: int) -> list[Any]:
+    if isinstance(calls, str):
+        return _calls_of_text(calls, number)
+    calls = calls.tolist() if hasattr(calls, "tolist") else calls
+    return list(calls) if isinstance(calls, list | tuple) else [calls]
+
+
+def _calls_of_text(text: Any, number: int) -> list[Any]:
+    """The tool calls that a JSON text holds, one {"name", "arguments"} or a list of them."""
+    found = _json(text, number)
+    return [
+        {"function": each} if isinstance(each, Mapping) and "name" in each else each
+        for each in (found if isinstance(found, list) else [found])
+    ]
+
+
+def _json(text: Any, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise MessageError(
+            "a tool call that is no JSON", f"its message {number} has a tool call whose arguments are no JSON"
+        ) from None
+
+
+def _call(value: Any, number: int) -> dict[str, Any]:
+    """A tool call whose arguments are an object, which templates write; OpenAI keeps them as a text."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessageError("a tool call without a name", f"its message {number} has a tool call without a name")
+    arguments = function.get("arguments")
+    arguments = {} if is_empty(arguments) else arguments
+    arguments = _json(arguments, number) if isinstance(arguments, str) else without_nulls(arguments)
+    call, function = without_nulls(value), without_nulls(function)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _check_characters(spoken: Spoken, number: int) -> None:
+    try:
+        json.dumps(spoken, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise MessageError("half a character", f"its message {number} holds half a character") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

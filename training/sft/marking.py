@@ -77,7 +77,7 @@ class Marker:
             if self._by_template:
                 return [self._by_generation(conversation)]
             whole = self._text(conversation, len(conversation.messages), prompt=False)
-            answers = _answers(conversation)
+            answers = conversation.answers
             spans = [self._span(conversation, answer, whole) for answer in answers]
             if None not in spans:
                 return [self._marked(whole, spans)]
@@ -88,10 +88,10 @@ class Marker:
     def _by_generation(self, conversation: Conversation) -> Marked:
         text, spans = render_marked(self._tokenizer, conversation.messages, conversation.tools, self._switches)
         spoken = [each["role"] == "assistant" for each in conversation.messages]
-        if conversation.learned_from:
+        if len(conversation.answers) < sum(spoken):
             if len(spans) != sum(spoken):
                 raise UnmarkableError(f"the template marks {len(spans)} of {sum(spoken)} answers")
-            spans = spans[sum(spoken[: conversation.learned_from]) :]
+            spans = [spans[sum(spoken[:answer])] for answer in conversation.answers]
         return self._marked(text, spans)
 
     def _span(self, conversation: Conversation, answer: int, whole: str) -> Span | None:
@@ -127,9 +127,3 @@ class Marker:
         if not any(learned):
             raise UnmarkableError("no token of the assistant is left of it")
         return Marked(ids, learned)
-
-
-def _answers(conversation: Conversation) -> list[int]:
-    """The numbers of the messages that are learned."""
-    numbered = enumerate(conversation.messages)
-    return [i for i, each in numbered if i >= conversation.learned_from and each["role"] == "assistant"]

@@ -37,6 +37,79 @@ def test_the_forms_of_a_row(tmp_path, row, columns):
     assert found.messages == (ASKED, SAID)
 
 
+WRONG = {"role": "assistant", "content": "it is 1000"}
+TALK = [ASKED, WRONG, ASKED, SAID]
+
+
+def flagged(**flags):
+    return {"messages": [ASKED, {**WRONG, **flags}, ASKED, SAID]}
+
+
+@pytest.mark.parametrize(
+    "flags", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}, {"loss": 0}]
+)
+def test_a_message_that_says_so_is_not_learned(tmp_path, flags):
+    (found,) = read(tmp_path, [flagged(**flags)])
+    assert (list(found.messages), found.answers) == (TALK, [3])
+
+
+@pytest.mark.parametrize(
+    "flags", [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": None}, {"weight": float("nan")}, {"mask": None}]
+)
+def test_a_message_is_learned_otherwise(tmp_path, flags):
+    (found,) = read(tmp_path, [flagged(**flags)])
+    assert (list(found.messages), found.answers) == (TALK, [1, 3])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *({"weight": 0.5}, {"weight": "0"}, {"weight": -1}, {"train": "no"}, {"loss": [0, 1]}, {"loss_mask": 0}),
+        *({"mask": True}, {"train_detail": [{"begin_offset": 0}]}, {"loss_weight": 1.0}),
+    ],
+)
+def test_a_row_that_does_not_say_clearly_what_is_learned_is_left_out_and_named(tmp_path, caplog, flags):
+    with caplog.at_level("WARNING"):
+        assert len(read(tmp_path, [{"messages": [ASKED, SAID]}, flagged(**flags)])) == 1
+    assert "does not say clearly whether it is learned (1); for example row 2: its message 2 has" in caplog.text
+
+
+def test_only_the_assistant_is_learned(tmp_path, caplog):
+    """OpenAI's weight of 1 on a question asks for nothing; `train` does."""
+    rows = [{"messages": [{**ASKED, "weight": 1}, SAID]}, {"messages": [{**ASKED, "train": True}, SAID]}]
+    with caplog.at_level("WARNING"):
+        assert len(read(tmp_path, rows)) == 1
+    assert "row 2: its message 1 has 'train' and the role 'user'" in caplog.text
+    with pytest.raises(DataError, match="no message that is learned"):
+        read(tmp_path, [{"messages": [ASKED, {**SAID, "weight": 0}]}])
+
+
+def test_rows_that_differ_in_what_is_learned_alone_are_two(tmp_path):
+    assert len(read(tmp_path, [flagged(weight=0), flagged(weight=1)])) == 2
+
+
+def test_a_completion_says_so_too(tmp_path):
+    after = [{**WRONG, "weight": 0}, ASKED, SAID]
+    (found,) = read(tmp_path, [{"prompt": [ASKED], "completion": after}])
+    assert found.answers == [3]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "assistant", "content": float("nan"), "tool_calls": '[{"name": "add", "arguments": {"a": 1}}]'},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}]},
+    ],
+    ids=["sharegpt", "function_call", "text", "parquet"],
+)
+def test_calls_in_each_form_are_the_same(tmp_path, call):
+    (found,) = read(tmp_path, [{"messages": [ASKED, call, SAID]}])
+    expected = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [expected]}
+
+
 def test_tools_and_their_calls_reach_the_template(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     spoken = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -77,6 +77,22 @@ def test_messages_of_a_prompt_are_not_learned(marker, template):
     assert learned(tokenizer, row) == ["#### 12<|im_end|>"]
 
 
+@pytest.mark.parametrize(("passed", "expected"), [(1, "#### 12<|im_end|>"), (3, "3 + 4 = 7<|im_end|>")])
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_message_that_is_passed_over_is_read_and_not_learned(marker, template, passed, expected):
+    marks, tokenizer = marker(template)
+    (row,) = marks.rows(Conversation("1", TALK, passed=frozenset([passed])))
+    assert learned(tokenizer, row) == [expected]
+    (whole,) = marks.rows(Conversation("1", TALK))
+    assert row.ids == whole.ids
+
+
+def test_a_row_for_each_answer_passes_over_it_too(marker):
+    marks, tokenizer = marker(THINKING)
+    (row,) = marks.rows(Conversation("1", TALK, passed=frozenset([1])))
+    assert learned(tokenizer, row) == ["<think></think>#### 12<|im_end|>"]
+
+
 def test_a_template_that_writes_earlier_answers_otherwise_gets_a_row_for_each(marker):
     """Each as the model would be asked: before an answer, earlier ones have no thought."""
     marks, tokenizer = marker(THINKING)
