@@ -14,7 +14,6 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_mo
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.trained_with import run_of, switches_for
 from qerl.data.examples import check_answers, check_source
+from qerl.data.rendered import Renderer
 from qerl.data.rows import is_local
 from qerl.data.sources import sources_of
 from qerl.engine.interface import SamplingParams
@@ -41,7 +41,6 @@ from qerl.tasks import (
     get_task,
     load_examples,
     messages_of,
-    render_prompt,
     with_grader,
 )
 from qerl.tasks.own_grader import check_grader
@@ -111,14 +110,15 @@ def make_plan(settings: EvalSettings) -> Plan:
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
     switches = switches_for(run, settings.chat_template_kwargs)
     check_switches(tokenizer, switches, "--chat-template-kwargs")
-    messages = [tuple(messages_of(task, example)) for example in examples]
     environments = None
     if environment is not None:
         from qerl.environments.play import open_environments
 
         environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS, switches)
-    render = partial(render_prompt, tokenizer, switches=switches) if environments is None else environments.chat.prompt
-    prompts = [render(asked) for asked in messages]
+    renderer = Renderer(tokenizer, switches, None if environments is None else environments.chat)
+    rows = renderer.rows([(example, messages_of(task, example)) for example in examples])
+    examples, messages, prompts = ([getattr(row, name) for row in rows] for name in ("example", "messages", "ids"))
+    dropped = dropped.without(renderer.left_out)
     max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
     if environments is not None:
         context = max(map(len, prompts)) + max_new_tokens

@@ -116,9 +116,10 @@ def render_chat(
     messages: Sequence[Mapping[str, str]],
     add_generation_prompt: bool,
     switches: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of the messages in the tokenizer's chat template. Raises SandboxError if the template fails."""
-    text = render_text(tokenizer, messages, add_generation_prompt, switches=switches)
+    text = render_text(tokenizer, messages, add_generation_prompt, tools, switches)
     text = text.encode(errors="replace").decode()  # a line of stdin that is not UTF-8 holds half characters
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 

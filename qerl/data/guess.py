@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.data.cells import is_empty
-from qerl.data.messages import read_messages
+from qerl.data.messages import as_messages, read_messages
 from qerl.data.rows import local_rows
 from qerl.errors import DataError
 from qerl.tasks.number import parse_number
@@ -72,9 +72,9 @@ def _asks(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     values = [row[name] for row in rows if not is_empty(row.get(name))]
     if not values:
         return False
-    if isinstance(values[0], list):
+    if (first := as_messages(values[0])) is not None:
         try:
-            read_messages(values[0])
+            read_messages(first)
         except ValueError as error:
             raise DataError(
                 f"the first row's {name} cannot be asked: {error}; write a list of {{role, content}} that ends with a "
@@ -99,8 +99,8 @@ def _kind(rows: Sequence[Mapping[str, Any]], question: str, answer: str | None) 
 
 def _reply(row: Mapping[str, Any], question: str) -> str:
     """What the assistant says at the end of messages."""
-    cell = row.get(question)
-    if not isinstance(cell, list):
+    cell = as_messages(row.get(question))
+    if cell is None:
         return ""
     try:
         return read_messages(cell).reply

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.sandbox import SandboxError, render_chat
+from qerl.data.messages import as_messages
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.errors import CheckpointError, DataError
 from qerl.tasks import TASKS
@@ -83,8 +84,8 @@ def tokens_of(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _messages(row: dict) -> list[dict[str, str]]:
     for key in CHAT:
-        turns = row.get(key)
-        if isinstance(turns, list) and turns and all(_is_turn(turn) for turn in turns):
+        turns = as_messages(row.get(key))
+        if turns and all(_is_turn(turn) for turn in turns):
             reply = _first_text(row, REPLY) if key == "prompt" else ""
             return [*turns, *([{"role": "assistant", "content": reply}] if reply else [])]
     question, reply = _first_text(row, ASK), _first_text(row, REPLY)

@@ -15,16 +15,17 @@ An answer column that holds a worked solution gives the answer which the solutio
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Literal
 
 from qerl.data.cells import is_empty
-from qerl.data.messages import Asked, read_messages
+from qerl.data.messages import Asked, MessageError, as_messages, read_messages, read_tools
 from qerl.tasks import Example, Task
 from qerl.tasks.extract import extract
 from qerl.tasks.grading import can_be_graded
@@ -53,6 +54,13 @@ class DropReport:
     @property
     def dropped(self) -> int:
         return sum(self.counts.values())
+
+    def without(self, left_out: Mapping[str, Sequence[str]]) -> DropReport:
+        """The report after more rows were left out, given as ids by reason."""
+        counts = {**self.counts, **{reason: len(ids) for reason, ids in left_out.items()}}
+        named = [f"{name}: {reason}" for reason, ids in left_out.items() for name in ids[:NAMED]]
+        count = sum(map(len, left_out.values()))
+        return replace(self, kept=self.kept - count, counts=counts, named=(*self.named, *named))
 
     def __str__(self) -> str:
         text = f"{self.kept} of {self.total} rows of {self.source} are usable"
@@ -133,8 +141,8 @@ class Collector:
         if is_empty(question) or (is_empty(answer) and not self._answers_optional):
             raise _UnusableError(f"empty {'question' if is_empty(question) else 'answer'}")
         answer = "" if is_empty(answer) else answer
-        key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
-        key = place if self._task.may_repeat else key
+        tools = self._tools(row)
+        key = place if self._task.may_repeat else _key(question, asked, tools)
         earlier = self._examples.get(key)
         if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
             raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
@@ -150,7 +158,7 @@ class Collector:
         used = {path.split(".")[0] for path in self._paths.values()}
         extra = {column: value for column, value in row.items() if column not in used}
         name = self._identify(place, look_up(row, self._paths["id"]))
-        self._examples[key] = place, Example(question, answer, name, extra, asked.earlier)
+        self._examples[key] = place, Example(question, answer, name, extra, asked.earlier, asked.beside, tools)
 
     def _asked(self, row: Mapping[str, Any]) -> Asked:
         """The question of a row, and the messages before and after it."""
@@ -159,12 +167,23 @@ class Collector:
             others = [name for name in self._task.columns["question"] if row.get(name) is not None]
             if not _holds(row, path):
                 path = next((name for name in others if not is_empty(row[name])), next(iter(others), path))
-            if isinstance(cell := look_up(row, path), list):
+            if (cell := as_messages(look_up(row, path))) is not None:
                 try:
                     return read_messages(cell)
-                except ValueError as error:
+                except MessageError as error:
                     raise _UnusableError("messages that cannot be asked", str(error)) from None
+        elif isinstance(cell := look_up(row, path), str) and as_messages(cell) is not None:
+            raise _UnusableError("question that is no text", "the question is a list of messages; --task own asks them")
         return Asked(_text(row, path, "question"))
+
+    def _tools(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        """The schemas of the column `tools`. In rows without messages it may be a column that rewards read."""
+        try:
+            return read_tools(row.get("tools"))
+        except MessageError as error:
+            if as_messages(look_up(row, self._paths["question"])) is None:
+                return ()
+            raise _UnusableError(error.reason, str(error)) from None
 
     def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
         if "answer" not in self._paths:
@@ -191,6 +210,13 @@ class Collector:
             self._conflicts.add(key)
             self._drop(earlier_place, _UnusableError(reason, f"its question stands in {place} with another answer"))
         raise _UnusableError(reason, f"its question stands in {earlier_place} with another answer")
+
+
+def _key(question: str, asked: Asked, tools: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a row's question from others': its text without white space, with all that is asked besides."""
+    key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
+    calls = [message["tool_calls"] for message in asked.earlier if "tool_calls" in message]
+    return key + json.dumps([calls, tools], sort_keys=True, default=str) if calls or tools else key
 
 
 def _holds(row: Mapping[str, Any], path: str) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qerl.data.usable_rows import DropReport
     from qerl.tasks.grading import Grade
 
-Message = dict[str, str]  # {"role": "system" | "user", "content": text}
+Message = dict[str, Any]  # {"role": "system" | "user", "content": text}, and what a row's own message holds besides
 
 # The instruction in the user's message with which DeepSeek-R1 and Qwen2.5-Math were tuned and are evaluated. There is
 # no system prompt, since some chat templates have no system role; those with a default one keep it.
@@ -88,7 +88,8 @@ class Task:
 class Example:
     """One usable row. `id` is the row's own id, or its number counted from 1; `extra` holds the other columns.
 
-    A row of messages has the last message of the user as its question, and those before it in `earlier`.
+    A row of messages has the last message of the user as its question, those before it in `earlier`, and what the last
+    one holds besides (a name) in `beside`. `tools` are schemas that the row brings for its chat template.
     """
 
     question: str
@@ -96,6 +97,8 @@ class Example:
     id: str
     extra: dict[str, Any] = field(default_factory=dict)
     earlier: tuple[Message, ...] = ()
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 # The module of each task, which defines TASK. A new task needs one more row.
@@ -169,7 +172,7 @@ def messages_of(
     messages = build_messages(task, example.question, system_prompt, prompt_template)
     if any(message["role"] == "system" for message in example.earlier):
         messages = messages[-1:]
-    return [*messages[:-1], *example.earlier, messages[-1]]
+    return [*messages[:-1], *example.earlier, {**messages[-1], **example.beside}]
 
 
 def build_messages(
@@ -194,11 +197,14 @@ def build_messages(
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], switches: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    switches: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Token ids of the messages in the checkpoint's own chat template, up to where the completion begins.
 
-    `switches` are variables that the template reads, such as enable_thinking.
+    `switches` are variables that the template reads, such as enable_thinking, and `tools` schemas that it is shown.
 
     Raises CheckpointError if the tokenizer has no chat template, or if its template refuses these messages.
     """
@@ -211,7 +217,7 @@ def render_prompt(
     from qerl.checkpoint.sandbox import SandboxError, render_chat
 
     try:
-        return render_chat(tokenizer, messages, True, switches)
+        return render_chat(tokenizer, messages, True, switches, tools)
     except SandboxError as error:
         roles = [message["role"] for message in messages]
         raise CheckpointError(

@@ -152,7 +152,8 @@ def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> 
         return []
     prompt = (data.system_prompt, data.prompt_template)
     switches = data.chat_template_kwargs
-    return [render_prompt(tokenizer, messages_of(data.task, example, *prompt), switches) for example in examples]
+    asked = [(messages_of(data.task, example, *prompt), example.tools) for example in examples]
+    return [render_prompt(tokenizer, messages, switches, tools) for messages, tools in asked]
 
 
 def _column(file: Path, name: str) -> list[str]:

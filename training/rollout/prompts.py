@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from qerl.data.rendered import Renderer
 from qerl.data.sources import naming, sources_of
 from qerl.errors import DataError
-from qerl.tasks import for_environment, load_examples, messages_of, render_prompt, task_of
+from qerl.tasks import for_environment, load_examples, messages_of, task_of
 from training.rollout.groups import Prompt
 from training.rollout.order import mixed_rows, most_per_rollout, rollout_rows
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 def load_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int, chat: Chat | None = None, held_out: int = 0
 ) -> list[Prompt]:
-    """Read the examples, render their prompts, and drop the over-long ones (counted and named).
+    """Read the examples, render their prompts, and drop those that are over-long or written in part (counted, named).
 
     A `chat` renders them with the tools of an environment. The last `held_out` examples are left to validation.
 
@@ -46,17 +47,18 @@ def load_prompts(
             "out fewer"
         )
     examples = examples[: len(examples) - held_out]
-    rendered = [(example, _render(config, example, tokenizer, chat)) for example in examples]
-    kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]
-    _report_long(config, [example for example, ids in rendered if len(ids) > config.max_prompt_tokens])
+    asked = [(example, messages_of_prompt(config, example)) for example in examples]
+    rendered = Renderer(tokenizer, config.chat_template_kwargs, chat).rows(asked)
+    kept = [row for row in rendered if len(row.ids) <= config.max_prompt_tokens]
+    _report_long(config, [row.example for row in rendered if len(row.ids) > config.max_prompt_tokens])
     if len(kept) < at_least:
         raise DataError(
             f"{len(kept)} usable examples are fewer than the {at_least} prompts of one step: give more rows, raise "
             "data.max_prompt_tokens, or lower rollout.prompts_per_step"
         )
     return [
-        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example, messages_of_prompt(config, example))
-        for row, (example, ids) in enumerate(kept)
+        Prompt(number, row.ids, tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages)
+        for number, row in enumerate(kept)
     ]
 
 
@@ -155,11 +157,6 @@ class StepPrompts:
 def messages_of_prompt(config: DataConfig, example: Example) -> tuple[Message, ...]:
     """The chat messages of a row, as the recipe asks for them."""
     return tuple(messages_of(task_of(config), example, config.system_prompt, config.prompt_template))
-
-
-def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase, chat: Chat | None) -> list[int]:
-    messages = messages_of_prompt(config, example)
-    return render_prompt(tokenizer, messages, config.chat_template_kwargs) if chat is None else chat.prompt(messages)
 
 
 def _report_long(config: DataConfig, examples: list[Example]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
 from qerl.data.conversations import Conversation
+from qerl.data.written import Written
 from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Marker:
         Raises CheckpointError for a template that cannot mark a single answer.
         """
         self._tokenizer, self._end_ids, self._switches = tokenizer, frozenset(end_ids), switches
+        self._written = Written(tokenizer, switches)
         name = tokenizer.name_or_path
         if not getattr(tokenizer, "chat_template", None):
             raise CheckpointError(
@@ -80,7 +82,9 @@ class Marker:
             answers = conversation.answers
             spans = [self._span(conversation, answer, whole) for answer in answers]
             if None not in spans:
-                return [self._marked(whole, spans)]
+                marked = self._marked(whole, spans)
+                self._check(whole, conversation, conversation.answers)
+                return [marked]
             return [self._single(conversation, answer) for answer in answers]
         except SandboxError as error:
             raise UnmarkableError(f"the template refuses it: {error}") from error
@@ -92,7 +96,15 @@ class Marker:
             if len(spans) != sum(spoken):
                 raise UnmarkableError(f"the template marks {len(spans)} of {sum(spoken)} answers")
             spans = [spans[sum(spoken[:answer])] for answer in conversation.answers]
-        return self._marked(text, spans)
+        marked = self._marked(text, spans)
+        self._check(text, conversation, conversation.answers)
+        return marked
+
+    def _check(self, text: str, conversation: Conversation, learned: Sequence[int], count: int | None = None) -> None:
+        """Raise UnmarkableError if something of the first `count` messages or of the tools is not in the text."""
+        reason = self._written.missing(text, conversation.messages[:count], conversation.tools, learned)
+        if reason is not None:
+            raise UnmarkableError(reason)
 
     def _span(self, conversation: Conversation, answer: int, whole: str) -> Span | None:
         """The characters of message `answer` in the whole text; None if the template wrote it otherwise alone."""
@@ -107,7 +119,9 @@ class Marker:
         prompt, whole = self._text(conversation, answer, prompt=True), self._text(conversation, answer + 1, False)
         if not whole.startswith(prompt):
             raise UnmarkableError("what it writes as the prompt for an answer is not how it begins with the answer")
-        return self._marked(whole, [(len(prompt), len(whole))])
+        marked = self._marked(whole, [(len(prompt), len(whole))])
+        self._check(whole, conversation, [answer], answer + 1)
+        return marked
 
     def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
         """The first `count` messages; with what asks for an answer if they are a `prompt`."""

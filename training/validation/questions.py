@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from qerl.config.schema import RewardConfig
 from qerl.data.examples import check_source
+from qerl.data.rendered import Renderer
 from qerl.data.sources import Source, sources_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from qerl.errors import ConfigError, DataError
@@ -27,7 +28,6 @@ from qerl.tasks import (
     get_task,
     load_examples,
     messages_of,
-    render_prompt,
     task_of,
 )
 from qerl.tasks.own_grader import check_grader
@@ -246,15 +246,11 @@ def _prompts(
     def asked(example: Example) -> tuple[Message, ...]:
         return tuple(messages_of(trained, example, data.system_prompt, data.prompt_template))
 
-    def ids_of(example: Example) -> list[int]:
-        if environments is not None:
-            return environments.chat.prompt(asked(example))
-        return render_prompt(tokenizer, asked(example), data.chat_template_kwargs)
-
-    rendered = sorted(((ids_of(example), example) for example in examples), key=lambda pair: -len(pair[0]))
+    renderer = Renderer(tokenizer, data.chat_template_kwargs, None if environments is None else environments.chat)
+    rendered = renderer.rows([(example, asked(example)) for example in examples])
     return [
-        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example, asked(example))
-        for row, (ids, example) in enumerate(rendered)
+        Prompt(number, row.ids, tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages)
+        for number, row in enumerate(sorted(rendered, key=lambda row: -len(row.ids)))
     ]
 
 

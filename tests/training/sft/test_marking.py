@@ -93,6 +93,28 @@ def test_a_row_for_each_answer_passes_over_it_too(marker):
     assert learned(tokenizer, row) == ["<think></think>#### 12<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"tool_calls": [{"function": {"name": "add", "arguments": {"a": 3}}}], "content": ""}, "a tool call"),
+        ({"reasoning_content": "three and four", "content": "7"}, "'reasoning_content' of a message"),
+    ],
+)
+def test_what_the_template_does_not_write_of_an_answer_is_said(marker, template, message, says):
+    """The model would learn to answer nothing in place of the call."""
+    marks, _ = marker(template)
+    with pytest.raises(UnmarkableError, match=f"the chat template writes nothing of {says}"):
+        marks.rows(Conversation("1", (TALK[0], {"role": "assistant", **message})))
+
+
+def test_a_row_for_each_answer_has_to_be_written_too(marker):
+    marks, _ = marker(THINKING)
+    answer = {**TALK[1], "thinking": "three and four"}
+    with pytest.raises(UnmarkableError, match="writes nothing of 'thinking'"):
+        marks.rows(Conversation("1", (TALK[0], answer, *TALK[2:])))
+
+
 def test_a_template_that_writes_earlier_answers_otherwise_gets_a_row_for_each(marker):
     """Each as the model would be asked: before an answer, earlier ones have no thought."""
     marks, tokenizer = marker(THINKING)
