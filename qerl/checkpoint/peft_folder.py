@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint.base_start import START, TrainedStart
-from qerl.checkpoint.hub import HUB_ID
+from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.hub import HUB_ID, config_folder
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
 from qerl.checkpoint.quantized_folder import REPORT, quantized_from
 from qerl.checkpoint.shards import read_json
+from qerl.errors import CheckpointError
 from qerl.files.disk import replace_text
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def loading(shown: str, base: TrainedOn, start: str) -> str:
 
     `start` is the path of the start that a frozen one is loaded from.
     """
-    exact = f"## On the base that was trained on\n\n```python\n{_exact(shown, base, start)}\n```"
+    exact = f"## On the base that was trained on\n\n{_on_base(shown, base, start)}"
     if base.quantized and base.holds_start:
         return _without_16_bit(shown, base, exact)
     plain = plain_base(base)
@@ -148,6 +150,28 @@ def _without_16_bit(shown: str, base: TrainedOn, exact: str) -> str:
         f"{text}\n\n## On the 16-bit model\n\nThis writes what was trained, without that repair, as an adapter for "
         f"`{source}`. Its rank is larger by that of the start:\n\n```bash\n{line}\n```"
     )
+
+
+def _on_base(shown: str, base: TrainedOn, start: str) -> str:
+    """How to load it on the base itself, as Markdown."""
+    if not (base.quantized and _has_experts(base.base)):  # transformers 5.17 decodes these without their global scales
+        return f"```python\n{_exact(shown, base, start)}\n```"
+    return (
+        "transformers does not decode the experts of this base rightly: it leaves out their global scales, so that "
+        "PEFT on it gives text without sense. qerl loads the adapter on its base as it is. For other programs this "
+        "writes what was trained as a 16-bit model:\n\n"
+        f"```bash\nqerl merge --adapter {shlex.quote(shown)} --to bf16\n```"
+    )
+
+
+def _has_experts(base: str) -> bool:
+    """Whether a base is a mixture of experts; one that is nowhere to be found is taken for none."""
+    folder = embedded_folder(base)
+    try:
+        folder = folder if folder.is_dir() else config_folder(base)
+        return decoder_of(read_json(folder / "config.json"), base).has_experts
+    except CheckpointError:
+        return False
 
 
 def _rescaled(base: TrainedOn) -> bool:

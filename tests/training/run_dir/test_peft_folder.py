@@ -11,7 +11,7 @@ from starts import decoded_weights, give_start_
 
 import qerl.checkpoint.resolve
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.base_start import START, BaseStart, digest_of, read_start, start_of_adapter
+from qerl.checkpoint.base_start import START, BaseStart, TrainedStart, digest_of, read_start, start_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, card_text, plain_base
 from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.resolve import resolve_model
@@ -195,3 +195,24 @@ def test_the_best_adapter_and_one_without_tokenizer_know_the_start_too(started, 
         assert not (folder / "README.md").exists()  # nor a tokenizer: the base is not here
         assert start_of_adapter(folder).kind == kind
         assert json.loads((folder / "trained_on.json").read_text())["base"] == str(gone)
+
+
+@pytest.mark.parametrize("start_kind", [None, "trained"])
+@pytest.mark.parametrize("source", [True, False])
+def test_the_card_on_packed_experts_names_the_merge_in_place_of_lines_that_transformers_reads_wrongly(
+    nvfp4_moe, tmp_path, start_kind, source
+):
+    base = nvfp4_moe
+    if not source:
+        base = shutil.copytree(nvfp4_moe, tmp_path / "other")
+        (base / REPORT).unlink()
+    begun = start_kind and TrainedStart(start_kind, 4, "0" * 16)
+    card = card_text("runs/my run/adapter", TrainedOn(str(base), "nvfp4", begun))
+    assert "CompressedTensorsConfig" not in card
+    assert "leaves out their global scales" in card
+    assert "qerl merge --adapter 'runs/my run/adapter' --to bf16\n" in card
+    assert len(blocks(card)) == (source and begun is None)  # the 16-bit model's lines
+
+
+def test_the_card_on_16_bit_experts_has_its_lines():
+    assert len(blocks(card_text("a", TrainedOn("tiny_experts", "bf16")))) == 1
