@@ -23,6 +23,7 @@
 #                     REAL_VARIANT=sparse; REAL_PARTS is the folder of the model's parts (scripts/models/real_model.py); another
 #                     call with the same CHECKPOINTS goes on
 #     start    560 s  a frozen start of rank 32 at 7B: decode speed and a step, beside none; agreement on small models
+#     quantize 560 s  `qerl quantize` by its default: seconds by part and memory of a 7B, and of a 32B by three of its layers; tests
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
@@ -275,6 +276,12 @@ batch_start() { # a frozen start beside the base: decode speed, a step, and agre
     script step-7b-zero 200 bench_step 7b-start --steps 3 --set adapter.start=none
     script step-7b-frozen 200 bench_step 7b-start --steps 3 --set adapter.start=frozen
     tests start 200 tests/qerl/engine/test_vllm_engine_gpu.py -k "start"
+}
+
+batch_quantize() { # seconds and memory of the default at 7B whole and at 32B by three layers, and llm-compressor's best
+    tests quantize 90 tests/quantize/test_gptq_kernel.py tests/quantize/test_gpu.py
+    run quantize-7b 240 "$python" scripts/bench/bench_quantize.py --shape qwen2.5-7b --layers 1 28 --out "$out/quantize-7b.json"
+    run quantize-32b 240 "$python" scripts/bench/bench_quantize.py --shape qwen2.5-32b --layers 1 3 --out "$out/quantize-32b.json"
 }
 
 batch_qat() {
