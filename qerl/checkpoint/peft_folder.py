@@ -15,7 +15,6 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint.base_start import START, TrainedStart
@@ -25,11 +24,9 @@ from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
 from qerl.checkpoint.quantized_folder import REPORT, quantized_from
 from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.writer import copy_tokenizer
 from qerl.errors import CheckpointError
 from qerl.files.disk import replace_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CARD, CONFIG = "README.md", "adapter_config.json"
 RESCALING = ("awq",)  # these methods change the weights, so that the adapter does not fit the model they began from
@@ -77,19 +74,37 @@ def on_hub(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) and not Path(name).is_dir() else None
 
 
-def complete_(folder: Path, shown: str, base: TrainedOn, tokenizer: PreTrainedTokenizerBase, note: str = "") -> None:
+def complete_(folder: Path, shown: str, base: TrainedOn, trust_remote_code: bool = False, note: str = "") -> None:
     """Make an adapter's folder in a run one that plain PEFT opens.
 
-    `shown` is the path by which its card loads it, beside the run's start/, and `note` what else the card says.
+    `shown` is the path by which its card loads it, beside the run's start/, and `note` what else the card says. Raises
+    CheckpointError if the base, whose tokenizer is added, is not here.
     """
     name_bases_(folder, base, plain_base(base) or base.base)
-    tokenizer.save_pretrained(folder)
+    add_tokenizer_(folder, base.base, trust_remote_code)
     replace_text(folder / CARD, card_text(shown, base, note))
 
 
+def add_tokenizer_(folder: Path, model: str, trust_remote_code: bool = False) -> None:
+    """Put a model's tokenizer beside an adapter: its files as they are, since every reader of the base reads those.
+
+    Files that do not name the tokenizer's class are saved anew by transformers. Raises CheckpointError without any.
+    """
+    from qerl.checkpoint.load import load_tokenizer, local_folder
+
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    if not copy_tokenizer(local_folder(model, trust_remote_code), folder):
+        tokenizer.save_pretrained(folder)
+
+
+def whole_path(model: str) -> str:
+    """The full path of a folder, since PEFT would take a relative one for a hub id from elsewhere; else the name."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
 def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:
-    """Let the folder name one base for PEFT, and the one that was trained on for qerl."""
-    config = read_json(folder / CONFIG) | {"base_model_name_or_path": for_peft}
+    """Let the folder name one base for PEFT, a local one by its full path, and the one that was trained on for qerl."""
+    config = read_json(folder / CONFIG) | {"base_model_name_or_path": whole_path(for_peft)}
     replace_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     replace_text(folder / TRAINED_ON, json.dumps(asdict(base), indent=1) + "\n")
 
@@ -200,7 +215,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 base = AutoModelForCausalLM.from_pretrained(
-    {base.base!r}, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)
+    {whole_path(base.base)!r}, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)
 )
 {loaded}
 tokenizer = AutoTokenizer.from_pretrained({shown!r})

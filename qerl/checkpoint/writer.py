@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.links import TEMPLATES
-from qerl.checkpoint.shards import INDEX, SINGLE
+from qerl.checkpoint.shards import INDEX, SINGLE, read_json
 from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 5_000_000_000  # the same as the hub's own tools
-SMALL_FILES = (
-    "generation_config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", "*.tiktoken", "LICENSE*", "NOTICE*",
+OF_TOKENIZERS = (
+    "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "*.tiktoken",
 )  # fmt: skip
+SMALL_FILES = ("generation_config.json", *OF_TOKENIZERS, "LICENSE*", "NOTICE*")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def write_weights(folder: Path, groups: Iterable[dict[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
@@ -79,7 +81,24 @@ def _nbytes(tensors: dict[str, torch.Tensor]) -> int:
 
 def copy_small_files(source: Path, folder: Path, code: bool = False) -> list[str]:
     """Copy tokenizer, chat templates, generation config, licence and, with `code`, *.py files. Returns their names."""
-    patterns = (*SMALL_FILES, "*.py") if code else SMALL_FILES
+    return _copy(source, folder, (*SMALL_FILES, "*.py") if code else SMALL_FILES)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> bool:
+    """Copy a model's tokenizer files as they are beside an adapter, with code that they name.
+
+    Returns False, and copies nothing, if they do not name the tokenizer's class: transformers would ask for that in a
+    config.json, which an adapter has not.
+    """
+    path = source / TOKENIZER_CONFIG
+    config = read_json(path) if path.is_file() else {}
+    if not isinstance(config.get("tokenizer_class"), str):
+        return False
+    _copy(source, folder, (*OF_TOKENIZERS, "*.py") if "auto_map" in config else OF_TOKENIZERS)
+    return True
+
+
+def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
     names = sorted({path.name for pattern in patterns for path in source.glob(pattern) if path.is_file()})
     for name in names:
         shutil.copyfile(source / name, folder / name)

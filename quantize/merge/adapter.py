@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.adapter_file import PEFT_PREFIX
 from qerl.checkpoint.expert_adapter import to_peft
 from qerl.checkpoint.hub import is_hub_id
-from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, beside, model_of_adapter
-from qerl.checkpoint.peft_folder import TrainedOn, name_bases_, plain_base
+from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, beside, embedded_folder, model_of_adapter
+from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, name_bases_, plain_base
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.writer import write_json
+from qerl.checkpoint.writer import TOKENIZER_CONFIG, write_json
 from qerl.errors import CheckpointError
 from qerl.files.disk import mode_by_umask
 from quantize.merge.base import Adapter
@@ -55,9 +54,12 @@ def add_for_peft(adapter: Adapter, folder: Path, origin: TrainedOn) -> None:
     """
     if Path(origin.base).is_dir() or origin.start or adapter.settings:
         name_bases_(folder, origin, plain_base(origin) or origin.base)
-    places = [place for place in (adapter.folder, Path(origin.base)) if (place / "tokenizer_config.json").is_file()]
-    if places:
-        load_tokenizer(places[0]).save_pretrained(folder)
+    places = [adapter.folder, embedded_folder(origin.base)]
+    if (adapter.folder / TRAINED_ON).is_file():  # qerl trains with the base's tokenizer
+        places.reverse()
+    there = [place for place in places if (place / TOKENIZER_CONFIG).is_file()]
+    if there:
+        add_tokenizer_(folder, str(there[0]))
 
 
 def peft_config(adapter: Adapter, base_name: str) -> dict:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.checkpoint.base_start import start_of_adapter
-from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
@@ -104,8 +103,7 @@ def _complete_(folder: Path, final: Path, config: RunConfig) -> None:
     if origin.start is not None:  # without this file the adapter would be taken for one of the base alone
         name_bases_(folder, origin, plain_base(origin) or base)
     try:
-        tokenizer = load_tokenizer(base, config.model.trust_remote_code)
-        complete_(folder, str(final), origin, tokenizer, note)
+        complete_(folder, str(final), origin, config.model.trust_remote_code, note)
     except CheckpointError as error:
         logger.warning("%s has neither tokenizer nor card: %s", final, error)
 

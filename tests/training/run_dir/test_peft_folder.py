@@ -8,17 +8,20 @@ import pytest
 import torch
 from small_run import small_config
 from starts import decoded_weights, give_start_
+from transformers import AutoTokenizer
 
 import qerl.checkpoint.resolve
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, BaseStart, TrainedStart, digest_of, read_start, start_of_adapter
-from qerl.checkpoint.peft_folder import TrainedOn, card_text, plain_base
+from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, card_text, plain_base
 from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.sealed import CHECKSUMS, seal
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
 from training.run import resume, start
 from training.run_dir.result import settle_best, settle_result
 from training.validation.verdict import Best
@@ -55,6 +58,57 @@ def test_the_lines_of_the_card_run_as_they_stand(folder, base, nvfp4_base, monke
     assert weights[0].dtype == weights[1].dtype == torch.bfloat16
     assert str(base) in card
     assert str(nvfp4_base) in card
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture
+def odd_base(base, tmp_path):
+    """A base `models/base` in the current folder whose tokenizer's files are not as transformers 5 would save them."""
+    folder = shutil.copytree(base, tmp_path / "models" / "base")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "right"}
+    config.pop("backend", None)
+    path.write_text(json.dumps(config, indent=3))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    return folder
+
+
+def test_an_adapter_has_the_tokenizer_files_of_its_base_and_names_it_by_its_full_path(odd_base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = ("noise.enabled=false", "model.format=bf16")
+    run = start(small_config("models/base", tmp_path, *settings, steps=1, out="run"), "tiny")
+    merge(MergeOptions(adapter="run", to="adapter", out=tmp_path / "merged"))
+    for folder in (run.adapter, tmp_path / "merged"):
+        for name in (*TOKENIZER, "special_tokens_map.json"):
+            assert (folder / name).read_bytes() == (odd_base / name).read_bytes(), name
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(odd_base)
+    monkeypatch.chdir(tmp_path / "merged")  # from where no folder models/base can be seen
+    assert resolve_model(str(tmp_path / "run/adapter")).base == str(odd_base)
+    names = {}
+    (plain,) = blocks((tmp_path / "merged/README.md").read_text(encoding="utf-8"))
+    exec(plain.replace("'merged'", "'.'"), names)
+    assert len(names["tokenizer"]) > 600
+
+
+def test_files_that_do_not_name_the_tokenizers_class_are_saved_anew(odd_base, tmp_path):
+    (odd_base / "tokenizer_config.json").unlink()
+    (tmp_path / "adapter").mkdir()
+    add_tokenizer_(tmp_path / "adapter", str(odd_base))
+    assert json.loads((tmp_path / "adapter/tokenizer_config.json").read_text())["tokenizer_class"]
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) > 600
+
+
+def test_a_merged_adapter_of_others_keeps_its_own_tokenizer(odd_base, folder, tmp_path):
+    """One that qerl did not train, whose folder has files of a tokenizer."""
+    other = shutil.copytree(folder / "runs/mine/checkpoints/step-000001", tmp_path / "other")
+    for name in TOKENIZER:
+        shutil.copy(odd_base / name, other / name)
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    merge(MergeOptions(adapter=str(other), to="adapter", out=tmp_path / "merged"))
+    for name in TOKENIZER:
+        assert (tmp_path / "merged" / name).read_bytes() == (other / name).read_bytes()
 
 
 def test_peft_is_named_the_16_bit_model_and_qerl_takes_the_base_that_was_trained_on(folder, base, nvfp4_base):
