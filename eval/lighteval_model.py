@@ -13,6 +13,7 @@ from lighteval.utils.cache_management import SampleCache
 
 from eval.plan import batch_seed
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
+from qerl.checkpoint.completion_text import text_of_engine
 from qerl.engine.interface import Engine, SamplingParams
 from qerl.errors import ConfigError
 
@@ -24,6 +25,7 @@ class EngineModel(LightevalModel):
         """`context`: tokens of a prompt and its completion together; `scratch`: folder of lighteval's own files."""
         self.config = ModelConfig(model_name=f"qerl-{uuid.uuid4().hex}", cache_dir=scratch)
         self._engine, self._tokenizer, self._settings, self._context = engine, tokenizer, settings, context
+        self._text = text_of_engine(tokenizer, engine)
         self._cache = SampleCache(self.config)
         chat = getattr(tokenizer, "chat_template", None) is not None
         self._prompts = PromptManager(chat, tokenizer, settings.system_prompt or None)
@@ -66,7 +68,7 @@ class EngineModel(LightevalModel):
         seed = batch_seed(settings.seed, start)
         completions = self._engine.generate([prompts[number] for number in numbers], sampling, seed=seed)
         for number, completion in zip(numbers, completions, strict=True):
-            text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            text = self._text(completion.token_ids)
             for stop in docs[number].stop_sequences or ():
                 text = text.partition(stop)[0] if stop else text
             out[number].text.append(text)

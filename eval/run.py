@@ -22,6 +22,7 @@ from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, summarize
 from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
+from qerl.checkpoint.completion_text import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
@@ -148,7 +149,11 @@ def complete(
 
     Each process takes its share of every batch, so that what is saved does not depend on how many there are.
     """
-    total = sum(map(len, plan.batches))
+    total, text = sum(map(len, plan.batches)), text_of_engine(plan.tokenizer, engine)
+
+    def texts_of(completions: Sequence[Completion]) -> list[str]:
+        return text.batch([completion.token_ids for completion in completions])
+
     on_batch(len(rows), total, _correct(rows))
     done = 0
     for number, batch in enumerate(plan.batches):
@@ -161,10 +166,11 @@ def complete(
         seed = batch_seed(plan.settings.seed, number)
         if plan.environments is not None:
             episodes = sampled_episodes(plan, engine, batch, seed)
-            graded = grade_batch(plan, number, batch, list(map(as_completion, episodes)), episodes)
+            completions = list(map(as_completion, episodes))
+            graded = grade_batch(plan, number, batch, completions, texts_of(completions), episodes)
         else:
             completions = engine.generate(prompts, plan.sampling, seed, first_index=share.start) if prompts else []
-            graded = grade_batch(plan, number, batch[share], completions) if prompts else []
+            graded = grade_batch(plan, number, batch[share], completions, texts_of(completions)) if prompts else []
         graded = [row for part in parallel.gather(graded) for row in part]
         seconds = round(time.perf_counter() - start, 3)
         graded = [{**row, "batch_seconds": seconds} for row in graded]
@@ -179,10 +185,10 @@ def grade_batch(
     number: int,
     batch: Sequence[Key],
     completions: Sequence[Completion],
+    texts: list[str],
     episodes: Sequence[Episode] | None = None,
 ) -> list[Row]:
-    """One row for each completion of a batch. Of an episode the model's last turn is graded."""
-    texts = [plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
+    """One row for each completion of a batch, with its text. Of an episode the model's last turn is graded."""
     if episodes is not None:
         texts = [episode.answer for episode in episodes]
     grades = graded(plan, batch, completions, texts)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.completion_text import text_of_engine
 from qerl.data.sources import sources_of
 from qerl.engine.interface import SamplingParams
 from qerl.parallel import ALONE, Parallel
@@ -90,11 +90,10 @@ def make_parts(
     packed = PackedPolicy(
         policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
     )
-    ahead = None
+    text, ahead = text_of_engine(tokenizer, engine), None
     if given.environments is None:  # of an episode only the last turn is graded, and which one that is shows at the end
         graded = [(task_of(source.data), [reward.name for reward in source.rewards]) for source in sources_of(config)]
-        ahead = grading_ahead(graded, tokenizer)
-    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+        ahead = grading_ahead(graded, text)
     sampler = Sampler(engine, policy, sampler_options(config), ahead, given.environments)
     if config.rollout.calibrates_kv:
         prompts = [prompt.ids for prompt in given.prompts]
@@ -107,7 +106,7 @@ def make_parts(
         policy=policy,
         packed=packed,
         sampler=sampler,
-        grader=Grader(given.rewards, decode, config.loss.mask_truncated),
+        grader=Grader(given.rewards, text.batch, config.loss.mask_truncated),
         plan=plan,
         log=log,
         times=PhaseTimes(packed.device),

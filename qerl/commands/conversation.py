@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
 from qerl.checkpoint.chat_template import check_chat_template, check_switches
+from qerl.checkpoint.completion_text import text_of_engine
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
@@ -60,7 +61,7 @@ class Conversation:
         """The model's answer, which joins the conversation. Raises EngineError for a message that is too long."""
         prompt = self._fitting_prompt(question)
         (completion,) = self.engine.generate([prompt], self.sampling, seed=self.seed + self.answered)
-        answer = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        answer = text_of_engine(self.tokenizer, self.engine)(completion.token_ids)
         self.turns.append((question, answer))
         self.answered += 1
         if completion.finish_reason == "length":
@@ -133,8 +134,8 @@ class Opened:
         return prompt
 
     def text(self, completion: Completion) -> str:
-        """The completion without special tokens."""
-        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        """The completion without the tokens that end it."""
+        return text_of_engine(self.tokenizer, self.engine)(completion.token_ids)
 
 
 def open_chat(

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qerl.checkpoint.completion_text import CompletionText
 from qerl.environments.values import Action, Call, Message, Schema
 from qerl.errors import CheckpointError
 
@@ -40,6 +41,7 @@ class Chat:
         """
         self._switches = switches
         self._tokenizer, self._schemas, self._end_ids = tokenizer, list(schemas), set(end_ids)
+        self._text = CompletionText(tokenizer, end_ids)
         self.end_id = next(iter(end_ids))
         self._after: dict[str, list[int]] = {}
         self._parse = _parser(tokenizer) if schemas else None
@@ -66,7 +68,7 @@ class Chat:
             ids.pop()
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
         if self._parse is None:
-            return Action(self._tokenizer.decode(ids, skip_special_tokens=True))
+            return Action(self._text(ids))
         return self._parse(text, ids)
 
     def cut(self, text: str, limit: int) -> str | None:
@@ -75,8 +77,8 @@ class Chat:
         return None if len(ids) <= limit else self._tokenizer.decode(ids[:limit], skip_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """The text of token ids, without those that end a turn or pad."""
+        return self._text(token_ids)
 
     def _suffix(self, messages: Sequence[Message], last: int | None) -> list[int]:
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": TURN}]

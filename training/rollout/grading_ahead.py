@@ -9,7 +9,7 @@ Numbers are compared in microseconds, so nothing is done ahead for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from qerl.tasks.grading import grade
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from qerl.engine.interface import Completion, Finished
     from qerl.tasks import Task
+
+Text = Callable[[Sequence[int]], str]
 
 THREAD = "grading-ahead"
 GRADING_REWARDS = ("accuracy", "length")
@@ -29,10 +29,13 @@ GRADING_REWARDS = ("accuracy", "length")
 class GradingAhead:
     """One rollout after another, each with a thread of its own. `graded` counts what is graded of the latest one."""
 
-    def __init__(self, tasks: Task | Sequence[Task | None], tokenizer: PreTrainedTokenizerBase) -> None:
-        """`tasks` has one for each source, None where no formulas are compared; or it is the only source's."""
+    def __init__(self, tasks: Task | Sequence[Task | None], text: Text) -> None:
+        """`tasks` has one for each source, None where no formulas are compared; or it is the only source's.
+
+        `text` gives a completion's token ids as text.
+        """
         self._tasks = tasks if isinstance(tasks, Sequence) else (tasks,)
-        self._tokenizer = tokenizer
+        self._text = text
         self.graded = 0
 
     @contextmanager
@@ -59,16 +62,14 @@ class GradingAhead:
 
     def _grade(self, task: Task, completion: Completion, answer: str) -> None:
         """An error stays in the thread: the reward that meets it again ends the run and says where it was."""
-        grade(task, self._tokenizer.decode(completion.token_ids, skip_special_tokens=True), answer)  # as TRL does
+        grade(task, self._text(completion.token_ids), answer)
         self.graded += 1
 
 
-def grading_ahead(
-    sources: Sequence[tuple[Task, Sequence[str]]], tokenizer: PreTrainedTokenizerBase
-) -> GradingAhead | None:
+def grading_ahead(sources: Sequence[tuple[Task, Sequence[str]]], text: Text) -> GradingAhead | None:
     """What grades ahead for sources with these tasks and names of rewards; None if they compare no formulas."""
     tasks = [task if _compares_formulas(task, rewards) else None for task, rewards in sources]
-    return GradingAhead(tasks, tokenizer) if any(tasks) else None
+    return GradingAhead(tasks, text) if any(tasks) else None
 
 
 def _compares_formulas(task: Task, rewards: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_checks.compare import mismatch, same
@@ -57,7 +57,7 @@ def told(context: Context) -> dict:
     prompts = [prompt for prompt in context.prompts[:GROUPS] for _ in range(GROUP_SIZE)]
     sampling = [SamplingParams(rng.randint(1, LONGEST)) for _ in prompts]
     ended: list[float] = []
-    ahead = GradingAhead(get_task("math500"), _Formulas())
+    ahead = GradingAhead(get_task("math500"), _Formulas().text)
 
     def graded() -> list[Completion]:
         with ahead.rollout([r"\sqrt{3}"] * len(prompts)) as finished:
@@ -89,12 +89,12 @@ def told(context: Context) -> dict:
 
 
 class _Formulas:
-    """Stands in for a tokenizer: it decodes everything to a long text with a formula that has not been compared yet."""
+    """Stands in for a tokenizer: everything becomes a long text with a formula that has not been compared yet."""
 
     def __init__(self) -> None:
         self._number = 1
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def text(self, ids: Sequence[int]) -> str:
         self._number += 1
         return "so it is twice as much, " * (len(ids) // 6) + rf"\boxed{{{self._number}\sqrt{{7}}}}"
 

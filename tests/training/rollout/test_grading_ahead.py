@@ -7,7 +7,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from small_run import numbers, same_adapters, small_config
@@ -138,8 +137,7 @@ class Words:
         self.decoded, self.begun, self.go_on = [], threading.Event(), threading.Event()
         self.go_on.set()
 
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
+    def __call__(self, ids):
         self.begun.set()
         assert self.go_on.wait(60)
         self.decoded.append(ids[0])
@@ -211,12 +209,12 @@ def test_after_an_error_in_the_rollout_nothing_is_waited_for():
 
 
 def test_an_error_in_the_thread_does_not_end_the_run():
-    def decode(ids, skip_special_tokens):
+    def decode(ids):
         if ids == [1]:
             raise ValueError("no such token")
         return "so \\boxed{1}"
 
-    ahead = GradingAhead(TASK, SimpleNamespace(decode=decode))
+    ahead = GradingAhead(TASK, decode)
     with ahead.rollout(["1"] * 3) as finished:
         tell_all(finished)
         wait_for(ahead, 2)
@@ -245,12 +243,12 @@ def test_completions_that_are_carried_over_are_graded_ahead_once_they_are_whole(
     """Which prompts a rollout has shows only while it samples."""
     decoded, made = set(), grading_ahead
 
-    def watched(sources, tokenizer):
-        def decode(ids, **options):
-            decoded.add(text := tokenizer.decode(ids, **options))
-            return text
+    def watched(sources, text):
+        def decode(ids):
+            decoded.add(said := text(ids))
+            return said
 
-        return made(sources, SimpleNamespace(decode=decode))
+        return made(sources, decode)
 
     monkeypatch.setattr(training.parts, "grading_ahead", watched)
     run = start(formulas(tmp_path, "rollout.batch_size=null", "rollout.carry_over=2"), "tiny").run_dir
