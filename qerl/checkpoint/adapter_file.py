@@ -80,7 +80,8 @@ def _adapter_config(folder: Path) -> dict:
     if config.get("peft_type") != "LORA" or unsupported:
         what = f" with {', '.join(unsupported)}" if unsupported else ""
         raise CheckpointError(
-            f"{folder} is a {config.get('peft_type')} adapter{what}: only plain LoRA, of one rank, is supported"
+            f"{folder} is a {config.get('peft_type')} adapter{what}: only plain LoRA, of one rank, is supported; let "
+            "PEFT make a model of base and adapter (merge_and_unload) and give that"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,8 +50,8 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
         factor = name.endswith((A_SUFFIX, B_SUFFIX)) and "layers" in parts
         if not factor and not is_block_norm(name):
             raise CheckpointError(
-                f"{adapter} changes {name}: qerl takes LoRA on the linears of the decoder layers, and the layers' "
-                "norms; train or save it without biases, embeddings, head and other modules_to_save"
+                f"{adapter} changes {name} (it {_what(name)}): qerl takes LoRA on the linears of the decoder layers, "
+                f"and the layers' norms; {_way_out(adapter)}, or train without them"
             )
         leaf = parts[-3] if factor else parts[-2]
         kind = f"experts.{leaf}" if is_of_experts(name) else leaf
@@ -113,9 +114,35 @@ def _layers_with(kind: str, sizes: ModelSizes) -> set[int]:
     return every - sparse if kind in OF_EXPERTS else every
 
 
+def _what(name: str) -> str:
+    """What an adapter has that qerl does not take, by the name of a tensor."""
+    place = next((said for part, said in OUTSIDE.items() if part in name), None)
+    if name.endswith(".bias"):
+        return "has trained biases"
+    if ".lora_" in name or ".base_layer." in name:
+        return f"has LoRA on {place or 'modules outside of the decoder layers'}"
+    return f"has {place} trained" if place else "has other trained modules (modules_to_save)"
+
+
+OUTSIDE = {"embed_tokens": "the embeddings", "lm_head": "the head"}
+
+
+def _way_out(adapter: Path) -> str:
+    return (
+        f"`qerl merge --adapter {shlex.quote(str(adapter))} --to bf16` makes one model of base and adapter, where the "
+        "base has a place for all of it"
+    )
+
+
 def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], sizes: ModelSizes) -> None:
     count = sizes.layers
     found, own = set().union(*layers.values()), set(range(count))
+    if found < own and _of_some_layers(adapter, base, found):
+        there = ", ".join(map(str, sorted(found)[:4])) + (", ..." if len(found) > 4 else "")
+        raise CheckpointError(
+            f"{adapter} acts in {len(found)} of the base's {count} layers ({there}): qerl takes adapters that have a "
+            f"kind of linear or norm in all layers or in none; {_way_out(adapter)}"
+        )
     if found != own:
         raise CheckpointError(
             f"{adapter} is of another base than {base}: it has {len(found)} layers and the base {count}; give "
@@ -130,8 +157,18 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], size
         if missing := sorted(_layers_with(leaf, sizes) - there):
             raise CheckpointError(
                 f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
-                "that have a kind of linear or norm in all layers or in none; save it again, or give another"
+                f"that have a kind of linear or norm in all layers or in none; {_way_out(adapter)}"
             )
+
+
+def _of_some_layers(adapter: Path, base: str, layers: set[int]) -> bool:
+    """Whether an adapter on fewer layers than the base has may be one of that base: it says so, or has gaps."""
+    config = read_json(adapter / "adapter_config.json")
+    targets, named = config.get("target_modules"), config.get("base_model_name_or_path")
+    chosen = isinstance(targets, str) or any("." in str(target) for target in targets or ())
+    if chosen or config.get("layers_to_transform") is not None or layers != set(range(len(layers))):
+        return True
+    return bool(named and _names(beside(adapter, named)) & _names(base))
 
 
 def _names(model: str) -> set[str]:

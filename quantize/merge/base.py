@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+UNTIE = (
+    "save the base with a copy of its embeddings as lm_head.weight and tie_word_embeddings false, or let PEFT merge it "
+    "(merge_and_unload)"
+)
+TIED = f"and the embeddings of {{}} are its head: {UNTIE}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Adapter:
         """
         stacked = self.of_experts
         linears = [name for layer in decoder.sparse if stacked for each in decoder.experts_of(layer) for name in each]
-        own = {name: tensor for name, tensor in self.tensors.items() if name not in stacked}
+        # PEFT names a trained bias of a linear that has LoRA after the linear below it.
+        own = {n.replace(".base_layer.bias", ".bias"): t for n, t in self.tensors.items() if n not in stacked}
         for module in linears:
             place, rows = decoder.place_of(module), decoder.shape_of(module.rpartition(".")[2])[0]
             a, b = (stacked.get(place.tensor + factor) for factor in (FACTOR_A, FACTOR_B))
@@ -173,14 +179,23 @@ def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) 
         a, b = (adapter.tensors[module + factor].shape for factor in (FACTOR_A, FACTOR_B))
         weight = tensors.get(f"{module}.weight")
         if weight is None:
-            tied = " (its head is tied to the embeddings: untie it first)" if module == "lm_head" else ""
-            raise CheckpointError(f"{adapter.folder} changes {module}, which {base.name} has not{tied}: give its base")
+            if module == HEAD.removesuffix(".weight"):
+                raise CheckpointError(f"{adapter.folder} has LoRA on the head, {TIED.format(base.name)}")
+            raise CheckpointError(f"{adapter.folder} changes {module}, which {base.name} has not: give its base")
         if weight.shape != (b[0], a[1]):
             raise CheckpointError(
                 f"{adapter.folder} changes {module} as ({b[0]}, {a[1]}), and {base.name} has {weight.shape} there: "
                 "give the base that it was trained on as --model"
             )
     for name, tensor in adapter.norms.items():
+        if name == HEAD and name not in tensors:
+            raise CheckpointError(f"{adapter.folder} has a trained head, {TIED.format(base.name)}")
+        if ".base_layer." in name:
+            raise CheckpointError(
+                f"{adapter.folder} holds a copy of the base's {name.replace('.base_layer', '')}, as PEFT saves it "
+                "beside LoRA on embeddings or head: save it with save_embedding_layers=False, or let PEFT merge it "
+                "(merge_and_unload)"
+            )
         if name not in tensors or tensors[name].shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"{adapter.folder} has a trained {name} of shape {tuple(tensor.shape)}, for which {base.name} has no "
@@ -189,7 +204,7 @@ def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) 
         if name == EMBEDDINGS and HEAD not in tensors:
             raise CheckpointError(
                 f"{adapter.folder} has trained embeddings, and {base.name} has none of its own for the head, which "
-                "would change with them: untie the base's head first"
+                f"would change with them: {UNTIE}"
             )
 
 

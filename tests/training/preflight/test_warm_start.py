@@ -98,7 +98,7 @@ def test_the_remedy_of_the_message_works(adapter, tmp_path):
             lambda t: {k: v[:, :-16].contiguous() if "q_proj.lora_A" in k else v for k, v in t.items()},
             "is of another base",
         ),
-        (lambda t: {k: v for k, v in t.items() if ".layers.0." not in k}, "layers and the base"),
+        (lambda t: {k: v for k, v in t.items() if ".layers.0." not in k}, "acts in 1 of the base's 2"),
         (lambda t: {k.replace("q_proj", "w_proj"): v for k, v in t.items()}, "missing"),
         (
             lambda t: {k: v for k, v in t.items() if ".1.self_attn.q_proj." not in k},

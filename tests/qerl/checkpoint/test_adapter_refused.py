@@ -1,0 +1,115 @@
+"""An adapter that qerl does not take is refused with the true reason, and a way out that works."""
+
+import json
+import shlex
+import shutil
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from qerl.checkpoint.adapter_fit import read_fitting_adapter
+from qerl.errors import CheckpointError
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of PEFT, on embeddings
+]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Models of three layers, with tied embeddings or a head and biases of their own."""
+    folder = tmp_path_factory.mktemp("bases")
+    return {
+        "tied": make_checkpoint(folder / "Tied-1B", "qwen3", layers=3),
+        "untied": make_checkpoint(folder / "Untied-1B", "qwen2", layers=3),
+    }
+
+
+def adapter_on(base, folder, **config):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **config}
+    get_peft_model(model, LoraConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+SOME = r"acts in {} of the base's 3 layers \({}\): qerl takes adapters that have a kind of linear"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"layers_to_transform": [0]}, SOME.format(1, "0")),
+        ({"layers_to_transform": [0, 2]}, SOME.format(2, "0, 2")),
+        ({"target_modules": r".*layers\.1\.self_attn\.q_proj"}, SOME.format(1, "1")),
+        ({"target_modules": ["model.layers.0.self_attn.q_proj"]}, SOME.format(1, "0")),
+        ({"target_modules": r".*v_proj|.*0\.self_attn\.q_proj"}, r"has nothing for q_proj in layer 1, 2: qerl takes"),
+        ({"modules_to_save": ["embed_tokens"]}, r"changes model.embed_tokens.weight \(it has the embeddings trained\)"),
+        ({"modules_to_save": ["lm_head"]}, r"changes lm_head.weight \(it has the head trained\)"),
+        ({"bias": "lora_only"}, r"changes model.layers.0.self_attn.q_proj.base_layer.bias \(it has trained biases\)"),
+    ],
+)
+def test_what_is_refused_for_a_run_can_be_merged(bases, tmp_path, config, said, here):
+    base = bases["untied"]
+    adapter = adapter_on(base, tmp_path / "my adapter", **config)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        read_fitting_adapter(adapter, str(base))
+    assert "another base" not in str(refused.value)
+    line = str(refused.value).split("`")[1]
+    assert shlex.split(line)[:2] == ["qerl", "merge"]
+    code, _, error = here(*shlex.split(line)[1:], "--out", str(tmp_path / "merged"), "--prompt-count", "0")
+    assert code == 0, error
+
+
+def test_fewer_layers_of_a_model_of_another_name_are_of_another_base(bases, tmp_path):
+    adapter = adapter_on(bases["untied"], tmp_path / "adapter", layers_to_transform=[0, 1])
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"layers_to_transform": None, "base_model_name_or_path": "Small-7B"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is of another base than .*: it has 2 layers and the base 3"):
+        read_fitting_adapter(adapter, str(bases["untied"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"modules_to_save": ["embed_tokens"]},
+            "has trained embeddings, and .* none of its own for the head.*as lm_head",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "has a trained head, and the embeddings of .* are its head: save the base"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "has LoRA on the head, and the embeddings of .* are its head"),
+    ],
+)
+def test_what_a_tied_base_has_no_place_for_is_merged_once_it_is_untied(bases, tmp_path, config, said):
+    from safetensors.torch import load_file, save_file
+
+    base = bases["tied"]
+    adapter = adapter_on(base, tmp_path / "adapter", **config)
+    asked = MergeOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(base), prompt_count=0)
+    with pytest.raises(CheckpointError, match=said):
+        merge(asked)
+    if "target_modules" in config:
+        return
+    untied = shutil.copytree(base, tmp_path / "untied")
+    index = json.loads((untied / "model.safetensors.index.json").read_text())
+    file = untied / index["weight_map"]["model.embed_tokens.weight"]
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    index["weight_map"]["lm_head.weight"] = file.name
+    (untied / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = MergeOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(untied), prompt_count=0)
+    assert merge(made).out.is_dir()
+
+
+@pytest.mark.parametrize("config", [{"lora_bias": True}, {"use_dora": True}, {"trainable_token_indices": [1]}])
+def test_other_kinds_name_what_makes_a_model_of_them(bases, tmp_path, config):
+    adapter = adapter_on(bases["untied"], tmp_path / "adapter", **config)
+    (kind,) = config
+    with pytest.raises(CheckpointError, match=rf"LORA adapter with {kind}: only plain LoRA.*merge_and_unload"):
+        read_fitting_adapter(adapter, str(bases["untied"]))
