@@ -81,12 +81,12 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         trust = options.trust_remote_code
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
-        self._has_start = options.start is not None
-        if options.start is not None:
-            load_start_(self._model, options.start)
         self._tokenizer = load_tokenizer(base, trust)
         folder = local_folder(base, trust)
         rounded = _check_activations(self._model, read_activations(folder, formats.get(format)))
+        self._has_start = options.start is not None
+        if options.start is not None:
+            load_start_(self._model, options.start)
         self.end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
         # transformers takes fields that a call leaves out from the checkpoint's generation config, which would bias the
         # policy (Qwen2.5 ships a repetition penalty of 1.05). Of that config only the end tokens are kept.

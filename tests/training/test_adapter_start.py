@@ -276,7 +276,18 @@ def test_linears_that_stayed_in_16_bits_have_no_start(base, tmp_path):
     write_start(folder / START, tensors, {"base_digest": base_digest(folder)})
     model = open_model(resolve_model(str(folder)), OPTIONS).policy_model()
     started = {name for name, module in model.named_modules() if getattr(module, "start", None) is not None}
-    assert started == {name for name in decoded_weights(folder)}
+    assert started == set(decoded_weights(folder))
+
+
+def test_a_base_that_rounds_its_inputs_has_a_start_too(base, tmp_path):
+    from quantize.options import QuantizeOptions
+    from quantize.run import quantize_checkpoint
+
+    folder = tmp_path / "w4a4"
+    quantize_checkpoint(str(base), folder, QuantizeOptions(method="rtn", activations="dynamic", start_rank=0))
+    plain = flat(open_model(resolve_model(str(folder)), OPTIONS).score(PROMPTS, ANSWERS))
+    give_start_(folder, base)
+    assert (flat(open_model(resolve_model(str(folder)), OPTIONS).score(PROMPTS, ANSWERS)) - plain).abs().max() > 1e-3
 
 
 def test_evaluation_can_leave_the_start_out(started_base, frozen_run):
