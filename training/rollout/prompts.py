@@ -53,8 +53,8 @@ def load_prompts(
     _report_long(config, [row.example for row in rendered if len(row.ids) > config.max_prompt_tokens])
     if len(kept) < at_least:
         raise DataError(
-            f"{len(kept)} usable examples are fewer than the {at_least} prompts of one step: give more rows, raise "
-            "data.max_prompt_tokens, or lower rollout.prompts_per_step"
+            f"{len(kept)} usable examples are fewer than the {at_least} prompts of one step: give more rows, "
+            f"{'raise data.max_prompt_tokens, ' if len(kept) < len(rendered) else ''}or lower rollout.prompts_per_step"
         )
     return [
         Prompt(number, row.ids, tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # of characters
+REFUSES = "the template refuses it"
 
 
 class Marked(NamedTuple):
-    """A row: token ids, and 1 for those that are learned."""
+    """A row: token ids, and 1 for those that are learned.
+
+    `unended` has the last token of each learned answer that holds none which ends a completion.
+    """
 
     ids: list[int]
     learned: list[int]
+    unended: tuple[int, ...] = ()
 
 
 class UnmarkableError(Exception):
@@ -50,6 +56,7 @@ class Marker:
         Raises CheckpointError for a template that cannot mark a single answer.
         """
         self._tokenizer, self._end_ids, self._switches = tokenizer, frozenset(end_ids), switches
+        self.ends = [token for token in end_ids if token is not None]
         self._written = Written(tokenizer, switches)
         name = tokenizer.name_or_path
         if not getattr(tokenizer, "chat_template", None):
@@ -87,7 +94,29 @@ class Marker:
                 return [marked]
             return [self._single(conversation, answer) for answer in answers]
         except SandboxError as error:
-            raise UnmarkableError(f"the template refuses it: {error}") from error
+            raise UnmarkableError(f"{REFUSES}: {error}") from error
+
+    def unended_text(self, unended: Mapping[int, int]) -> str:
+        """What to do about answers that hold no token which ends a completion, counted by the token at their end."""
+        (token, _), count = max(unended.items(), key=lambda pair: pair[1]), sum(unended.values())
+        said, names = (self._tokenizer.convert_ids_to_tokens(ids) for ids in (token, self.ends))
+        text = (
+            f"{count} learned answers hold no token that ends a completion ({', '.join(names)}), so that the trained "
+        )
+        text += "model would not stop: "
+        if token in self._end_ids:
+            return f"{text}the chat template writes {said!r} after {{% endgeneration %}}: move it before that"
+        if token not in self._added:
+            return f"{text}the chat template ends them with {said!r}: let chat_template.jinja write {names[0]} there"
+        return (
+            f"{text}the chat template ends them with {said!r}: make it one, with "
+            f'"eos_token_id": {[*self.ends, token]} in the generation_config.json of the base'
+        )
+
+    @cached_property
+    def _added(self) -> set[int]:
+        """The tokens that were added to the vocabulary, as those are that templates write."""
+        return {*self._tokenizer.added_tokens_decoder, *self._tokenizer.all_special_ids}
 
     def _by_generation(self, conversation: Conversation) -> Marked:
         text, spans = render_marked(self._tokenizer, conversation.messages, conversation.tools, self._switches)
@@ -130,14 +159,65 @@ class Marker:
 
     def _marked(self, text: str, spans: Sequence[Span]) -> Marked:
         text = text.encode(errors="replace").decode()
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, places = list(encoded["input_ids"]), encoded["offset_mapping"]
-        learned = [0] * len(ids)
+        ids, places = self._encoded(text, spans)
+        learned, unended = [0] * len(ids), []
         for start, end in spans:
-            inside = [i for i, (first, last) in enumerate(places) if start <= first and last <= end and first < last]
+            inside = [i for i, place in enumerate(places) if _within(place, start, end)]
             ends = [i for i in inside if ids[i] in self._end_ids]
             for i in inside:
                 learned[i] = int(self._by_template or not ends or i <= ends[-1])
+            if inside and not ends:
+                unended.append(self._closing(ids, inside))
         if not any(learned):
             raise UnmarkableError("no token of the assistant is left of it")
-        return Marked(ids, learned)
+        return Marked(ids, learned, tuple(unended))
+
+    def _encoded(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
+        """Token ids, and the characters of each. No token lies across the beginning or the end of an answer.
+
+        A tokenizer joins a space at the end of a prompt to the answer's first word. The model is asked with the prompt
+        alone, so that it never sees that token: the text is then cut there, and its parts are encoded apart.
+        """
+        ids, places = self._encode(text)
+        cuts = sorted(
+            {at for span in spans for at in span if 0 < at < len(text) and self._joined(text, at, ids, places)}
+        )
+        if not cuts:
+            return ids, places
+        parts_ids, parts_places = [], []
+        for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            part, found = self._encode(text[first:last])
+            parts_ids += part
+            parts_places += [(first + start, first + end) for start, end in found]
+        if self._tokenizer.decode(parts_ids) != self._tokenizer.decode(ids):
+            raise UnmarkableError(
+                "the tokenizer joins the prompt's end to the answer: remove the space at the end of the template's "
+                "prompt from chat_template.jinja"
+            )
+        return parts_ids, parts_places
+
+    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+    def _joined(self, text: str, at: int, ids: Sequence[int], places: Sequence[Span]) -> bool:
+        """Whether a token lies across a place of the text. Some tokenizers leave white space out of a token's place."""
+        if any(first < at < last for first, last in places):
+            return True
+        before, after = text[at - 1], text[at]
+        if not before.isspace() or (before == "\n" and not after.isspace()):
+            return False
+        alone = self._encode(text[:at])[0]
+        return list(ids[: len(alone)]) != alone
+
+    def _closing(self, ids: Sequence[int], inside: Sequence[int]) -> int:
+        """The token that the template ends an answer with: one that was added to the vocabulary, else the last."""
+        after = range(inside[-1] + 1, len(ids))
+        return next((ids[i] for i in [*reversed(inside), *after] if ids[i] in self._added), ids[inside[-1]])
+
+
+def _within(place: Span, start: int, end: int) -> bool:
+    """Whether a token lies within an answer. Tokenizers that leave white space out of a token's place give one of white
+    space alone the empty place at its end."""
+    first, last = place
+    return start <= first and last <= end and (first < last or first > start)

@@ -17,7 +17,7 @@ from qerl.engine.interface import check_tokens
 from qerl.errors import ConfigError, DataError
 from qerl.tasks import task_of
 from training.loss.batch import Batch, padded_left, padded_right
-from training.sft.marking import Marked, Marker, UnmarkableError
+from training.sft.marking import REFUSES, Marked, Marker, UnmarkableError
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -59,13 +59,13 @@ def read_rows(config: RunConfig, marker: Marker, sizes: ModelSizes) -> Rows:
     """The rows of a recipe. Raises DataError or ConfigError if they cannot be used."""
     data, this = config.data, config.validation
     found = load_conversations(data, task_of(data), Source(data.source, data.split, data.columns), data.limit)
-    trained, held_out = _rows(config, marker, found, "data"), []
+    (trained, too_long), held_out = _rows(config, marker, found, "data"), []
     if this.every is not None:
         trained, held_out = _divided(config, marker, trained)
     if len(trained) < config.sft.rows_per_step:
         raise DataError(
             f"{len(trained)} usable rows are fewer than the {config.sft.rows_per_step} of a step: give more rows, "
-            "raise sft.max_tokens, or lower sft.rows_per_step"
+            f"{'raise sft.max_tokens, ' if too_long else ''}or lower sft.rows_per_step"
         )
     _check_fit([*trained, *held_out], sizes)
     _say(config, trained)
@@ -77,7 +77,7 @@ def _divided(config: RunConfig, marker: Marker, rows: list[Row]) -> tuple[list[R
     limit, source = config.validation.limit, held_out_source(config)
     if source is not None:
         found = load_conversations(config.data, *source, None)
-        return rows, _unseen(_rows(config, marker, found, "validation"), rows)[:limit]
+        return rows, _unseen(_rows(config, marker, found, "validation")[0], rows)[:limit]
     count = max(1, len(rows) // TENTH if limit is None else min(limit, len(rows) // TENTH))
     logger.info("validation: the last %d of %d rows are held out (validation.source names others)", count, len(rows))
     return rows[:-count], _unseen(rows[-count:], rows[:-count])
@@ -98,11 +98,14 @@ def batch_of(rows: Sequence[Row], pad_id: int) -> Batch:
     )
 
 
-def _rows(config: RunConfig, marker: Marker, conversations: Sequence[Conversation], where: str) -> list[Row]:
-    """The conversations as rows. Says how many were cut or left out, and why."""
+def _rows(
+    config: RunConfig, marker: Marker, conversations: Sequence[Conversation], where: str
+) -> tuple[list[Row], bool]:
+    """The conversations as rows, and whether some were too long. Says how many were cut or left out, and why."""
     this, rows = config.sft, []
     left_out: Counter[str] = Counter()
     named: dict[str, str] = {}
+    unended: Counter[int] = Counter()
     parts = cut = 0
     for each in conversations:
         try:
@@ -113,13 +116,14 @@ def _rows(config: RunConfig, marker: Marker, conversations: Sequence[Conversatio
             continue
         parts += len(marked) > 1
         for row in marked:
+            unended.update(row.unended)
             cut += len(row.ids) > this.max_tokens
             if (kept := _within(row, this.max_tokens, this.long_rows)) is None:
                 reason = f"longer than sft.max_tokens={this.max_tokens}"
                 left_out[reason] += 1
                 named.setdefault(reason, each.id)
             else:
-                rows.append(Row(each.id, *kept))
+                rows.append(Row(each.id, kept.ids, kept.learned))
     if cut and this.long_rows == "truncate":
         logger.warning("%s: %d rows are longer than sft.max_tokens=%d and are cut there", where, cut, this.max_tokens)
     for reason, count in left_out.items():
@@ -127,8 +131,22 @@ def _rows(config: RunConfig, marker: Marker, conversations: Sequence[Conversatio
     if parts:
         logger.info("%s: %d conversations become a row for each answer, as the template asks for it", where, parts)
     if not rows:
-        raise DataError(f"{where}: no row is left to learn from ({'; '.join(left_out)}): raise sft.max_tokens")
-    return rows
+        raise DataError(f"{where}: no row is left to learn from: {'; '.join(map(_with_remedy, left_out))}")
+    if unended and where == "data":
+        logger.warning("%s", marker.unended_text(unended))
+    return rows, cut > 0
+
+
+def _with_remedy(reason: str) -> str:
+    """Why rows are left out, and what to do about it."""
+    if reason.startswith("longer than"):
+        return f"{reason}: raise sft.max_tokens"
+    if reason.startswith(REFUSES):
+        return (
+            f'{reason}; if it has no system role, set data.system_prompt to "" and write the rows\' system messages '
+            "into the first message of the user"
+        )
+    return reason
 
 
 def _within(row: Marked, longest: int, long_rows: str) -> Marked | None:

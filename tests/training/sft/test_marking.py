@@ -5,6 +5,7 @@ import pytest
 from qerl.checkpoint.load import load_tokenizer
 from qerl.data.conversations import Conversation
 from qerl.errors import CheckpointError
+from qerl.tasks import render_prompt
 from training.sft.marking import Marker, UnmarkableError
 
 CHATML = (
@@ -91,6 +92,76 @@ def test_a_row_for_each_answer_passes_over_it_too(marker):
     marks, tokenizer = marker(THINKING)
     (row,) = marks.rows(Conversation("1", TALK, passed=frozenset([1])))
     assert learned(tokenizer, row) == ["<think></think>#### 12<|im_end|>"]
+
+
+SPACED = CHATML.replace("'\n' + m.content", "': ' + m.content").replace("assistant\n", "assistant: ")
+SPACED_GENERATION = GENERATION.replace("m.role + '\n' }}", "m.role + ': ' }}").replace("assistant\n", "assistant: ")
+
+
+@pytest.mark.parametrize("template", [SPACED, SPACED_GENERATION])
+def test_the_first_word_is_learned_after_a_prompt_that_ends_in_a_space(marker, template):
+    """The tokenizer joins them, and the model is asked with the prompt alone."""
+    marks, tokenizer = marker(template)
+    talk = (TALK[0], {"role": "assistant", "content": "the apples"}, TALK[2], {"role": "assistant", "content": "has 4"})
+    (row,) = marks.rows(Conversation("1", talk))
+    assert learned(tokenizer, row) == ["the apples<|im_end|>", "has 4<|im_end|>"]
+    assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(list(talk), tokenize=False)
+    prompt = render_prompt(tokenizer, talk[:1])
+    assert row.ids[: len(prompt)] == prompt
+
+
+def test_a_token_whose_place_leaves_white_space_out_is_noticed():
+    """As with ByteLevel's trim_offsets, which GPT-2's tokenizer has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.post_processor, built.decoder = processors.ByteLevel(trim_offsets=True), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|im_start|>", "<|im_end|>"]
+    built.train_from_iterator([" the"] * 9, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<|im_end|>", chat_template=SPACED)
+    joined = tokenizer(": the", return_offsets_mapping=True)
+    assert (tokenizer.decode(joined["input_ids"][-1]), joined["offset_mapping"][-1]) == (" the", (2, 5))
+    talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "the apples"})
+    (row,) = Marker(tokenizer, [tokenizer.eos_token_id]).rows(Conversation("1", talk))
+    assert learned(tokenizer, row) == ["the apples<|im_end|>"]
+    assert tokenizer.decode(row.ids).endswith("assistant: the apples<|im_end|>\n")
+
+
+def test_an_answer_without_a_token_that_ends_completions_is_told(marker):
+    marks, tokenizer = marker(CHATML)
+    (row,) = marks.rows(Conversation("1", TALK))
+    assert row.unended == ()
+    end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    marks = Marker(tokenizer, [other])
+    (row,) = marks.rows(Conversation("1", TALK))
+    assert row.unended == (end, end)
+    says = marks.unended_text({end: 2})
+    assert says.startswith("2 learned answers hold no token that ends a completion (<|endoftext|>)")
+    assert f"'<|im_end|>': make it one, with \"eos_token_id\": [{other}, {end}] in the generation_config.json" in says
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            GENERATION.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"),
+            "move it",
+        ),
+        (
+            CHATML.replace("m.content + '<|im_end|>\n'", "m.content + '\n'").replace("<|im_start|>", ""),
+            "<|im_end|> there",
+        ),
+    ],
+    ids=["after the marks", "none"],
+)
+def test_what_to_do_about_it_fits_the_template(marker, template, says):
+    marks, _ = marker(template)
+    (row,) = marks.rows(Conversation("1", TALK[:2]))
+    assert len(row.unended) == 1
+    assert says in marks.unended_text(dict.fromkeys(row.unended, 1))
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
