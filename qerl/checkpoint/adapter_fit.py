@@ -128,10 +128,8 @@ OUTSIDE = {"embed_tokens": "the embeddings", "lm_head": "the head"}
 
 
 def _way_out(adapter: Path) -> str:
-    return (
-        f"`qerl merge --adapter {shlex.quote(str(adapter))} --to bf16` makes one model of base and adapter, where the "
-        "base has a place for all of it"
-    )
+    line = f"qerl merge --adapter {shlex.quote(str(adapter))} --to {formats.BF16.name}"
+    return f"`{line}` makes one model of base and adapter, where the base has a place for all of it"
 
 
 def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], sizes: ModelSizes) -> None:

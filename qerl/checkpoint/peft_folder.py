@@ -175,7 +175,7 @@ def _on_base(shown: str, base: TrainedOn, start: str) -> str:
         "transformers does not decode the experts of this base rightly: it leaves out their global scales, so that "
         "PEFT on it gives text without sense. qerl loads the adapter on its base as it is. For other programs this "
         "writes what was trained as a 16-bit model:\n\n"
-        f"```bash\nqerl merge --adapter {shlex.quote(shown)} --to bf16\n```"
+        f"```bash\nqerl merge --adapter {shlex.quote(shown)} --to {formats.BF16.name}\n```"
     )
 
 

@@ -13,6 +13,7 @@ from qerl.config.conflict import Conflict
 from qerl.config.keys import field_at, is_list, is_mapping, paths_below, section_at
 from qerl.config.messages import shown, unknown_key
 from qerl.config.quant import expanded
+from qerl.config.rules_rewards import may_hold_key
 from qerl.config.yaml_text import Path, YamlError, parse
 from qerl.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Draft:
         """Apply one `a.b=c`: c is YAML, a.b may hold list indices (`rewards.0.weight`). Raises ConfigError."""
         key, equals, value_text = (part.strip() for part in text.partition("="))
         # Errors show the origin, and a header or a URL may hold a secret.
-        secret = "headers" in text or ("://" in text and ("@" in text or "?" in text))
+        secret = "headers" in text or ("://" in text and ("@" in text or "?" in text)) or may_hold_key(text)
         origin = f"--set {key}=..." if secret else f"--set {text}"
         if not equals or not key:
             raise ConfigError(f"{origin}: is not KEY=VALUE; write --set section.key=value")

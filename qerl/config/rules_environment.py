@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rules_rewards import check_headers_of, url_mistake, url_shown
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -34,6 +35,8 @@ def environment(config: RunConfig) -> Conflicts:
         )
     if this.name is not None:
         yield from _name("environment.name", this.name)
+        if "://" in this.name:  # a class of the user's own may have such an argument
+            yield from check_headers_of("environment", this.args)
     for i, tool in enumerate(this.tools):
         yield from _name(f"environment.tools.{i}", tool, "tool")
 
@@ -50,6 +53,9 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _name(key: str, name: str, kind: str = "environment") -> Conflicts:
     from qerl.environments.build import KNOWN, is_url
 
+    if "://" in name and (mistake := url_mistake(name)):
+        yield Conflict({key: url_shown(name)}, mistake, "a URL such as http://localhost:8000")
+        return
     if name in KNOWN or is_url(name):
         return
     if name.endswith(".py"):

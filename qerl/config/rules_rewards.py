@@ -31,6 +31,17 @@ _SECRET = re.compile(r"auth|cookie|credential|key|password|passwd|secret|session
 _SECRET_VALUE = re.compile(r"\s*(bearer|basic|digest|token)\s|\s*(sk|hf|ghp|xox[abp])[-_]", re.IGNORECASE)
 
 
+_SECRET_IN_TEXT = re.compile(
+    rf"({_SECRET.pattern})[\w-]*[\"']?\s*[:=]\s*[\"']?(?!-?\d+\b)[^\s\"',}}\]]{{{SHORTEST_KEY}}}|\b(sk|hf|ghp|xox[abp])[-_]\w",
+    re.IGNORECASE,
+)
+
+
+def may_hold_key(text: str) -> bool:
+    """Whether a line of a recipe may hold a key, so that no error repeats it."""
+    return _SECRET_IN_TEXT.search(text) is not None
+
+
 def is_url(name: str) -> bool:
     """Whether the name means a reward server."""
     return "://" in name
@@ -44,7 +55,7 @@ def url_mistake(url: str) -> str | None:
     except ValueError as error:
         return f"it is no URL ({error})"
     if parts.scheme not in ("http", "https"):
-        return f"{parts.scheme or 'no scheme'}:// is spoken by no reward server"
+        return f"{parts.scheme or 'no scheme'}:// is spoken by no reward server"  # nor by an environment
     if not parts.hostname or any(letter.isspace() for letter in url):
         return "it names no host" if not parts.hostname else "it holds a blank"
     if parts.username is not None:
@@ -85,10 +96,36 @@ def header_mistake(name: object, value: object) -> tuple[str, str] | None:
     return None
 
 
+SECRET = (
+    "a key there would be written into the run and its report",
+    'args.headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable of the environment',
+)
+
+
+def secret_place(value: object, place: str, name: str = "") -> str | None:
+    """Where in a value of the recipe, which stands at `place`, there is a key; None if there is none."""
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        named = str(key) if isinstance(value, Mapping) else name
+        if (found := secret_place(each, f"{place}.{key}", named)) is not None:
+            return found
+    return place if _is_secret(value, name) else None
+
+
+def _is_secret(value: object, name: str) -> bool:
+    """Whether a text is a key, by its name or by how it begins. Numbers are none: max_tokens has a name like one."""
+    if not isinstance(value, str):
+        return False
+    return bool(_SECRET_VALUE.match(value) or (_SECRET.search(name) and len(value) >= SHORTEST_KEY))
+
+
 def without_secrets(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as plain values, with "(not shown)" for what may be a key in the arguments of its rewards."""
+    """A recipe as plain values, with "(not shown)" for what may be a key in arguments of rewards or environment."""
     sources = [{**each, "rewards": _without(each["rewards"])} for each in recipe["data"]["sources"]]
-    return {**recipe, "data": {**recipe["data"], "sources": sources}, "rewards": _without(recipe["rewards"])}
+    hidden = {"data": {**recipe["data"], "sources": sources}, "rewards": _without(recipe["rewards"])}
+    if recipe.get("environment"):
+        hidden["environment"] = {**recipe["environment"], "args": _hidden(recipe["environment"]["args"])}
+    return {**recipe, **hidden}
 
 
 def _without(rewards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -115,11 +152,14 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
         own = f"{key}.{i}"
         yield from _name(own, reward.name)
         if is_url(reward.name) or reward.name == "judge":  # a function of the user's own may have such an argument
-            yield from _headers(own, reward.args)
+            yield from check_headers_of(own, reward.args)
         url = reward.args.get("url") if reward.name == "judge" else None
         if isinstance(url, str) and (mistake := url_mistake(url)):
             shown = {f"{own}.args.url": url_shown(url)}
             yield Conflict(shown, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
+        body = reward.args.get("body") if reward.name == "judge" else None
+        if (place := secret_place(body, f"{own}.args.body")) is not None:
+            yield Conflict({place: "(not shown)"}, *SECRET)
         if any(reward.name == earlier.name for earlier in listed[:i]):
             yield Conflict({f"{own}.name": reward.name}, "this reward stands twice", "it once, with the weights added")
     if listed and config.distill is None and all(reward.weight == 0 for reward in listed):
@@ -147,7 +187,7 @@ def _limits(config: RunConfig, own: str, reward: RewardConfig) -> Conflicts:
         )
 
 
-def _headers(own: str, args: Mapping[str, object]) -> Conflicts:
+def check_headers_of(own: str, args: Mapping[str, object]) -> Conflicts:
     """Each header can be sent and holds no key. Its value is left out of the error."""
     headers = args.get("headers")
     for name, value in headers.items() if isinstance(headers, dict) else ():

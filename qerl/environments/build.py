@@ -18,6 +18,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,7 @@ def build(source: Source) -> Built:
     if is_url(name):
         if functions:
             raise UnfitError(f"environment {name} is a server, which brings its own tools: leave out tools")
+        _made(name, partial(Remote, name), source.args)
         return Built(lambda: Remote(name, **source.args), ())
     factory = _found(name, files)
     if is_program(factory):
@@ -135,8 +137,9 @@ def _made(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> An
     try:
         return factory(**args)
     except TypeError as error:
+        given = ", ".join(args) or "none"
         raise UnfitError(
-            f"environment {name} cannot be made with args {dict(args)} ({error}): set environment.args to what it takes"
+            f"environment {name} cannot be made with args {given} ({error}): set environment.args to what it takes"
         ) from error
 
 

@@ -4,32 +4,36 @@
     step   {"episode_id": "...", "action": {"message": "what it wrote"}}
     both answer {"observation": ..., "reward": 0, "done": false}
 
-A server of several episodes tells them apart by `episode_id`. An observation is text, or a mapping with the text under
-`observation_key`; any other is shown as JSON. Messages stand under the key `messages`.
+Each call is one exchange (qerl/own/exchange.py). It ends at its deadline whatever the server does, follows no redirect,
+and is not tried again, since a step may have counted. `headers` are sent along, with `${NAME}` replaced by a variable
+of the environment. A server of several episodes tells them apart by `episode_id`. An observation is text, or a mapping
+with the text under `observation_key`; any other is shown as JSON. Messages stand under the key `messages`.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import urllib.error
-import urllib.parse
-import urllib.request
 import uuid
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
+from qerl.config.rules_rewards import url_mistake, url_shown
 from qerl.environments.driven import BadEnvironmentError, messages_of, number
 from qerl.environments.values import Action, Reply
 from qerl.errors import ConfigError
+from qerl.own.headers import check_headers
 
 CONNECT_S = 10.0
 LARGEST = 16 * 2**20  # bytes of an answer
 
 
 def check_reachable(url: str) -> None:
-    """Raise ConfigError if nothing listens at the server's address."""
-    parts = urllib.parse.urlsplit(url)
+    """Raise ConfigError for a URL that is none or holds a key, and if nothing listens at the server's address."""
+    if mistake := url_mistake(url):
+        raise ConfigError(f"environment {url_shown(url)!r}: {mistake}; write for example http://localhost:8000")
+    parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
         socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
@@ -41,12 +45,19 @@ def check_reachable(url: str) -> None:
 
 
 class Remote:
-    """One episode at a server. The deadline of a call is that of the episode; `timeout_s` bounds the connection."""
+    """One episode at a server. The episode has a limit of its own for a call, which is given up after `timeout_s`."""
 
     def __init__(
-        self, url: str, action_key: str = "message", observation_key: str = "text", timeout_s: float = 300.0
+        self,
+        url: str,
+        action_key: str = "message",
+        observation_key: str = "text",
+        timeout_s: float = 300.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        """Raises ConfigError for headers that cannot be sent, or name a variable that is not set."""
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._headers = check_headers(f"environment {url}", headers or {})
         self._action_key, self._observation_key = action_key, observation_key
         self._episode = uuid.uuid4().hex
 
@@ -76,22 +87,21 @@ class Remote:
 
     def _ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The server's answer. Raises BadEnvironmentError for one that is no JSON object of an environment."""
-        data = json.dumps(body, default=str).encode()
-        request = urllib.request.Request(f"{self._url}/{what}", data, {"Content-Type": "application/json"})
+        from qerl.own.exchange import AskError, Server, ask, shown  # it imports httpx
+
+        url = f"{self._url}/{what}"
+        server = Server(f"environment {self._url}", url, self._headers, self._timeout_s, 0, 1.0, LARGEST)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                read = response.read(LARGEST + 1)
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read(2000).decode("utf-8", "replace").split())
-            raise BadEnvironmentError(f"got {error.code} from {self._url}/{what}: {said[:160]}") from None
-        except OSError as error:
-            raise BadEnvironmentError(f"got no answer from {self._url}/{what}: {error}") from None
+            (read,) = ask(server, [json.dumps(body, default=str).encode()])
+        except AskError as error:
+            raise BadEnvironmentError(f"got no answer from {url}: it {error.what}") from None
         try:
-            reply = json.loads(read) if len(read) <= LARGEST else None
-        except ValueError:
+            reply = json.loads(read)
+        except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict) or not reply.keys() & {"observation", "messages", "done"}:
+            said = shown(read, self._headers)
             raise BadEnvironmentError(
-                f"got {read[:80]!r} from {self._url}/{what}: answer with a JSON object of observation, reward and done"
+                f"got {said!r} from {url}: answer with a JSON object of observation, reward and done"
             )
         return reply

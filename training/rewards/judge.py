@@ -7,7 +7,7 @@
 Each completion is one chat of one message, made of `template`. The score is the last match of `pattern` in the reply,
 either a number within `range`, which becomes 0 to 1, or a word of `scores`. A reply without a score is rewarded with 0
 and counted as judge/unparsed_share; if a whole batch of at least two has none, a RewardError shows a reply. Limits of
-time and bytes, retries and headers are those of a reward server (training/rewards/exchange.py).
+time and bytes, retries and headers are those of a reward server (qerl/own/exchange.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from qerl.config.rules_rewards import url_mistake, url_shown
+from qerl.config.rules_rewards import SECRET, secret_place, url_mistake, url_shown
 from qerl.errors import ConfigError, RewardError
-from training.rewards.exchange import AskError, Server, ask, check_patience, shown
-from training.rewards.headers import check_headers
+from qerl.own.exchange import AskError, Server, ask, check_patience, shown
+from qerl.own.headers import Headers, check_headers
 
 LARGEST = 4 * 2**20  # bytes of a reply
 READ = 20_000  # characters at the end of a reply in which a score is looked for
@@ -86,6 +86,9 @@ class JudgeArgs:
             _refuse("scores", scores, "it gives no number for a word", "{correct: 1, incorrect: 0}")
         if not isinstance(self.body, Mapping) or {"model", "messages", "stream", "n"} & set(self.body):
             _refuse("body", self.body, "it sets what qerl sets, or is no mapping", "{temperature: 0, max_tokens: 512}")
+        if (place := secret_place(self.body, "args.body")) is not None:
+            why, write = SECRET
+            raise ConfigError(f"reward judge: {place} is not shown: {why}; write {write}")
         if type(self.concurrency) is not int or self.concurrency < 1:
             _refuse("concurrency", self.concurrency, "no request would be sent", "a whole number from 1")
         try:
@@ -94,7 +97,7 @@ class JudgeArgs:
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        check_headers("judge", self.headers)
+        check_headers("reward judge", self.headers)
 
     def question(self, values: Mapping[str, Any]) -> bytes:
         """The request about one completion, whose columns are `values`."""
@@ -153,11 +156,11 @@ class Judge:
 
     def _scores(self, args: JudgeArgs, questions: Sequence[bytes]) -> list[float | None]:
         place = args.url.rstrip("/").removesuffix("/chat/completions")
-        url, headers = f"{place}/chat/completions", check_headers("judge", args.headers)
+        url, headers = f"{place}/chat/completions", check_headers("reward judge", args.headers)
         server = Server(f"judge {url}", url, headers, args.timeout_s, args.retries, args.backoff_s, LARGEST)
         try:
             answers = ask(server, questions, args.concurrency)
-            replies = [_reply(answer) for answer in answers]
+            replies = [_reply(answer, headers) for answer in answers]
         except AskError as error:
             raise RewardError(
                 f"judge {url} {headers.hidden(error.what)}: {error.write}; then start again, or go on from the last "
@@ -165,7 +168,7 @@ class Judge:
             ) from None
         scores = [args.score(reply) for reply in replies]
         if len(scores) > 1 and not any(score is not None for score in scores):
-            said = shown(headers.hidden(replies[0][-200:]).encode("utf-8", "replace"))
+            said = shown(headers.hidden(replies[0])[-200:])
             raise RewardError(
                 f"judge {url} wrote no score in any of {len(scores)} replies, the first of which ends with {said!r}: "
                 "write args.pattern, args.range or args.scores to fit it, ask for the score in args.template, or raise "
@@ -174,12 +177,12 @@ class Judge:
         return scores
 
 
-def _reply(answer: bytes) -> str:
+def _reply(answer: bytes, headers: Headers) -> str:
     """The text of a chat completion; empty if the model wrote none."""
     try:
         content = json.loads(answer)["choices"][0]["message"].get("content")
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
-        what = f"answered what is no chat completion: {shown(answer)}"
+        what = f"answered what is no chat completion: {shown(answer, headers)}"
         raise AskError(what, "args.url has to be that of an OpenAI-compatible server, up to /v1") from None
     return content if isinstance(content, str) else ""
 
@@ -189,5 +192,5 @@ def _is_number(value: object) -> bool:
 
 
 def _refuse(key: str, value: object, why: str, write: str) -> None:
-    got = shown(str(value).encode("utf-8", "replace"))
+    got = shown(str(value))
     raise ConfigError(f"reward judge: args.{key} is {got}: {why}; write {write}")

@@ -15,7 +15,7 @@ A server that cannot be reached, is late or answers 408, 429 or 5xx is asked aga
 that time, and so on, or after the time that its Retry-After asks for; any other error is final. `timeout_s` is the
 deadline of a whole exchange, and an answer has at most LARGEST bytes. If no rewards come in the end, a RewardError
 stops the run, which can be resumed from its last checkpoint. `headers` are sent along, with `${NAME}` replaced by a
-variable of the environment (training/rewards/headers.py). Nothing is sent anywhere but to that URL: a redirect is an
+variable of the environment (qerl/own/headers.py). Nothing is sent anywhere but to that URL: a redirect is an
 error, and the proxies that the environment names are used for other machines only.
 """
 
@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 from qerl.config.rules_rewards import url_mistake, url_shown
 from qerl.errors import ConfigError, RewardError
-from training.rewards.exchange import AskError, Server, ask, check_patience, shown
-from training.rewards.headers import Headers, check_headers
+from qerl.own.exchange import AskError, Server, ask, check_patience, shown
+from qerl.own.headers import Headers, check_headers
 
 SENT = {"prompts": "prompts", "question": "questions", "answer": "answers", "row": "rows"}  # column -> name in JSON
 LARGEST = 16 * 2**20  # bytes of an answer: a million rewards in all their digits need 20 MB
@@ -81,7 +81,7 @@ class RewardServer:
             check_patience(f"reward {self.url}", args)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        check_headers(self.url, args.get("headers", {}))
+        check_headers(f"reward {self.url}", args.get("headers", {}))
         columns = args.get("columns", ())
         if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
             raise ConfigError(f"reward {self.url}: args.columns is {columns!r}: write a list of names, such as [level]")
@@ -98,20 +98,21 @@ class RewardServer:
     def _read(self, answer: bytes, count: int, headers: Headers) -> list[float]:
         """The rewards in an answer to `count` completions."""
         write = f'answer {{"rewards": [...]}} with {count} finite numbers, 0 for a completion that it cannot judge'
-        hidden = headers.hidden(answer.decode("utf-8", "replace")).encode()
         try:
             rewards = json.loads(answer)
         except (ValueError, RecursionError):
-            self._fail(f"answered what is not JSON: {shown(hidden)}", write)
+            self._fail(f"answered what is not JSON: {shown(answer, headers)}", write)
         if isinstance(rewards, dict):
             rewards = rewards.get("rewards")
         if not isinstance(rewards, list):
-            self._fail(f"answered JSON that is neither a list nor has one as `rewards`: {shown(hidden)}", write)
+            self._fail(
+                f"answered JSON that is neither a list nor has one as `rewards`: {shown(answer, headers)}", write
+            )
         if len(rewards) != count:
             self._fail(f"answered {len(rewards)} rewards for {count} completions", write)
         for index, value in enumerate(rewards):
             if not _is_finite(value):
-                got = shown(headers.hidden(json.dumps(value, ensure_ascii=False)).encode("utf-8", "replace"))
+                got = shown(json.dumps(value, ensure_ascii=False), headers)
                 self._fail(f"answered {got} for completion {index + 1} of {count}, no finite number", write)
         return [float(value) for value in rewards]
 

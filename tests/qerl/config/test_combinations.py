@@ -198,6 +198,24 @@ PAIRS = [
     (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
     (["sft={}", "data.grader=mine.py"], "data.grader mine.py with sft given: nothing is sampled that it could grade"),
     (["sft={}", "environment.name=calculator"], "write environment: null, or sft: null"),
+    (["environment.name=http://me:secret@host/"], "environment.name http://host/: a name and password in it would be"),
+    (["environment.name=http://host/?api_key=SECRETKEY12345"], "host/?api_key=...: a key in it would be logged"),
+    (["environment.name=http://host:99999"], "it is no URL (Port out of range"),
+    (["environment.name='http://[::1'"], "it is no URL (Invalid IPv6 URL)"),
+    (["environment.name=http://"], "it names no host"),
+    (
+        ["environment={name: 'http://host', args: {headers: {Authorization: sk-secret-123}}}"],
+        "environment.args.headers.Authorization '(not shown)': a key in the recipe would be written into the run",
+    ),
+    (
+        ["rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {extra: [{api_key: SECRETKEY12345}]}}}]"],
+        "rewards.0.args.body.extra.0.api_key '(not shown)': a key there would be written into the run and its report; "
+        'write args.headers: {Authorization: "Bearer ${NAME}"}',
+    ),
+    (
+        ["rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {user: sk-secret-123}}}]"],
+        "rewards.0.args.body.user '(not shown)': a key there",
+    ),
     (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),
     (["rewards=[]"], "expected a list of {name, weight, args, timeout_s}; the default is [{name: accuracy}]"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
@@ -270,3 +288,26 @@ def test_combinations_close_to_impossible_ones_are_accepted(tmp_path, overrides,
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE)
     assert read(load_recipe(path, overrides))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {extra: [{api_key: SECRETKEY12345}]}}}]",
+        "rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {user: sk-SECRETKEY12345}}}]",
+        "environment.name=http://me:SECRETKEY12345@host/",
+        "environment.name=http://host/?api_key=SECRETKEY12345",
+        "environment={name: 'http://host', args: {headers: {X-Api-Key: SECRETKEY12345}}}",
+    ],
+)
+def test_no_error_repeats_a_key(override):
+    with pytest.raises(ConfigError) as error:
+        load_recipe("tiny", [override])
+    assert "SECRETKEY" not in str(error.value)
+
+
+def test_numbers_whose_names_are_like_those_of_keys_are_shown():
+    with pytest.raises(ConfigError, match=r"--set rollout\.max_new_tokens=-100000000000"):
+        load_recipe("tiny", ["rollout.max_new_tokens=-100000000000"])
+    body = "{max_tokens: 512, stop: ['<|end_of_tokens|>']}"
+    load_recipe("tiny", [f"rewards=[{{name: judge, args: {{url: 'http://h/v1', model: m, body: {body}}}}}]"])

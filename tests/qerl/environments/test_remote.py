@@ -11,6 +11,8 @@ from scripted import run, scripted_environments
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
+from qerl.environments.remote import check_reachable
+from qerl.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,14 @@ class Server(BaseHTTPRequestHandler):
             time.sleep(3)
         elif said == "close":
             self.connection.shutdown(socket.SHUT_RDWR)
+        elif said == "redirect":
+            self.send_response(302)
+            self.send_header("Location", "/reset")
+            self.end_headers()
+        elif said == "refuse":
+            self.reply({"why": f"bad key {self.headers['Authorization']}"}, 401)
+        elif said == "dribble":
+            self.dribble()
         elif said == "html":
             self.reply("<html>")
         elif said == "nan":
@@ -43,6 +53,13 @@ class Server(BaseHTTPRequestHandler):
         else:
             done = said == self.answers[body["episode_id"]]
             self.reply({"observation": {"seen": [said]}, "reward": float(done), "done": done})
+
+    def dribble(self):
+        """A header that comes byte by byte, each within any limit on a read."""
+        for _ in range(100):
+            self.wfile.write(b"H")
+            self.wfile.flush()
+            time.sleep(0.05)
 
     def reply(self, value, status=200):
         data = json.dumps(value).encode()
@@ -72,7 +89,7 @@ def test_a_server_that_fails_hangs_or_closes_ends_that_episode_alone(tokenizer):
         _, episodes = run(tokenizer, made, ["books"] * 6, *lines)
         assert time.monotonic() - began < 3
     errors = [episode.error for episode in episodes]
-    assert errors[0].startswith(f"step got 500 from {url}/step: ")
+    assert errors[0].startswith(f"step got no answer from {url}/step: it answered 500 Internal Server Error: ")
     assert "\n" not in errors[0]
     assert errors[1] == "did not answer within 1 s"
     assert errors[2].startswith(f"step got no answer from {url}/step: ")
@@ -94,3 +111,49 @@ def test_a_server_that_is_not_there_fails_every_episode_in_one_line(tokenizer):
     assert {episode.error.partition(": ")[0] for episode in episodes} == {
         "reset got no answer from http://127.0.0.1:9/reset"
     }
+
+
+def test_a_redirect_is_not_followed(tokenizer):
+    with serving(Server) as url:
+        made = scripted_environments(tokenizer, url, program=True)
+        _, (episode,) = run(tokenizer, made, ["books"], ["redirect"])
+    assert episode.error.startswith(f"step got no answer from {url}/step: it answered 302")
+
+
+def test_the_limit_of_an_exchange_holds_whatever_comes_meanwhile(tokenizer):
+    with serving(Server) as url:
+        made = scripted_environments(tokenizer, url, program=True, args={"timeout_s": 0.5})
+        began = time.monotonic()
+        _, (episode,) = run(tokenizer, made, ["books"], ["dribble"])
+        assert time.monotonic() - began < 3
+    assert episode.error.endswith("did not answer within 0.5 s (asked once)")
+
+
+def test_headers_are_sent_and_their_values_hidden(tokenizer, monkeypatch):
+    key = "sk-live-" + "0123456789abcdef" * 8
+    monkeypatch.setenv("PLACE_KEY", key)
+    with serving(Server) as url:
+        args = {"headers": {"Authorization": "Bearer ${PLACE_KEY}"}}
+        made = scripted_environments(tokenizer, url, program=True, args=args)
+        _, (episode,) = run(tokenizer, made, ["books"], ["refuse"])
+    assert "bad key Bearer ${PLACE_KEY}" in episode.error
+    assert key[:10] not in episode.error
+
+
+def test_what_no_server_can_be_asked_with_is_refused_before_anything_is_asked(tokenizer, monkeypatch):
+    monkeypatch.delenv("PLACE_KEY", raising=False)
+    for args, said in (
+        ({"headers": {"Authorization": "${PLACE_KEY}"}}, r"names \$\{PLACE_KEY\}, which is not set"),
+        ({"headers": {"Authorization": "sk-live-1234567"}}, "a key in the recipe would be written into the run"),
+        ({"api_key": "sk-live-1234567"}, "cannot be made with args api_key"),
+    ):
+        with pytest.raises(ConfigError, match=said) as error:
+            scripted_environments(tokenizer, "http://127.0.0.1:9", program=True, args=args)
+        assert "sk-live" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter2@127.0.0.1:9/x", "http://127.0.0.1:99999", "http://[::1", "http://"])
+def test_urls_that_are_none_or_hold_a_password_are_refused_in_one_line(url):
+    with pytest.raises(ConfigError, match=r"^environment .*; write for example http://localhost:8000$") as error:
+        check_reachable(url)
+    assert "hunter2" not in str(error.value)

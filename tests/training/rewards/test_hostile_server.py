@@ -220,6 +220,28 @@ def test_a_key_reaches_the_server_and_nothing_else(tmp_path, monkeypatch, caplog
     assert KEY[:6] not in str(error.value) + caplog.text
 
 
+LONG = "sk-live-" + "0123456789abcdef" * 8  # more characters than an error shows
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        b"HTTP/1.1 401 Unauthorized Authorization: Bearer %b\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 500 Bearer %b\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: Bearer %b\r\nContent-Length: 1\r\n\r\nx",
+        b"HTTP/1.1 403 No\r\nContent-Length: 200\r\n\r\n" + b" " * 60 + b"%b" + b" " * 4,
+        b'HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n["' + b" " * 56 + b'%b", 1]   ',
+    ],
+    ids=["reason", "reason again", "encoding", "body", "reward"],
+)
+def test_a_key_that_is_longer_than_what_is_shown_is_hidden_before_it_is_cut(talk, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("GRADER_KEY", LONG)
+    with raw_server(talk % LONG.encode()) as (url, _), pytest.raises(RewardError) as error:
+        grade_two(url, tmp_path, headers={"Authorization": "Bearer ${GRADER_KEY}"}, retries=1)
+    assert "${GRADER_KEY}"[:8] in str(error.value)
+    assert LONG[:6] not in str(error.value) + caplog.text
+
+
 @pytest.mark.parametrize("body", [b'["%b", 1]', b"<%b>", b'{"%b": 1}'], ids=["reward", "page", "mapping"])
 def test_a_key_is_hidden_in_an_answer_that_is_no_reward(body, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADER_KEY", KEY)

@@ -201,3 +201,19 @@ def test_a_recipe_with_a_key_in_it_is_refused_without_showing_it(args):
     with pytest.raises(ConfigError, match=r"rewards\.0\.args\.") as error:
         load_recipe("tiny", [f"rewards={json.dumps([{'name': 'judge', 'args': {'model': MODEL, **args}}])}"])
     assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda key: b'{"error": "bad key in this request: %b"}' % key.encode(),
+        lambda key: f"{key} is no score{'.' * 100}",
+    ],
+)
+def test_a_long_key_is_hidden_before_a_reply_is_cut(reply, tmp_path, monkeypatch, caplog):
+    key = "sk-live-" + "0123456789abcdef" * 8
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with judge_server(lambda question: reply(key)) as (url, _), pytest.raises(RewardError) as error:
+        build(tmp_path, url=url, headers={"Authorization": "Bearer ${JUDGE_KEY}"})
+    assert "no chat completion" in str(error.value) or "wrote no score" in str(error.value)
+    assert not any(key[at : at + 8] in str(error.value) + caplog.text for at in range(0, 128, 8))

@@ -34,25 +34,25 @@ class Headers:
 
 
 def check_headers(who: str, given: object) -> Headers:
-    """The headers of `who`. Raises ConfigError, never with a value, if one cannot be sent."""
+    """The headers of `who`, such as "reward judge". Raises ConfigError, never with a value, if one cannot be sent."""
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f'reward {who}: args.headers is no mapping: write for example {{Authorization: "Bearer ${{GRADER_KEY}}"}}'
+            f'{who}: args.headers is no mapping: write for example {{Authorization: "Bearer ${{GRADER_KEY}}"}}'
         )
     for name, value in given.items():
         if mistake := header_mistake(name, value):
-            raise ConfigError(f"reward {who}: args.headers.{name}: {mistake[0]}; write {mistake[1]}")
+            raise ConfigError(f"{who}: args.headers.{name}: {mistake[0]}; write {mistake[1]}")
         for variable in VARIABLE.findall(value):
             held = os.environ.get(variable)
             if not held:
                 state = "is not set in" if held is None else "is empty in"
                 raise ConfigError(
-                    f"reward {who}: args.headers.{name} names ${{{variable}}}, which {state} the environment: "
+                    f"{who}: args.headers.{name} names ${{{variable}}}, which {state} the environment: "
                     f"`export {variable}=...`, then start again"
                 )
             if not (held.isascii() and held.isprintable()):
                 raise ConfigError(
-                    f"reward {who}: args.headers.{name} names ${{{variable}}}, whose value has a line break or another "
+                    f"{who}: args.headers.{name} names ${{{variable}}}, whose value has a line break or another "
                     f"character that no header can hold: `export {variable}=...` without it"
                 )
     return Headers(dict(given))

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from training.rewards.headers import Headers
+from qerl.own.headers import Headers
 
 RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried too
 LONGEST_PAUSE_S = 30.0
@@ -80,11 +80,16 @@ def ask(server: Server, bodies: Sequence[bytes], at_once: int = 1) -> list[bytes
     return _in_own_loop(_ask_all(server, bodies, at_once))
 
 
-def shown(answer: bytes) -> str:
-    """The beginning of an answer in one line, without control characters."""
-    text = answer[: 4 * SHOWN].decode("utf-8", "replace")
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or "nothing"
-    return text if len(text) <= SHOWN and len(answer) <= 4 * SHOWN else f"{text[:SHOWN]}..."
+def shown(answer: bytes | str, headers: Headers | None = None) -> str:
+    """The beginning of an answer in one line, without control characters, and without the values in `headers`.
+
+    These are hidden before the text is cut: half a key would no longer be recognized.
+    """
+    whole = answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
+    if headers is not None:
+        whole = headers.hidden(whole)
+    text = " ".join("".join(c if c.isprintable() else " " for c in whole[: 4 * SHOWN]).split()) or "nothing"
+    return text if len(text) <= SHOWN and len(whole) <= 4 * SHOWN else f"{text[:SHOWN]}..."
 
 
 @cache
@@ -165,26 +170,28 @@ async def _exchange(client: httpx.AsyncClient, server: Server, body: bytes) -> b
     }
     try:
         async with client.stream("POST", server.url, content=body, headers=headers) as response:
-            answer = await _body(response, server.largest)
+            answer = await _body(response, server)
     except httpx.ConnectError as error:
         raise _UnavailableError(f"cannot be reached ({_cause(error)})") from error
     except httpx.RequestError as error:  # the connection broke, or the answer is not HTTP
         raise _UnavailableError(f"broke off ({error or type(error).__name__})") from error
     if response.is_success:
         return answer
-    # Hidden before it is cut: half a key would no longer be recognized.
-    said = server.headers.hidden(answer.decode("utf-8", "replace")).encode()
-    what = f"answered {response.status_code} {shown(response.reason_phrase.encode())}: {shown(said)}"
+    reason, said = (shown(each, server.headers) for each in (response.reason_phrase, answer))
+    what = f"answered {response.status_code} {reason}: {said}"
     if response.status_code in RETRIED or response.is_server_error:
         raise _UnavailableError(what, _retry_after_s(response.headers.get("Retry-After")))
     raise _FinalError(what)
 
 
-async def _body(response: httpx.Response, largest: int) -> bytes:
+async def _body(response: httpx.Response, server: Server) -> bytes:
     """The decompressed body. httpx would decompress a whole part at once, however large it becomes."""
+    largest = server.largest
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
-        raise _FinalError(f"answered in Content-Encoding {shown(encoding.encode())}, though asked for plain JSON")
+        raise _FinalError(
+            f"answered in Content-Encoding {shown(encoding, server.headers)}, though asked for plain JSON"
+        )
     unpack = None if encoding in ("", "identity") else _Unpack(largest)
     parts, size, sent = [], 0, 0
     async for raw in response.aiter_raw():
