@@ -22,6 +22,7 @@ from qerl.commands.shell_values import task_values
 from qerl.engine.interface import check_temperature
 from qerl.engine.options import ENGINES, KERNELS, EngineOptions
 from qerl.errors import ConfigError
+from qerl.tasks.template_names import unknown_name, unknown_text
 
 LOADS = ("auto", *formats.names())
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
@@ -195,6 +196,9 @@ class EvalSettings:
             raise ConfigError(
                 f"--prompt-template {self.prompt_template!r} has no {{question}}: write it where the question belongs"
             )
+
+        if self.prompt_template is not None and (name := unknown_name(self.prompt_template)) is not None:
+            raise ConfigError(f"--prompt-template {self.prompt_template!r}: {unknown_text(name)}")
 
     def engine_options(self) -> EngineOptions:
         """The engine that is asked for; its context and its adapter's rank are the caller's to add."""

@@ -35,10 +35,20 @@ def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
 
 
 def template_of(key: str, template: str | None) -> Conflicts:
-    """A template holds the question."""
-    if template is not None and template != "default" and "{question}" not in template:
+    """A template holds the question, and no other name."""
+    from qerl.tasks.template_names import unknown_name
+
+    if template is None or template == "default":
+        return
+    if "{question}" not in template:
         yield Conflict(
             {key: template},
             "it has no {question}, so no prompt would hold its problem",
             f"{key}: '{{question}} Put your final answer within \\boxed{{}}.', or default",
+        )
+    elif (name := unknown_name(template)) is not None:
+        yield Conflict(
+            {key: template},
+            f"{{{name}}} would be printed as it stands, since only {{question}} is put in",
+            f"the column {name} into the question of each row, or {{ {name} }} for the text in braces",
         )

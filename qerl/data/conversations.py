@@ -5,6 +5,7 @@ A row is one of
     {"messages": [...]}                 a list as qerl/data/messages.py reads it (OpenAI, ShareGPT as "conversations")
     {"prompt": ..., "completion": ...}  two texts, or two lists of messages, of which only the second is learned
     {"question": ..., "answer": ...}    two texts, by the columns of the task
+    {"instruction", "input", "output"}  Alpaca's three columns, of which the second may be empty
 
 and may bring `tools`, the schemas that its chat template is shown. A row is left out, with its reason, if it is no row,
 if its messages cannot be read or have none of the assistant that is learned, or if an earlier row is the same.
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from qerl.data.alpaca import INSTRUCTION, with_input
 from qerl.data.cells import is_empty
 from qerl.data.messages import MessageError, Spoken, as_messages, is_learned, read_message, read_tools
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
@@ -147,7 +149,9 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
         raise DataError(f"{name} holds no rows: is it the right file, and in the format that its name says?")
     there = dict.fromkeys(str(column) for row in present for column in row)
     own = {key: [value] if isinstance(value, str) else list(value) for key, value in task.columns.items()}
-    prompts = [asked["question"]] if "question" in asked else [*LISTS, "prompt", *own["question"], "question"]
+    prompts = (
+        [asked["question"]] if "question" in asked else [*LISTS, "prompt", *own["question"], "question", INSTRUCTION]
+    )
     answers = [asked["answer"]] if "answer" in asked else [*ANSWERS, *own["answer"], "answer"]
     prompt = next((column for column in prompts if column in there), None)
     answer = next((column for column in answers if column in there), None)
@@ -174,7 +178,9 @@ def _read(
     if of_text:
         if is_empty(asked):
             raise MessageError("an empty prompt")
-        before = build_messages(task, asked.strip(), data.system_prompt, data.prompt_template)
+        before = build_messages(
+            task, with_input(row, prompt, asked, answer).strip(), data.system_prompt, data.prompt_template
+        )
         learned = [True] * len(before)
     else:
         before, learned = _messages(asked)

@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
+from qerl.data.alpaca import INSTRUCTION, OUTPUT
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.usable_rows import MISSING, Collector, DropReport, look_up
 from qerl.errors import ConfigError, DataError
@@ -113,6 +114,7 @@ def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[
     asked = {MEANT.get(key, key): path for key, path in asked.items()}
     for key in ("question", "answer"):
         own = task.columns[key]
+        own = own if key == "question" or found["question"] != INSTRUCTION or not task.free_form else (own, OUTPUT)
         wanted = [asked[key]] if key in asked else [*([own] if isinstance(own, str) else own), key]
         matches = [path for path in wanted if any(look_up(row, path) is not MISSING for row in present)]
         if not matches and key == "answer" and key not in asked and task.free_form:

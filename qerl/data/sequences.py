@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.sandbox import SandboxError, render_chat
+from qerl.data.alpaca import INPUT, INSTRUCTION
 from qerl.data.messages import as_messages
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.errors import CheckpointError, DataError
@@ -89,6 +90,8 @@ def _messages(row: dict) -> list[dict[str, str]]:
             reply = _first_text(row, REPLY) if key == "prompt" else ""
             return [*turns, *([{"role": "assistant", "content": reply}] if reply else [])]
     question, reply = _first_text(row, ASK), _first_text(row, REPLY)
+    if question and question == row.get(INSTRUCTION) and _first_text(row, (INPUT,)):
+        question = f"{question.strip()}\n\n{row[INPUT].strip()}"
     if not question:
         return []
     return [{"role": "user", "content": question}, *([{"role": "assistant", "content": reply}] if reply else [])]

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Literal
 
+from qerl.data.alpaca import with_input
 from qerl.data.cells import is_empty
 from qerl.data.messages import Asked, MessageError, as_messages, read_messages, read_tools
 from qerl.tasks import Example, Task
@@ -174,7 +175,10 @@ class Collector:
                     raise _UnusableError("messages that cannot be asked", str(error)) from None
         elif isinstance(cell := look_up(row, path), str) and as_messages(cell) is not None:
             raise _UnusableError("question that is no text", "the question is a list of messages; --task own asks them")
-        return Asked(_text(row, path, "question"))
+        try:
+            return Asked(with_input(row, path, _text(row, path, "question"), self._paths.get("answer")))
+        except MessageError as error:
+            raise _UnusableError(error.reason, str(error)) from None
 
     def _tools(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         """The schemas of the column `tools`. In rows without messages it may be a column that rewards read."""

@@ -18,6 +18,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
+from qerl.tasks.template_names import unknown_name, unknown_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,8 +182,8 @@ def build_messages(
     """The chat messages that ask `question`.
 
     "default" stands for the task's own prompt and template; a system prompt of None or "" means no system message. Only
-    `{question}` is replaced in the template, and other braces (`\\boxed{}`) are left as they are. Raises ConfigError if
-    the template has no `{question}`.
+    `{question}` is replaced in the template, and braces without a name (`\\boxed{}`) are left as they are. Raises
+    ConfigError if the template has no `{question}`, or another name in braces.
     """
     task = get_task(task) if isinstance(task, str) else task
     system = task.system_prompt if system_prompt == "default" else system_prompt
@@ -192,6 +193,8 @@ def build_messages(
             f"data.prompt_template is {template!r}, which does not contain {{question}}: no prompt would hold its "
             'problem. Write for example "{question}\\n\\nPut your final answer within \\\\boxed{}."'
         )
+    if (name := unknown_name(template)) is not None:
+        raise ConfigError(f"data.prompt_template is {template!r}: {unknown_text(name)}")
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": template.replace("{question}", question)}]
 
