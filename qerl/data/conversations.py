@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.data.alpaca import INSTRUCTION, with_input
 from qerl.data.cells import is_empty
-from qerl.data.messages import MessageError, Spoken, as_messages, is_learned, read_message, read_tools
+from qerl.data.messages import MessageError, Spoken, as_messages, is_learned, read_message, read_tools, with_system
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.usable_rows import DropReport
 from qerl.errors import DataError
@@ -183,7 +183,9 @@ def _read(
         )
         learned = [True] * len(before)
     else:
-        before, learned = _messages(asked)
+        read, learned = _messages(asked)
+        before = with_system(row, read)
+        learned = [*([True] * (len(before) - len(read))), *learned]
         if system and all(message["role"] != "system" for message in before):
             before, learned = [{"role": "system", "content": system}, *before], [True, *learned]
     after: list[Spoken] = []
@@ -205,6 +207,11 @@ def _conversation(
     if not answers:
         raise MessageError("no message of the assistant")
     passed = frozenset(i for i in answers if not learned[i])
+    empty = [i for i in answers if i not in passed and not (messages[i]["content"].strip() or len(messages[i]) > 2)]
+    if empty:
+        raise MessageError(
+            "an empty message of the assistant", f"its message {empty[0] + 1} would be learned, and is empty"
+        )
     if len(passed) == len(answers):
         raise MessageError("no message that is learned", "each message of the assistant says that it is not learned")
     name = number if is_empty(row.get("id")) else str(row["id"])

@@ -80,6 +80,14 @@ def read_messages(cell: Sequence[Any]) -> Asked:
     return Asked(last["content"].strip(), tuple(earlier), reply.strip(), beside)
 
 
+def with_system(row: Mapping[str, Any], messages: Sequence[Spoken]) -> list[Spoken]:
+    """The messages, with the row's column `system` before them, as ShareGPT's rows have it, if they have none."""
+    system = row.get("system")
+    if not isinstance(system, str) or is_empty(system) or any(each["role"] == "system" for each in messages):
+        return list(messages)
+    return [read_message({"role": "system", "content": system}, 0), *messages]
+
+
 def read_message(value: Any, number: int) -> Spoken:
     """A message with its role and content, and its name, thoughts and tool calls. Raises MessageError."""
     given = value if isinstance(value, Mapping) else {}

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from qerl.data.alpaca import with_input
 from qerl.data.cells import is_empty
-from qerl.data.messages import Asked, MessageError, as_messages, read_messages, read_tools
+from qerl.data.messages import Asked, MessageError, as_messages, read_messages, read_tools, with_system
 from qerl.tasks import Example, Task
 from qerl.tasks.extract import extract
 from qerl.tasks.grading import can_be_graded
@@ -170,7 +170,8 @@ class Collector:
                 path = next((name for name in others if not is_empty(row[name])), next(iter(others), path))
             if (cell := as_messages(look_up(row, path))) is not None:
                 try:
-                    return read_messages(cell)
+                    asked = read_messages(cell)
+                    return replace(asked, earlier=tuple(with_system(row, asked.earlier)))
                 except MessageError as error:
                     raise _UnusableError("messages that cannot be asked", str(error)) from None
         elif isinstance(cell := look_up(row, path), str) and as_messages(cell) is not None:

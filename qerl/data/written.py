@@ -62,7 +62,7 @@ class Written:
         """The texts of a message that have to be in the rendered text."""
         role = message["role"]
         *thoughts, said = THINK.split(message["content"]) if role == "assistant" else [message["content"]]
-        yield f"a message of the role {role}", "role", (said,)
+        yield f"a message of the role {role}", "role", _forms(said)  # Llama 3.1's writes what a tool says as JSON
         if learned or (thoughts and not self._writes_thought("content")):
             yield from ((f"the thoughts in a message of the role {role}", "dropped", (each,)) for each in thoughts)
         for key in THOUGHTS:

@@ -10,7 +10,7 @@ TASK = Task(
     hub=None,
     splits={"train": "train", "test": "test"},
     answer_kind="text",
-    columns={"question": ("prompt", "messages", "question", "instruction"), "answer": "answer"},
+    columns={"question": ("prompt", "messages", "question", "conversations", "instruction"), "answer": "answer"},
     prompt_template="{question}",
     free_form=True,
 )

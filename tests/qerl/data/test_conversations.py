@@ -6,7 +6,7 @@ from row_files import write_jsonl
 from qerl.config.recipe import load_recipe
 from qerl.data.conversations import Source, check_conversations, load_conversations
 from qerl.errors import DataError
-from qerl.tasks import get_task
+from qerl.tasks import get_task, load_examples, messages_of
 
 ASKED = {"role": "user", "content": "hi"}
 SAID = {"role": "assistant", "content": "hello"}
@@ -127,6 +127,18 @@ def test_a_system_prompt_is_given_to_conversations_without_one(tmp_path):
     assert (first.messages[0]["content"], second.messages[0]["content"]) == ("yours", "mine")
 
 
+def test_the_column_system_of_sharegpt_is_the_system_message(tmp_path):
+    talk = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "mine"}
+    (found,) = read(tmp_path, [talk], "data.system_prompt=yours")
+    assert found.messages == ({"role": "system", "content": "mine"}, ASKED, SAID)
+    (example,), _ = load_examples("own", write_jsonl(tmp_path / "rows.jsonl", [talk]))
+    assert messages_of("own", example, "yours") == [{"role": "system", "content": "mine"}, ASKED]
+    assert example.answer == "hello"
+    own = {"messages": [{"role": "system", "content": "first"}, ASKED, SAID], "system": float("nan")}
+    (found,) = read(tmp_path, [own])
+    assert found.messages[0]["content"] == "first"
+
+
 BAD = {
     "no message of the assistant": {"messages": [ASKED]},
     "a message without a role": {"messages": [{"content": "hi"}, SAID]},
@@ -134,6 +146,7 @@ BAD = {
     "no list of messages": {"messages": "hi"},
     "a tool call without a name": {"messages": [ASKED, {**SAID, "tool_calls": [{"function": {}}]}]},
     "tools that are no list of schemas": {"messages": [ASKED, SAID], "tools": "3"},
+    "an empty message of the assistant": {"messages": [ASKED, {**SAID, "content": " \n"}]},
     "half a character": {"messages": [ASKED, {**SAID, "content": "\ud83d"}]},
     "no readable row": "text",
 }

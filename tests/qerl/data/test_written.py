@@ -75,6 +75,11 @@ def test_what_is_not_written_is_named(template, messages, tools, says):
     ("template", "messages", "tools"),
     [
         (TOOLS, [USER, CALLS, {"role": "tool", "content": "9"}, LAST], (SCHEMA,)),
+        (
+            TOOLS.replace("m.content", "(m.content | tojson)"),
+            [USER, CALLS, {"role": "tool", "content": '"a"\nb'}, LAST],
+            (),
+        ),
         (TOOLS, [{"role": "developer", "content": " Be short.\n"}, USER], ()),
         (KNOWN, [{"role": "system", "content": "\n two  spaces \n"}, USER], ()),
         (KNOWN, [USER, {"role": "assistant", "content": "<think>5 and 4</think>9"}, LAST], ()),
