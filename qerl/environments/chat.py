@@ -9,6 +9,7 @@ writes them, where the whole turn is {"name": ..., "parameters": {...}}; or by t
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from qerl.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TURN = "\x02turn\x02"  # stands for what the model wrote; no template knows it
+TURN = "\x02turn{}\x02"  # stands for what the model wrote, with a number that makes it one that nobody else wrote
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -44,6 +45,7 @@ class Chat:
         self._text = CompletionText(tokenizer, end_ids)
         self.end_id = next(iter(end_ids))
         self._after: dict[str, list[int]] = {}
+        self._longest: int | None = None
         self._parse = _parser(tokenizer) if schemas else None
         if schemas:
             self._check_tools()
@@ -76,20 +78,34 @@ class Chat:
         ids = self._encode(text)
         return None if len(ids) <= limit else self._tokenizer.decode(ids[:limit], skip_special_tokens=False)
 
+    def most_characters(self, tokens: int) -> int:
+        """More characters than `tokens` tokens can stand for."""
+        if self._longest is None:
+            self._longest = max(map(len, self._tokenizer.get_vocab()))
+        return (tokens + 1) * self._longest
+
+    def check(self) -> None:
+        """Raise CheckpointError if the template takes no messages whatever."""
+        user = [{"role": "user", "content": "."}]
+        self.prompt(user)
+        self.suffix(user, None)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without those that end a turn or pad."""
         return self._text(token_ids)
 
     def _suffix(self, messages: Sequence[Message], last: int | None) -> list[int]:
-        dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": TURN}]
+        said = json.dumps(list(messages), ensure_ascii=False, default=str)
+        mark = next(mark for mark in map(TURN.format, itertools.count()) if json.dumps(mark)[1:-1] not in said)
+        dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}]
         text = self._render([*dummy, *messages], tools=False)
-        if text.count(TURN) != 1:
+        if text.count(mark) != 1:
             raise CheckpointError(
                 "the chat template of %r does not show an assistant's message as it is, so that nothing can follow "
                 "one: use a model whose template does",
                 self._tokenizer.name_or_path,
             )
-        ids = self._encode(text.partition(TURN)[2])
+        ids = self._encode(text.partition(mark)[2])
         return ids[1:] if ids and ids[0] == last else ids
 
     def _render(self, messages: Sequence[Message], tools: bool) -> str:

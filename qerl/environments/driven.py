@@ -17,12 +17,15 @@ methods are tools, `reset(**row)` begins an episode, and `get_reward()`, if ther
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from qerl.environments.awaited import awaited
 from qerl.environments.values import Action, Call, Message, Reply
+from qerl.own.returned import LARGEST
 
 NO_TOOLS = ("reset", "step", "close", "get_reward")
 
@@ -78,9 +81,9 @@ class Tooled:
         return first_reply(called(self.environment.reset, row, seed))
 
     def step(self, action: Action) -> Reply:
-        results = [self._result(call) for call in action.calls]
+        results = [_whole(self._result(call)) for call in action.calls]
         results += [("unknown", {"error": mistake}, True) for mistake in action.mistakes]
-        messages = tuple({"role": "tool", "name": name, "content": str(text)} for name, text, _ in results)
+        messages = tuple({"role": "tool", "name": _shown(name), "content": str(text)} for name, text, _ in results)
         failed = sum(wrong for _, _, wrong in results)
         return Reply(messages, 0.0, not results, len(results), failed)
 
@@ -95,6 +98,20 @@ class Tooled:
             return call.name, awaited(self._tools[call.name](**call.arguments)), False
         except Exception as error:
             return call.name, {"error": str(error) or type(error).__name__}, True
+
+
+def _whole(result: tuple[str, Any, bool]) -> tuple[str, Any, bool]:
+    """A tool's result, or an error in its place if its text is none: a model can write half a character in a call."""
+    name, returned, failed = result
+    text = str(returned)
+    if _shown(text) == text:
+        return name, text, failed
+    return name, {"error": "the result holds half a character" if not failed else _shown(text)}, True
+
+
+def _shown(text: str) -> str:
+    """The text with a question mark for each half of a character."""
+    return text.encode(errors="replace").decode()
 
 
 def methods_of(environment: Any) -> list[Callable[..., Any]]:
@@ -131,6 +148,31 @@ def messages_of(observation: Any, role: str = "user") -> tuple[Message, ...]:
     )
 
 
+def checked(reply: Reply) -> Reply:
+    """A reply whose messages every chat template can be given: contents are text. Raises BadEnvironmentError."""
+    messages = tuple(map(_checked, reply.messages))
+    return replace(reply, messages=messages, prompt=reply.prompt and tuple(map(_checked, reply.prompt)))
+
+
+def _checked(message: Message) -> Message:
+    text = message.get("content")
+    if text is None:
+        text = ""
+    if isinstance(text, list | tuple):  # as peers write text: parts, without pictures
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in text]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else text
+    if not isinstance(text, str):
+        raise BadEnvironmentError(f"returned a message with the content {_short(text)}: write text, or parts of text")
+    found = {**message, "content": text}
+    try:
+        json.dumps(found, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise BadEnvironmentError("returned text with half a character (a lone surrogate): write whole ones") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadEnvironmentError(f"returned a message that is no JSON ({error}): write role and content") from None
+    return found
+
+
 def first_reply(returned: Any) -> Reply:
     """What a reset returned: text is added to the prompt, and messages stand in its place."""
     messages = messages_of(returned)
@@ -152,13 +194,14 @@ def _three(returned: Any) -> tuple[Any, float, bool]:
 
 
 def number(value: Any) -> float:
-    """A reward, of which None is 0. Raises BadEnvironmentError for what is no finite number."""
+    """A reward, of which None is 0. Raises BadEnvironmentError for what is no finite number, or above LARGEST."""
     try:
         found = 0.0 if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
-    if not math.isfinite(found) or isinstance(value, str):
-        raise BadEnvironmentError(f"returned {_short(value)} as its reward: return a finite number")
+    if not abs(found) <= LARGEST or isinstance(value, str):
+        most = f" of at most {LARGEST:g}" if math.isfinite(found) else ""
+        raise BadEnvironmentError(f"returned {_short(value)} as its reward: return a finite number{most}")
     return found
 
 
@@ -172,5 +215,5 @@ def _is_message(message: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    text = " ".join(_shown(repr(value)).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

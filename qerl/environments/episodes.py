@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qerl.engine.interface import Completion, Request, SamplingParams
 from qerl.environments.values import Ending, Episode, Limits, Message, Start, Turn
+from qerl.errors import CheckpointError
+from qerl.printable import printable
 from qerl.tasks.environment import ASKS
 
 if TYPE_CHECKING:
@@ -190,7 +192,13 @@ class Episodes:
                 parts = [*own, *(message["content"] for message in said)]
                 messages[-1] = {**messages[-1], "content": "\n\n".join(part for part in parts if part)}
         if said or answer["prompt"] is not None:
-            episode.prompt_ids = self._chat.prompt(messages)
+            most, size = self._chat.most_characters(self._limits.context), _characters(messages)
+            if size > most:
+                self._fail(episode, f"makes a prompt of {size} characters, for which there is no room")
+                return
+            if (ids := self._rendered(episode, self._chat.prompt, messages)) is None:
+                return
+            episode.prompt_ids = ids
         room = self._limits.context - len(episode.prompt_ids)
         if room < 1:
             self._fail(episode, f"makes a prompt of {len(episode.prompt_ids)} tokens, for which there is no room")
@@ -199,15 +207,21 @@ class Episodes:
 
     def _go_on(self, episode: _Open, answer: Answer) -> None:
         messages = [self._shown(episode, message) for message in answer["messages"]]
+        texts = [Turn(m["role"], _beginning(m["content"], self._most(episode)), 0) for m in messages]
         if answer["done"] or episode.spoken >= self._limits.max_turns:
-            episode.turns += [Turn(m["role"], str(m["content"]), 0) for m in messages]
+            episode.turns += texts
             if answer["done"]:
                 episode.ended, episode.closed = "done", True
             else:
                 self._end(episode, "turns")
             return
-        ids = self._chat.suffix(messages, episode.token_ids[-1] if episode.token_ids else None)
-        texts = [Turn(message["role"], str(message["content"]), 0) for message in messages]
+        if _characters(messages) > self._most(episode):  # it has no room, which takes long to find out by its tokens
+            episode.turns += texts
+            self._end(episode, "tokens")
+            return
+        last = episode.token_ids[-1] if episode.token_ids else None
+        if (ids := self._rendered(episode, self._chat.suffix, messages, last)) is None:
+            return
         if texts:
             texts[0] = replace(texts[0], tokens=len(ids))
         episode.turns += texts
@@ -221,11 +235,30 @@ class Episodes:
 
     def _shown(self, episode: _Open, message: Message) -> Message:
         limit = self._limits.max_observation_tokens
-        text = message["content"]
-        if limit is None or not isinstance(text, str) or (head := self._chat.cut(text, limit)) is None:
+        if limit is None:
+            return message
+        # A longer beginning would have more tokens than are shown.
+        head = self._chat.cut(message["content"][: self._chat.most_characters(limit + 1)], limit)
+        if head is None:
             return message
         episode.cut += 1
         return {**message, "content": head + CUT}
+
+    def _most(self, episode: _Open) -> int:
+        """More characters than the rest of an episode can hold."""
+        return self._chat.most_characters(self._room(episode))
+
+    def _rendered(self, episode: _Open, render: Callable[..., list[int]], *said: Any) -> list[int] | None:
+        """Token ids of what an environment said; None, and the episode has failed, if it is what the template refuses.
+
+        Raises CheckpointError if the template refuses everything.
+        """
+        try:
+            return render(*said)
+        except CheckpointError as error:
+            self._chat.check()
+            self._fail(episode, f"returned messages that cannot be shown: {error}")
+            return None
 
     # -- how it ends
 
@@ -235,7 +268,7 @@ class Episodes:
         self._ask(episode, "end")
 
     def _fail(self, episode: _Open, error: str) -> None:
-        episode.call, episode.error, episode.ended, episode.closed = None, error, "failed", True
+        episode.call, episode.error, episode.ended, episode.closed = None, printable(error), "failed", True
         episode.reward = self._limits.failure_reward
 
     # -- what the engine samples
@@ -250,6 +283,15 @@ class Episodes:
         sampling = replace(self._sampling, max_new_tokens=room if own is None else min(own, room))
         stream = episode.spoken * len(self._episodes) + episode.index
         return Request(episode.index, [*episode.prompt_ids, *episode.token_ids], sampling, stream)
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages if isinstance(message["content"], str))
+
+
+def _beginning(text: str, most: int) -> str:
+    """The text as people read it, which is not kept whole if it is longer than any observation that fits."""
+    return text if len(text) <= most else text[:most] + CUT
 
 
 def _closed(episode: _Open, limits: Limits, chat: Chat) -> Episode:

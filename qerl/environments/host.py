@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qerl.environments.driven import BadEnvironmentError, Driven
+from qerl.environments.driven import BadEnvironmentError, Driven, checked
 from qerl.environments.values import Action, Reply
 from qerl.own.returned import one_line
 
@@ -50,7 +50,7 @@ class Host:
         try:
             if request["do"] == "reset":
                 instance = self._instances[request["episode"]] = self._make()
-            answer = asdict(self._do(request["episode"], request))
+            answer = asdict(checked(self._do(request["episode"], request)))
         except BaseException as error:  # also SystemExit
             self._leave(request["episode"])
             answer = {"raised": self._text(request["do"], error)}

@@ -41,6 +41,58 @@ class Faulty(Guess):
         return super().step(action)
 
 
+ODD_ANSWERS = {
+    "half": "a\ud800b",
+    "half role": [{"role": "us\ud800er", "content": "x"}],
+    "number": [{"role": "user", "content": 7}],
+    "mapping": {"role": "user", "content": {"a": 1}},
+    "picture": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    "bytes": [{"role": "user", "content": b"x"}],
+    "key": [{"role": "user", "content": "x", "more": {(1, 2): 3}}],
+    "role": [{"role": "nobody", "content": "x"}],
+    "message": "x",
+}
+ODD_REWARDS = {"huge": 1e308, "infinite": float("inf"), "long": 10**400, "nan": float("nan")}
+
+
+class Odd(Guess):
+    """Answers what the model names, which no chat template and no log can take as it is."""
+
+    def step(self, action):
+        if action in ODD_REWARDS:
+            return "go on", ODD_REWARDS[action], False
+        if action in ODD_ANSWERS:
+            return ODD_ANSWERS[action], 0.0, False
+        if action == "mark":
+            return "\x02turn\x02 \x02turn0\x02", 0.0, False
+        if action == "parts":
+            return (
+                [{"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]}],
+                0,
+                False,
+            )
+        if action == "none":
+            return [{"role": "user", "content": None}], 0.0, False
+        if action == "flood":
+            return "word " * 10_000_000, 0.0, False
+        if action == "last flood":
+            return "word " * 10_000_000, 0.5, True
+        if action == "raise half":
+            raise ValueError("a\ud800b")
+        return super().step(action)
+
+
+class OddReset(Odd):
+    """The same in its first answer, which the row names."""
+
+    def reset(self, example, seed):
+        super().reset(example, seed)
+        return "word " * 10_000_000 if self.answer == "flood" else ODD_ANSWERS[self.answer]
+
+    def step(self, action):
+        return (None, 1.0, True) if action == self.answer else super().step(action)
+
+
 class Trl:
     """As TRL's environment_factory takes it."""
 
@@ -222,3 +274,15 @@ def streams(base_url, example):
     said = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
     ended = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
     return float((said, ended, events[-1]) == (example["answer"], [None, "stop"], "[DONE]"))
+
+
+def echo(text: str) -> str:
+    """Say something again.
+
+    Args:
+        text: what to say
+
+    Returns:
+        The same.
+    """
+    return text

@@ -184,7 +184,7 @@ class RunLog:
         folder = self.run_dir / "completions"
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
-        (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
+        (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8", errors="replace")
         self._trackers.table(step, rows)
         if self._display is not None:
             self._console.print(completions_table(step, rows))

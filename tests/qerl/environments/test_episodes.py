@@ -1,5 +1,6 @@
 """Episodes against a scripted engine: which tokens they hold, who wrote them, and what ends them."""
 
+import copy
 import time
 
 import own_environments
@@ -12,6 +13,7 @@ from qerl.engine.interface import SamplingParams
 from qerl.environments.build import KNOWN, TOOLS, Source, UnfitError, build, register
 from qerl.environments.play import episode_metrics, play
 from qerl.environments.values import Start
+from qerl.errors import CheckpointError
 from qerl.tasks import get_task
 
 OWN = own_environments.__file__
@@ -180,3 +182,102 @@ def test_what_is_no_environment_is_refused_in_one_line(names, said):
     with pytest.raises(UnfitError, match=said) as raised:
         build(Source(name, tools))
     assert "\n" not in str(raised.value)
+
+
+ODD_ANSWERS = {
+    "half": "half a character",
+    "half role": "half a character",
+    "number": "with the content 7: write text",
+    "mapping": "with the content {'a': 1}: write text",
+    "picture": "write text, or parts of text",
+    "bytes": "with the content b'x': write text",
+    "key": "a message that is no JSON",
+    "huge": "returned 1e+308 as its reward: return a finite number of at most 1e+15",
+    "infinite": "returned inf as its reward: return a finite number",
+    "long": "as its reward: return a finite number",
+    "nan": "returned nan as its reward: return a finite number",
+    "raise half": "raised ValueError: a b",
+}
+
+
+def test_an_odd_answer_ends_its_own_episode_and_is_counted(tokenizer):
+    lines = [[said] for said in ODD_ANSWERS]
+    made = scripted_environments(tokenizer, f"{OWN}:Odd", failure_reward=-1.0)
+    _, episodes = run(tokenizer, made, ["books"] * (len(lines) + 1), *lines, ["pens", "books"])
+    *odd, right = episodes
+    for episode, said in zip(odd, ODD_ANSWERS.values(), strict=True):
+        assert said in episode.error
+        episode.error.encode()
+        assert (episode.reward, episode.ended) == (-1.0, "failed")
+    assert right.reward == pytest.approx(0.9)
+    assert episode_metrics(episodes)["environment/failed_share"] == len(lines) / len(episodes)
+
+
+def test_messages_that_the_template_refuses_end_their_own_episode(tokenizer, monkeypatch):
+    """Its roles are not those of every template; a template that refuses everything is the model's fault."""
+    tokenizer = copy.deepcopy(tokenizer)
+    whole = tokenizer.chat_template
+    refused = "{% if m.role not in ROLES %}{{ raise_exception('no such role') }}{% endif %}"
+    refusal = "{% for m in messages %}" + refused + "{% endfor %}"
+    tokenizer.chat_template = refusal.replace("ROLES", "['system', 'user', 'assistant', 'tool']") + whole
+    made = scripted_environments(tokenizer, f"{OWN}:Odd")
+    _, (odd, right) = run(tokenizer, made, ["books"] * 2, ["role"], ["books"])
+    assert "returned messages that cannot be shown: the chat template" in odd.error
+    assert right.reward == 1.0
+    made = scripted_environments(tokenizer, f"{OWN}:OddReset")
+    _, (reset,) = run(tokenizer, made, ["role"], [])
+    assert "returned messages that cannot be shown" in reset.error
+    made = scripted_environments(tokenizer, f"{OWN}:Guess")
+    asked = starts(made.chat, "books")
+    tokenizer.chat_template = refusal.replace("ROLES", "['nobody']") + whole
+    with pytest.raises(CheckpointError, match=r"the chat template of .* refuses messages"):
+        play(Scripted(tokenizer, ["books"]), made, asked, SamplingParams(50), 0)
+    made.close()
+
+
+@pytest.mark.parametrize("said", ["half", "number", "key"])
+def test_an_odd_reset_ends_its_own_episode(said, tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:OddReset")
+    _, (odd, right) = run(tokenizer, made, [said, "message"], [], ["message"])
+    assert ODD_ANSWERS[said] in odd.error
+    assert right.error is None
+
+
+def test_marks_of_turns_parts_of_text_and_empty_contents_are_text(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:Odd")
+    _, (episode,) = run(tokenizer, made, ["books"], ["mark", "parts", "none", "books"])
+    whole = tokenizer.decode(episode.token_ids)
+    assert "user\n\x02turn\x02 \x02turn0\x02<|im_end|>" in whole
+    assert "user\none two<|im_end|>" in whole
+    assert "None" not in whole
+    assert episode.ended == "done"
+
+
+@pytest.mark.parametrize(
+    ("answer", "line", "limits", "ended"),
+    [
+        ("books", ["flood"], {}, "tokens"),
+        ("books", ["last flood"], {}, "done"),
+        ("books", ["flood", "books"], {"max_observation_tokens": 5}, "done"),
+        ("flood", [], {"context": 300}, "failed"),
+    ],
+)
+def test_a_flood_of_text_costs_no_more_than_what_fits(answer, line, limits, ended, tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:{'OddReset' if answer == 'flood' else 'Odd'}", **limits)
+    began = time.process_time()
+    _, (episode,) = run(tokenizer, made, [answer], line)
+    assert time.process_time() - began < 5
+    assert episode.ended == ended
+    assert sum(len(turn.text) for turn in episode.turns) < 1_000_000
+    assert episode.cut == ("max_observation_tokens" in limits)
+    if ended == "done":
+        assert episode.reward >= 0.5
+
+
+def test_a_tool_that_says_half_a_character_again_is_a_mistake_that_the_model_is_told(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:echo")
+    call = '<tool_call>{"name": "%s", "arguments": {"text": "\\ud83d"}}</tool_call>'
+    _, (episode,) = run(tokenizer, made, ["books"], [call % "echo", call % "no\\ud83d", "books"])
+    assert (episode.ended, episode.tool_calls, episode.tool_errors) == ("done", 2, 2)
+    assert "the result holds half a character" in tokenizer.decode(episode.token_ids)
+    "".join(turn.text for turn in episode.turns).encode()
