@@ -40,7 +40,7 @@ class Measure(NamedTuple):
     """What is measured, and how many tokens at once."""
 
     beta: float
-    sampling_temperature: float  # of the student's logprobs
+    sampling_temperature: float  # by which the student's logits are divided for its logprobs
     chunk_tokens: int
 
 

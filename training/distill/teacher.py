@@ -43,7 +43,7 @@ class Teacher:
         sampling, distill = config.rollout.temperature, config.distill
         self._temperature, self._sampling = distill.temperature or sampling, sampling
         self._shared = shared
-        self.measure = Measure(distill.beta, sampling, distill.chunk_tokens)
+        self._distill = distill
 
     @torch.no_grad()
     def hidden(self, row: PackedRow) -> torch.Tensor:
@@ -56,6 +56,10 @@ class Teacher:
         own = dense_head(self._model.get_output_embeddings(), self._temperature * self._divisor)
         at_loss = self._temperature * (student.temperature / self._sampling)  # which is the student's own divisor
         return Pair(student._replace(temperature=at_loss), own, self._shared)
+
+    def measure(self, student: Head) -> Measure:
+        """What is measured; the student's logprobs are those of its head, which may divide by more than temperature."""
+        return Measure(self._distill.beta, student.temperature, self._distill.chunk_tokens)
 
 
 @dataclass(frozen=True)

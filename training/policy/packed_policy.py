@@ -87,8 +87,8 @@ class PackedPolicy:
             self._recompute_in(row.cost)
         with packed_attention_of(self._model), self._autocast():
             hidden = hidden_states(self._model, row)
-            pair = teacher.pair(dense_head(self._model.get_output_embeddings(), self._temperature))
-            found = token_divergences(hidden, taught, row.targets, pair, teacher.measure)
+            head = dense_head(self._model.get_output_embeddings(), self._temperature)
+            found = token_divergences(hidden, taught, row.targets, teacher.pair(head), teacher.measure(head))
         return Divergences(*(row.scatter(values, shape) for values in found))
 
     @torch.no_grad()

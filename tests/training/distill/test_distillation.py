@@ -202,3 +202,20 @@ def test_a_teacher_that_is_no_whole_16_bit_model_is_refused(ran, base, nvfp4_bas
 def test_a_combination_that_means_nothing_is_refused(tmp_path, overrides, says):
     with pytest.raises(ConfigError, match=says):
         config_of("tiny", tmp_path, "distill.temperature=1.0", *overrides)
+
+
+GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1}
+
+
+def test_models_that_divide_their_logits_are_student_and_teacher(tmp_path):
+    """Granite: the logprobs of the trainer are those of the engine, and both divisors are in the divergence."""
+    student = write_base(tmp_path / "student", "granite", logits_scaling=4.0, **GRANITE)
+    teacher = write_base(tmp_path / "teacher", "granite", seed=1, logits_scaling=2.5, **GRANITE)
+    keys = ("model.format=bf16", f"distill.teacher={teacher}", "rollout.temperature=0.9", "distill.temperature=0.7")
+    trainer = build_trainer(config_of(student, tmp_path, *keys), tmp_path)
+    expected = dense_loss(trainer, load_model(teacher, "bf16"), 1.0, 0.7)
+    parts = with_plan(trainer.parts, MicroBatchPlan(64))
+    found = backward(parts, batch_of(None, torch.zeros(4, 4)), trainer.objective(), trainer.accelerator.backward)
+    torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-7)
+    run = start(config_of(student, tmp_path, *keys, steps=1, out="ran"), "granite").run_dir
+    assert numbers(run)[0]["mismatch_kl"] < 1e-6
