@@ -34,4 +34,4 @@ def off_ties(weight: torch.Tensor, packed: torch.Tensor, seed: int) -> torch.Ten
     move = torch.ldexp(move, torch.frexp(wide).exponent)
     move *= torch.sign(packed - wide)
     move *= wide.abs() > SMALLEST * wide.abs().max()
-    return move.add_(wide)
+    return torch.where(move == 0, wide, move + wide)  # -0.0 + 0.0 would be 0.0, which some formats pack otherwise

@@ -75,3 +75,16 @@ def test_the_moves_depend_on_the_seed_alone():
     torch.manual_seed(1)
     assert torch.equal(off_ties(weight, packed, 2**63 - 1), off_ties(weight, packed, 2**63 - 1))
     assert not torch.equal(off_ties(weight, packed, 6), off_ties(weight, packed, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_zero_keeps_its_sign(dtype):
+    """A weight of -0.0 has a code of its own."""
+    weight = weights(dtype)
+    weight[::2, ::3] = -0.0
+    weight[1::2, ::3] = 0.0
+    moved = off_ties(weight, as_fp8(weight), 5)
+    assert torch.equal(torch.signbit(moved), torch.signbit(weight))
+    before, after = fp8.quantize(weight.float()), fp8.quantize(moved)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
