@@ -79,4 +79,6 @@ def _window(self: nn.Module) -> dict[str, int | None]:
     """The sliding window as each family's attention passes it: Llama passes none, Mistral the one of its config."""
     if hasattr(self, "sliding_window"):
         return {"sliding_window": self.sliding_window}
-    return {"sliding_window": self.config.sliding_window} if hasattr(self.config, "sliding_window") else {}
+    if self.config.model_type == "llama" or not hasattr(self.config, "sliding_window"):  # a config may hold any key
+        return {}
+    return {"sliding_window": self.config.sliding_window}

@@ -232,6 +232,17 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
             raise CheckpointError(
                 f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
             )
+    if config.get("sliding_window") == 0 and _has_window(config):
+        raise CheckpointError(
+            f"{name}: config.json has sliding_window 0, with which no token sees any: write null for no window, or "
+            "copy the file from the original model"
+        )
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Whether the model reads sliding_window: Llama never does, Qwen where use_sliding_window says so."""
+    kind = str(config.get("model_type"))
+    return bool(config.get("use_sliding_window", not kind.startswith(("qwen", "llama"))))
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:

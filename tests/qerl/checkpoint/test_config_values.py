@@ -13,7 +13,7 @@ from qerl.checkpoint.load import check_config_fits, end_token_ids, load_model, l
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import read_source
 from qerl.errors import CheckpointError
-from qerl.plan.sizes import read_sizes
+from qerl.plan.sizes import check_numbers, read_sizes
 
 COUNTS = (10**9, 10**30, -1, 0, "2", "x" * 1000, 2.5, math.nan, math.inf, True, None, [2], {"a": 1})
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
@@ -78,3 +78,22 @@ def test_tokens_that_end_a_completion_are_numbers_of_tokens(model, changed, valu
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(CheckpointError, match="eos_token_id"):
         end_token_ids(folder, None, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "refused"),
+    [
+        ("mistral", None, True),
+        ("qwen3", True, True),
+        ("qwen3", None, False),
+        ("qwen2", False, False),
+        ("llama", None, False),
+    ],
+)
+def test_a_window_of_no_token_is_refused_where_it_is_read(kind, use, refused):
+    config = {"model_type": kind, "sliding_window": 0} | ({} if use is None else {"use_sliding_window": use})
+    if not refused:
+        check_numbers(config, "model")
+        return
+    with pytest.raises(CheckpointError, match="sliding_window 0, with which no token sees any: write null"):
+        check_numbers(config, "model")

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qerl.checkpoint.adapter import attach_lora
 from qerl.errors import EngineError
 from qerl.layers.place import fuse_
 from training.policy.copies import gather_rows
@@ -118,6 +119,18 @@ def test_a_packed_row_computes_the_same_as_each_sequence_alone(family, changes):
             hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state
             place[:count] = hidden[0, -count - 1 : -1].detach()
     torch.testing.assert_close(packed, alone.view(12, 32)[row.places], rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_a_familys_attention_does_not_read_changes_nothing():
+    """A config may hold any key; Llama's attention of transformers knows no window."""
+    row, hidden = pack(IDS, MASK, 3), []
+    for changes in ({}, {"sliding_window": 2}):
+        model = tiny_model("llama", **changes)
+        fuse_(model)
+        attach_lora(model, 4, 8)
+        with torch.no_grad(), packed_attention_of(model):
+            hidden.append(hidden_states(model, row))
+    assert torch.equal(*hidden)
 
 
 def test_no_completion_affects_another():
