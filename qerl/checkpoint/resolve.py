@@ -86,7 +86,7 @@ def _start_of(found: ModelRef, asked: str) -> BaseStart | None:
     trained, quantized = start_of_adapter(found.adapter), formats.get(found.format).quantized
     if trained is not None and trained.kind == "trained" and not quantized:
         raise CheckpointError(
-            f"{found.adapter} holds a repair of its quantized base, which would count twice on the 16-bit {found.base}: "
+            f"{found.adapter} holds a repair of its quantized base, which counts twice on the 16-bit {found.base}: "
             "leave --load out, or write `qerl merge --to adapter --onto original`, which makes an adapter for that"
         )
     if trained is None or trained.kind == "trained" or not quantized:

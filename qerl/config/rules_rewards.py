@@ -96,12 +96,6 @@ def header_mistake(name: object, value: object) -> tuple[str, str] | None:
     return None
 
 
-SECRET = (
-    "a key there would be written into the run and its report",
-    'args.headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable of the environment',
-)
-
-
 def secret_place(value: object, place: str, name: str = "") -> str | None:
     """Where in a value of the recipe, which stands at `place`, there is a key; None if there is none."""
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
@@ -159,7 +153,11 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
             yield Conflict(shown, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
         body = reward.args.get("body") if reward.name == "judge" else None
         if (place := secret_place(body, f"{own}.args.body")) is not None:
-            yield Conflict({place: "(not shown)"}, *SECRET)
+            yield Conflict(
+                {place: "(not shown)"},
+                "a key there would be written into the run and its report",
+                'args.headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable',
+            )
         if any(reward.name == earlier.name for earlier in listed[:i]):
             yield Conflict({f"{own}.name": reward.name}, "this reward stands twice", "it once, with the weights added")
     if listed and config.distill is None and all(reward.weight == 0 for reward in listed):

@@ -14,6 +14,7 @@ from training.run_dir.log import deterministic, read_metrics
 REWARD = Path(__file__).with_name("digits.py")
 ROWS = 48
 SETTINGS = (
+    "adapter.start=none",  # most bases here have none, which would be said each time
     "rollout.prompts_per_step=2",
     "rollout.group_size=4",
     "rollout.max_new_tokens=8",

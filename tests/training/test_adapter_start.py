@@ -160,7 +160,8 @@ def test_the_kl_of_a_resumed_run_is_from_where_it_began(started_base, tmp_path):
 @pytest.mark.parametrize("kind", ["frozen", "trained"])
 def test_a_run_goes_on_from_an_adapter_with_its_start(kind, request, tmp_path, started_base):
     first = request.getfixturevalue(f"{kind}_run")
-    config = small_config(first, tmp_path, "adapter.rank=12", "adapter.alpha=24", "noise.enabled=false", steps=2)
+    own = ("adapter.start=auto", "adapter.rank=12", "adapter.alpha=24", "noise.enabled=false")
+    config = small_config(first, tmp_path, *own, steps=2)
     config, base = settle_start(config, resolve_model(str(first)))
     assert (config.adapter.start, base.start.folder) == (kind, first / START)
     run = start(config, "tiny").run_dir
@@ -176,7 +177,8 @@ def test_a_run_goes_on_from_an_adapter_with_its_start(kind, request, tmp_path, s
 
 def test_auto_takes_the_start_that_is_there(started_base, nvfp4_base, base, tmp_path, caplog):
     def settled(folder, *overrides):
-        return settle_start(small_config(folder, tmp_path, *overrides), resolve_model(str(folder), "auto"))
+        config = small_config(folder, tmp_path, "adapter.start=auto", *overrides)
+        return settle_start(config, resolve_model(str(folder), "auto"))
 
     assert settled(started_base)[0].adapter.start == DEFAULT_START
     bare = tmp_path / "bare"
@@ -242,7 +244,7 @@ def test_a_start_with_a_nan_is_refused(started_base, tmp_path):
 
 def test_a_run_from_before_starts_has_none(started_base, tmp_path):
     """Its config.yaml does not know the key, and a start that its base got since does not act."""
-    config = small_config(started_base, tmp_path)
+    config = small_config(started_base, tmp_path, "adapter.start=auto")
     config, ref = start_to_resume(config, resolve_model(str(started_base)), tmp_path)
     assert (config.adapter.start, ref.start) == ("none", None)
 
@@ -255,7 +257,7 @@ def test_whole_weights_are_not_packed_beside_a_start(started_base):
 
 
 def test_a_trained_start_is_not_opened_on_the_16_bit_model(trained_run, frozen_run, base):
-    with pytest.raises(CheckpointError, match="would count twice"):
+    with pytest.raises(CheckpointError, match="counts twice"):
         resolve_model(str(base), adapter=str(trained_run))
     assert resolve_model(str(base), adapter=str(frozen_run)).start is None  # W + s B A is right as it is
 

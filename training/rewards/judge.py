@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from qerl.config.rules_rewards import SECRET, secret_place, url_mistake, url_shown
+from qerl.config.rules_rewards import secret_place, url_mistake, url_shown
 from qerl.errors import ConfigError, RewardError
 from qerl.own.exchange import AskError, Server, ask, check_patience, shown
 from qerl.own.headers import Headers, check_headers
@@ -87,8 +87,10 @@ class JudgeArgs:
         if not isinstance(self.body, Mapping) or {"model", "messages", "stream", "n"} & set(self.body):
             _refuse("body", self.body, "it sets what qerl sets, or is no mapping", "{temperature: 0, max_tokens: 512}")
         if (place := secret_place(self.body, "args.body")) is not None:
-            why, write = SECRET
-            raise ConfigError(f"reward judge: {place} is not shown: {why}; write {write}")
+            raise ConfigError(
+                f"reward judge: {place} is not shown: a key there would be written into the run and its report; write "
+                'args.headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable'
+            )
         if type(self.concurrency) is not int or self.concurrency < 1:
             _refuse("concurrency", self.concurrency, "no request would be sent", "a whole number from 1")
         try:
