@@ -27,8 +27,8 @@ def pack_in_(model: nn.Module) -> None:
 def set_start_(model: PreTrainedModel, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Let A0 (r0, in) and B0 (out, r0), by base linear, act beside the packed weights of a model without an adapter.
 
-    They are kept in the dtype that each linear computes in, without a copy where they have it. Linears that stayed in 16
-    bits have factors of zero, which are left out. Raises CheckpointError for others that are not there or not packed.
+    They are kept in the dtype that each linear computes in, without a copy where they have it. Linears left in 16 bits
+    have factors of zero, which are left out. Raises CheckpointError for others that are not there or not packed.
     """
     from qerl.formats.linear import PackedLinear
 
