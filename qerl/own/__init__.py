@@ -1,1 +1,1 @@
-"""Python functions of the user's own, such as rewards and graders, each in a process of its own."""
+"""What the user brings: functions such as rewards and graders, each in a process of its own, and HTTP servers."""
