@@ -87,7 +87,8 @@ def _start_of(found: ModelRef, asked: str) -> BaseStart | None:
     if trained is not None and trained.kind == "trained" and not quantized:
         raise CheckpointError(
             f"{found.adapter} holds a repair of its quantized base, which counts twice on the 16-bit {found.base}: "
-            "leave --load out, or write `qerl merge --to adapter --onto original`, which makes an adapter for that"
+            "leave --load and --model out, so that its own base is taken, or write `qerl merge --to adapter --onto "
+            "original`, which makes an adapter for the 16-bit model"
         )
     if trained is None or trained.kind == "trained" or not quantized:
         return None

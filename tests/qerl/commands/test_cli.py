@@ -225,7 +225,10 @@ REFUSALS = {
         "for a base that has moved: leave the others",
     ),
     "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
-    "awq without rows": (["quantize", "--model", "tiny", "--method", "awq"], "--calibration"),
+    "awq without rows": (
+        ["quantize", "--model", "tiny", "--method", "awq", "--calibration", "none"],
+        "--calibration",
+    ),
     "eval without model": (["eval", "gsm8k"], "qerl quantize"),
     "eval of no task": (["eval", "gsm9k", "--model", "tiny"], "gsm8k"),
     "grade nothing": (["grade", "no.jsonl", "--task", "gsm8k"], "no.jsonl"),
