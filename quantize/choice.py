@@ -90,7 +90,7 @@ def _with(source: Source, options: QuantizeOptions, amount: Amount, method: str)
 
 
 def _say(source: Source, options: QuantizeOptions, choice: Choice) -> None:
-    """One line if less was chosen than on a GPU. The figures are those of SmolLM2-135M (docs/quantization.md)."""
+    """One line if less was chosen than on a GPU. The figures are those of SmolLM2-135M."""
     whole = _with(source, options, ON_CPU[0], "search_gptq")
     if choice == whole:
         return

@@ -18,7 +18,7 @@ begin with to repair most of the rounding (`qerl.checkpoint.base_start`).
 
 Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: the default searches block scales under the
 weights of the inputs and then runs GPTQ on mixed rows that ship with qerl, which leaves the least error of all methods
-here (docs/quantization.md). `--method awq` is the paper's recipe.
+on a real model (docs/start.md). `--method awq` is the paper's recipe.
 """
 
 from __future__ import annotations
