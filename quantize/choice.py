@@ -22,7 +22,7 @@ START_RANK = 64  # of the file; runs use the first 32 components or as many as t
 LIMIT_S = 300.0  # for what is done without being asked for, by estimate
 # Measured on two cores with AVX-512 (2.5 GHz, torch 2.13) on SmolLM2-135M.
 FLOPS_PER_THREAD = 45e9  # of products in float32
-SEARCH_S = 72e-9  # per weight, by `quantize.rounding.searched_scales`
+SEARCH_S = 72e-9  # per weight and thread, by `quantize.rounding.searched_scales`
 COLUMN_S = 1.2e-4  # per column and 500 rows, by `quantize.rounding.gptq`
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def estimate_s(source: Source, choice: Choice) -> float:
         columns = 4 * 2 * (options.start_rank + 16)
         products += columns * sum(2 * rows * width + width * width for rows, width in starting)
     if options.method in OWN:
-        seconds += SEARCH_S * weights
+        seconds += SEARCH_S * weights / torch.get_num_threads()
     if options.method == "search_gptq":
         products += sum(shapes[module][1] ** 3 for module in leaders) + sum(r * w * w for r, w in shapes.values())
         seconds += COLUMN_S * sum(shapes[module][1] for module in leaders) + COLUMN_S / 500 * weights

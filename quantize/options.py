@@ -162,7 +162,7 @@ class QuantizeOptions:
     @property
     def is_rounding(self) -> bool:
         """Whether the result is what others are compared with."""
-        return self.method == "rtn" and self.observer in (None, "memoryless_minmax")
+        return self.method == "rtn" and self.observer is None
 
     @property
     def judges_weights(self) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -77,11 +78,25 @@ def searched_scales(weight: torch.Tensor, scale: torch.Tensor, importance: torch
     if importance is not None:
         importance = importance.to(torch.float32).view(-1, BLOCK)
     at_once = max(1, (CUDA_CHUNK if weight.is_cuda else CHUNK) // columns)
-    with one_thread(weight.device):
-        for first in range(0, rows, at_once):
-            part = weight[first : first + at_once].to(torch.float32).unflatten(1, (-1, BLOCK))
-            found[first : first + at_once] = _best_scales(part, scale, importance)
+
+    def search(first: int) -> None:
+        part = weight[first : first + at_once].to(torch.float32).unflatten(1, (-1, BLOCK))
+        found[first : first + at_once] = _best_scales(part, scale, importance)
+
+    _in_threads(search, range(0, rows, at_once), weight.device)
     return found
+
+
+def _in_threads(work: Callable[[int], None], items: Sequence[int], device: torch.device) -> None:
+    """Do `work` for each item; on a CPU in as many threads as torch may use, each of which computes alone."""
+    threads = min(torch.get_num_threads(), len(items)) if device.type == "cpu" else 1
+    if threads == 1:
+        with one_thread(device):
+            for item in items:
+                work(item)
+        return
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        list(pool.map(work, items))
 
 
 def _best_scales(blocks: torch.Tensor, scale: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:

@@ -212,3 +212,19 @@ def test_the_workaround_for_pinned_memory_is_still_needed(tmp_path):
             dataset=torch.utils.data.DataLoader(rows),
             pipeline="sequential",
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "observer", "data"),
+    [("rtn", "memoryless_mse", "none"), ("rtn", "imatrix_mse", None), ("gptq", "imatrix_mse", None)],
+)
+def test_its_observers_can_be_chosen(tmp_path, method, observer, data):
+    source = make_checkpoint(tmp_path / "model", "llama", layers=1)
+    rows = write_sums(tmp_path / "rows.jsonl")
+    sizes = {} if data else {"calibration_size": 4, "sequence_length": 48}
+    asked = {"calibration": data or rows, "start_rank": 0, **sizes}
+    for name in (observer, "memoryless_minmax"):
+        quantize_checkpoint(str(source), tmp_path / name, QuantizeOptions(method, observer=name, **asked))
+    ours, usual = load_all(tmp_path / observer), load_all(tmp_path / "memoryless_minmax")
+    differing = {name for name in ours if not torch.equal(ours[name].view(torch.uint8), usual[name].view(torch.uint8))}
+    assert any(name.endswith("weight_scale") for name in differing)

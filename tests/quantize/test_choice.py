@@ -117,7 +117,7 @@ def test_the_estimate_counts_products_as_by_hand(medium):
     options = replace(QuantizeOptions("search"), calibration_size=10, sequence_length=100, start_rank=0)
     weights = 2 * h * h * (1 + 1 + 0.5 + 0.5 + 3 * 1.75)
     squares = 2 * h * h * (3 + 1.75**2)
-    by_hand = 2 * tokens * (weights + squares) / (module.FLOPS_PER_THREAD * 2) + module.SEARCH_S * weights
+    by_hand = 2 * tokens * (weights + squares) / (module.FLOPS_PER_THREAD * 2) + module.SEARCH_S * weights / 2
     assert estimate_s(medium, Choice(options, held)) == pytest.approx(by_hand, rel=1e-6)
     more = estimate_s(medium, Choice(replace(options, method="search_gptq"), held))
     started = estimate_s(medium, Choice(replace(options, start_rank=64), held))

@@ -15,6 +15,7 @@ from qerl.nvfp4.reference import (
     saturated_blocks,
     shared_global_scale,
 )
+from quantize import rounding
 from quantize.rounding import (
     CANDIDATES,
     DAMPING,
@@ -83,6 +84,15 @@ def test_each_block_has_the_best_of_the_candidates(weighted):
             assert float(wrong[row, part].sum()) == pytest.approx(best, rel=1e-5, abs=1e-12)
             better += best < usual
     assert better > 24  # of 48 blocks: the search does more than take the usual scale
+
+
+def test_threads_change_nothing(monkeypatch):
+    weight, importance = normal(64, 64), torch.logspace(-2, 2, 64)
+    scale = roomy_global_scale([weight])
+    whole = searched_scales(weight, scale, importance)
+    monkeypatch.setattr(rounding, "CHUNK", 5 * 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(searched_scales(weight, scale, importance).view(torch.uint8), whole.view(torch.uint8))
 
 
 def test_equal_errors_leave_the_usual_scale_and_zeros_the_scale_of_zero():
