@@ -188,18 +188,24 @@ class TestRun:
 
 WORKER = """
 import json, pathlib, sys
+def write(out, value):
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(out)
+
+
 for line in sys.stdin:
     given = json.loads(line)
     out, job = pathlib.Path(given["out"]), given["job"]
     (out.parent / "order").open("a").write(f"{job['arm']}-{job['seed']}-{given['measure_before']} ")
     if job["arm"] == "rtn":
-        out.write_text(json.dumps({"error": "Boom: no memory"}))
+        write(out, {"error": "Boom: no memory"})
         sys.exit(1)
     if job["arm"] == "qat":
         sys.exit(3)
     row = {**job, "before": {"test": "00"} if given["measure_before"] else None, "after": {"test": "01"},
            "steps": {"reward": [0.0, 0.5]}, "seconds": 1.0}
-    out.write_text(json.dumps({"row": row}))
+    write(out, {"row": row})
 """
 
 

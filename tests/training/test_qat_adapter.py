@@ -126,7 +126,7 @@ def test_in_16_bits_the_sum_is_rounded_once(ran, base, tmp_path):
 def test_the_adapter_s_folder_names_the_16_bit_model(ran, base, tmp_path):
     run = ran[0]
     named = json.loads((run / "adapter/trained_on.json").read_text())
-    assert named == {"base": str(base), "format": "bf16"}
+    assert named == {"base": str(base), "format": "bf16", "start": None}
     assert "through the quantizer" in (run / "adapter/README.md").read_text()
     of_run, alone = resolve_model(str(run)), resolve_model(str(run / "adapter"))
     assert (of_run.base, of_run.adapter, of_run.format) == (str(run / "model"), None, "nvfp4")
