@@ -15,11 +15,11 @@ from pathlib import Path
 from eval.result import EvalResult
 from eval.run import EngineHolder, OnBatch, run_eval
 from eval.settings import EvalSettings
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.nearby import no_folder
+from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.weights_run import export_line, through_quantizer
-from qerl.errors import CheckpointError, ConfigError
-from qerl.files.nearby import no_folder
-from qerl.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 

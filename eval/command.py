@@ -1,7 +1,7 @@
 """The command line of evaluation, once: `qerl eval TASK ...` and `python -m eval.<task> ...` share these options.
 
-qerl/cli.py registers `evaluate` as `eval`; `main(task)` is the same with the task fixed. Nothing here imports torch
-before the options are known to be good.
+qerl/cli/main.py registers `evaluate` as `eval`; `main(task)` is the same with the task fixed. Nothing here imports
+torch before the options are known to be good.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import typer
 
 from eval.settings import EvalSettings
 from eval.show import OPTIONS, measured, show_results, show_suite
+from qerl.base.errors import ConfigError
+from qerl.base.parallel import Parallel
+from qerl.base.threads import choose_threads
 from qerl.checkpoint.resolve import newest_model
-from qerl.commands.from_dataclass import command_of
-from qerl.commands.launch import check_gpus, launch, one_card_each
-from qerl.commands.option_names import Gpu, options_named
-from qerl.commands.terminal import run_command
-from qerl.errors import ConfigError
-from qerl.parallel import Parallel
-from qerl.threads import choose_threads
+from qerl.cli.from_dataclass import command_of
+from qerl.cli.launch import check_gpus, launch, one_card_each
+from qerl.cli.option_names import Gpu, options_named
+from qerl.cli.terminal import run_command
 
 if TYPE_CHECKING:
     from eval.result import EvalResult
@@ -76,7 +76,7 @@ def compare_results(
     """Say whether the second evaluation is better or worse than the first, or that it cannot be told."""
     from eval.compare import compare
     from eval.store import write_json
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'comparison.json'}")

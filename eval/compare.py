@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
-from qerl.errors import CheckpointError, ConfigError, DataError
-from qerl.files.nearby import no_folder
-from qerl.files.read_back import OF_EVALUATION, Shape, read_object, read_rows
-from qerl.tasks.intervals import estimate, wilson
+from qerl.base.errors import CheckpointError, ConfigError, DataError
+from qerl.base.nearby import no_folder
+from qerl.base.read_back import OF_EVALUATION, Shape, read_object, read_rows
+from qerl.data.grading.intervals import estimate, wilson
 
 if TYPE_CHECKING:
     from rich.table import Table

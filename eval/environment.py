@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.settings import EvalSettings
+from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig
 from qerl.engine.interface import Completion
-from qerl.environments.build import KNOWN
-from qerl.environments.play import Environments, play, row_of
-from qerl.environments.values import Episode, Start
-from qerl.errors import ConfigError
+from qerl.episodes.build import KNOWN
+from qerl.episodes.play import Environments, play, row_of
+from qerl.episodes.values import Episode, Start
 
 if TYPE_CHECKING:
     from eval.plan import Plan

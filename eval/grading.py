@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qerl.errors import RewardError
-from qerl.own.columns import first_to_fail
-from qerl.own.function import LateError, OwnFunctionError
-from qerl.own.returned import ReturnedError
-from qerl.tasks import Task
-from qerl.tasks.grading import Grade, grade_many
+from qerl.base.errors import RewardError
+from qerl.base.own.columns import first_to_fail
+from qerl.base.own.function import LateError, OwnFunctionError
+from qerl.base.own.returned import ReturnedError
+from qerl.data.grading.grade import Grade, grade_many
+from qerl.data.tasks import Task
 
 if TYPE_CHECKING:
     from eval.plan import Plan

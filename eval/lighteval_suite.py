@@ -22,10 +22,10 @@ from eval.identity import versions
 from eval.plan import context_length, default_out, find_model, with_engine, with_memory
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
+from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.checkpoint.trained_with import run_of
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,7 +2,7 @@
 
     model -> base, adapter, run            qerl.checkpoint.resolve, from the files
     prompt                                 what was asked, else the run's config.yaml, else the task's
-    examples -> prompts (token ids)        qerl.tasks, the same functions that training uses
+    examples -> prompts (token ids)        qerl.data.tasks, the same functions that training uses
     prompts -> batches                     longest first; depends only on the prompts, samples and batch size
 
 So a finished evaluation is recognized, and an impossible one refused, without opening an engine.
@@ -21,38 +21,29 @@ from eval.environment import find_environment
 from eval.identity import describe_identity, digest
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.trained_with import run_of, switches_for
 from qerl.data.examples import check_answers, check_source
+from qerl.data.grading.own_grader import check_grader
 from qerl.data.rendered import Renderer
 from qerl.data.rows import is_local
 from qerl.data.sources import sources_of
+from qerl.data.tasks import TASKS, Example, Task, for_environment, get_task, load_examples, messages_of, with_grader
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
-from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.sizes import sizes_of
-from qerl.tasks import (
-    TASKS,
-    Example,
-    Task,
-    for_environment,
-    get_task,
-    load_examples,
-    messages_of,
-    with_grader,
-)
-from qerl.tasks.own_grader import check_grader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.environment import EnvironmentConfig
     from qerl.config.schema import DataConfig, RunConfig
+    from qerl.data.tasks import Message
     from qerl.data.usable_rows import DropReport
-    from qerl.environments.play import Environments
-    from qerl.tasks import Message
+    from qerl.episodes.play import Environments
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +103,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     check_switches(tokenizer, switches, "--chat-template-kwargs")
     environments = None
     if environment is not None:
-        from qerl.environments.play import open_environments
+        from qerl.episodes.play import open_environments
 
         environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS, switches)
     renderer = Renderer(tokenizer, switches, None if environments is None else environments.chat)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.store import Row
-from qerl.tasks.intervals import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
+from qerl.data.grading.intervals import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +45,7 @@ class Summary:
     pass_at_k: dict[int, Estimate]
     truncated_share: float
     no_answer_share: float
-    reasons: dict[str, int]  # completions by the reason of their grade (qerl.tasks.grading.Reason)
+    reasons: dict[str, int]  # completions by the reason of their grade (qerl.data.grading.grade.Reason)
     prompt_tokens: int
     completion_tokens: int
     seconds: float  # spent sampling and grading, over all sessions

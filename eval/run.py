@@ -22,15 +22,15 @@ from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, summarize
 from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
+from qerl.base.errors import ConfigError
+from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.completion_text import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.environments.values import Episode
-from qerl.errors import ConfigError
-from qerl.parallel import ALONE, Parallel, check_same
+from qerl.episodes.values import Episode
 
 if TYPE_CHECKING:
     import torch

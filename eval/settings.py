@@ -15,14 +15,14 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import STARTS
-from qerl.commands.columns import parse_columns, parse_names, parse_switches
-from qerl.commands.from_dataclass import Text
-from qerl.commands.shell_values import task_values
+from qerl.cli.columns import parse_columns, parse_names, parse_switches
+from qerl.cli.from_dataclass import Text
+from qerl.cli.shell_values import task_values
+from qerl.data.tasks.template_names import unknown_name, unknown_text
 from qerl.engine.interface import check_temperature
 from qerl.engine.options import ENGINES, KERNELS, EngineOptions
-from qerl.errors import ConfigError
-from qerl.tasks.template_names import unknown_name, unknown_text
 
 LOADS = ("auto", *formats.names())
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from eval.settings import EvalSettings, flag
-from qerl.commands.next_step import after_evaluating, say_next
-from qerl.commands.option_names import ENGINE_OPTIONS
-from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
-from qerl.parallel import ALONE, Parallel
+from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
+from qerl.base.parallel import ALONE, Parallel
+from qerl.cli.next_step import after_evaluating, say_next
+from qerl.cli.option_names import ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from eval.result import EvalResult
@@ -45,7 +45,7 @@ def measured(settings: EvalSettings, parallel: Parallel = ALONE) -> list[EvalRes
 def show_results(settings: EvalSettings, results: Sequence[EvalResult]) -> None:
     """Print the table, one column for each result, and where the files are."""
     from eval.result import render_table
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
 
     console = SafeConsole()
     labels = None if settings.run is None else [f"step {result.details['step']}" for result in results]
@@ -59,7 +59,7 @@ def show_results(settings: EvalSettings, results: Sequence[EvalResult]) -> None:
 def show_suite(settings: EvalSettings) -> None:
     """Run lighteval's task and print its table. Raises ConfigError for options that lighteval decides itself."""
     from eval.lighteval_suite import run_suite, suite_table
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
 
     for name in ("run", "data", "columns", "pass_k", "samples", "prompt_template"):
         if getattr(settings, name) != getattr(EvalSettings, name):
@@ -73,7 +73,7 @@ def show_suite(settings: EvalSettings) -> None:
 @contextlib.contextmanager
 def _progress(parallel: Parallel) -> Iterator[OnBatch | None]:
     """A progress bar on a terminal. Elsewhere None, so that progress is logged."""
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
 
     console = SafeConsole(stderr=True)
     if not parallel.first or not console.is_terminal:

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import CheckpointError
-from qerl.files.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.errors import CheckpointError
 
 SETTINGS, COMPLETIONS, RESULT = "settings.json", "completions.jsonl", "result.json"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qerl.telemetry import disable_telemetry
+from qerl.base.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
     from qerl.api.evaluation import evaluate as evaluate
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from qerl.api.run import Run as Run
     from qerl.api.sft import sft as sft
     from qerl.api.training import train as train
-    from qerl.errors import QerlError as QerlError
+    from qerl.base.errors import QerlError as QerlError
 
 __version__ = "0.1.0"
 
 _PLACES = {  # name -> the module that defines it
     "Model": "qerl.api.model",
-    "QerlError": "qerl.errors",
+    "QerlError": "qerl.base.errors",
     "Recipe": "qerl.api.recipe",
     "Run": "qerl.api.run",
     "evaluate": "qerl.api.evaluation",

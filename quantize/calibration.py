@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import DataError
 from qerl.data.rows import local_rows
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
-from qerl.errors import DataError
 from quantize.output_error import Rows
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`qerl quantize`; qerl/cli.py registers it. Nothing here imports torch."""
+"""`qerl quantize`; qerl/cli/main.py registers it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qerl.commands.option_names import Gpu
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
+from qerl.cli.option_names import Gpu
 from quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ def quantize_command(
     options: QuantizeOptions,
 ) -> None:
     """Turn a 16-bit checkpoint into NVFP4 (4-bit weights) or FP8 (8-bit weights), and verify it."""
-    from qerl.commands.next_step import after_quantizing, say_next
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
+    from qerl.cli.next_step import after_quantizing, say_next
 
     report = quantized(model, out, gpu, options)
     SafeConsole().print(report.table())
@@ -35,8 +35,8 @@ def quantize_command(
 
 def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:
     """The report of the model quantized on one card, or on the CPU; with `start_of` that of a start."""
-    from qerl.devices import choose_card
-    from qerl.threads import choose_threads
+    from qerl.base.devices import choose_card
+    from qerl.base.threads import choose_threads
 
     if options.device in ("auto", "cuda"):
         choose_card(gpu=gpu)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from qerl import formats
-from qerl.errors import MissingExtraError
+from qerl.base.errors import MissingExtraError
 
 SCHEME = formats.DEFAULT.scheme
 LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"
@@ -63,7 +63,7 @@ def power_of_two_observer() -> str:
     from llmcompressor.observers import Observer
     from llmcompressor.observers.min_max import MemorylessMinMaxObserver
 
-    from qerl.nvfp4.reference import power_of_two_scale
+    from qerl.formats.nvfp4.reference import power_of_two_scale
 
     name = "qerl_power_of_two"
 

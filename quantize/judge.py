@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.output import set_aside
 from qerl.checkpoint.verify import FailedCheck
-from qerl.errors import CheckpointError
 from quantize.output_error import OutputErrors
 
 logger = logging.getLogger(__name__)

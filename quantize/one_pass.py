@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import LORA_A, LORA_B
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.packed import finite, weight_for_scales
 from qerl.checkpoint.source import Source
 from qerl.checkpoint.verify import ReadTensor
-from qerl.errors import CheckpointError
 from quantize.streams import LayeredModel
 
 if TYPE_CHECKING:
     import torch
 
     from qerl.checkpoint.packed import Tensors
-    from qerl.nvfp4.reference import GlobalScaleKind
+    from qerl.formats.nvfp4.reference import GlobalScaleKind
 
 Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name
 Moments = Mapping[str, "torch.Tensor"]  # R of the inputs of each set of fused linears, by the set's first module

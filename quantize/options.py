@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 from qerl.formats.base import Format
 
 SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
@@ -17,8 +17,8 @@ OWN = ("search", "search_gptq")  # by quantize/rounding.py; the others are llm-c
 OBSERVERS = ("memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse")  # llm-compressor's names
 LEARNING_OBSERVERS = ("imatrix_mse",)  # those that need calibration rows
 NO_ROWS = "none"  # as --calibration
-GLOBAL_SCALES = ("auto", "amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
-SCALES = ("pow2", "fp32")  # see `qerl.fp8.reference`
+GLOBAL_SCALES = ("auto", "amax", "pow2")  # see `qerl.formats.nvfp4.reference.shared_global_scale`
+SCALES = ("pow2", "fp32")  # see `qerl.formats.fp8.reference`
 ACTIVATIONS = ("auto", "none", "dynamic", "static")
 FOUR_BITS = "NVFP4"  # llm-compressor's scheme of 4-bit weights and activations
 

@@ -24,7 +24,7 @@ from quantize.streams import LayeredModel
 if TYPE_CHECKING:
     import torch
 
-    from qerl.nvfp4.activations import Activations
+    from qerl.formats.nvfp4.activations import Activations
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
 WRITTEN, ROUNDED, STARTED = "written", "rounded", "started"

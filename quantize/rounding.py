@@ -27,8 +27,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from qerl.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
-from qerl.nvfp4.reference import (
+from qerl.formats.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
+from qerl.formats.nvfp4.reference import (
     ZERO_SCALE,
     GlobalScaleKind,
     NVFP4Tensor,

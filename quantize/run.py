@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.input_scales import with_input_scales
@@ -45,7 +46,6 @@ from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
-from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.scheme import make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, default_data, load_calibration
@@ -296,7 +296,7 @@ def progress_bar() -> Progress:
     """A progress bar on stderr."""
     from rich.progress import MofNCompleteColumn, Progress
 
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
 
     return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=SafeConsole(stderr=True))
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.base_start import ABOUT, START
 from qerl.checkpoint.hub import is_hub_id
@@ -26,7 +27,6 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import ReadTensor
-from qerl.errors import CheckpointError, ConfigError
 from quantize.choice import START_RANK, Choice, choose
 from quantize.one_pass import Start, one_pass_groups
 from quantize.options import QuantizeOptions

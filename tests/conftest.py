@@ -168,13 +168,13 @@ def compiled(monkeypatch):
 @pytest.fixture
 def here(monkeypatch, capfd):
     """Run `qerl ...` in this process, which has already imported torch. Returns (exit code, stdout, stderr)."""
-    import qerl.cli
+    import qerl.cli.main
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
         monkeypatch.setattr(logging.root, "handlers", [])  # with pytest's handlers qerl would add none
         with pytest.raises(SystemExit) as ended:
-            qerl.cli.main()
+            qerl.cli.main.main()
         return ended.value.code, *capfd.readouterr()
 
     return run

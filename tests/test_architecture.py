@@ -15,7 +15,7 @@ from qerl import formats
 SOURCES = python_files(*PACKAGES)
 # third-party package -> the only files that may import it
 SOLE_IMPORTERS = {
-    "vllm": ("qerl/engine/vllm_engine.py", "qerl/vllm_plugin/"),
+    "vllm": ("qerl/engine/vllm/engine.py", "qerl/engine/vllm/"),
     "peft": ("qerl/checkpoint/adapter.py",),
     "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
@@ -23,8 +23,8 @@ SOLE_IMPORTERS = {
 }
 # The command line and the Python interface start all stages, and `qerl train --quantize` two of them.
 ENTRY_POINTS = {
-    "qerl/cli.py": {"quantize", "training", "eval"},
-    "qerl/commands/train.py": {"quantize", "training"},
+    "qerl/cli/main.py": {"quantize", "training", "eval"},
+    "qerl/cli/train.py": {"quantize", "training"},
     "qerl/api/training.py": {"training"},
     "qerl/api/evaluation.py": {"eval"},
     "qerl/api/folders.py": {"quantize"},
@@ -84,8 +84,8 @@ def names_torch_distributed(node):
 
 def test_only_parallel_talks_to_other_processes():
     users = [name_of(path) for path in SOURCES if any(map(names_torch_distributed, nodes(path)))]
-    launcher = "qerl/commands/launch.py"  # it starts the processes
-    assert users == [launcher, "qerl/process_group.py"]
+    launcher = "qerl/cli/launch.py"  # it starts the processes
+    assert users == ["qerl/base/process_group.py", launcher]
 
 
 def strings(module):
@@ -120,7 +120,7 @@ def test_importing_the_formats_loads_no_torch():
 
 def test_the_command_line_loads_nothing_heavy():
     heavy = ("torch", "transformers", "datasets", "numpy", "pydantic", "peft", "trl", "vllm", "httpx")
-    code = f"import sys, qerl.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    code = f"import sys, qerl.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert printed.stdout.strip() == "[]"
 

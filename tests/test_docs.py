@@ -14,7 +14,7 @@ from parsed import check_parses
 from rich.console import Console
 
 from qerl.api.run import Run
-from qerl.commands.plan import plan_of, show
+from qerl.cli.plan import plan_of, show
 from qerl.config.keys import describe_config
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig

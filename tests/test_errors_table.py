@@ -11,7 +11,7 @@ import pytest
 from bases import write_base
 from checkpoint_factory import fake_checkpoint, layout_tensors
 
-import qerl.cli
+import qerl.cli.main
 from qerl.config.recipe import load_recipe, save_config
 
 DATA = Path(__file__).parent / "data" / "tiny_run"
@@ -308,7 +308,7 @@ def test_a_mistake_gives_one_line_and_writes_no_file(name, workspace, monkeypatc
     monkeypatch.setattr(sys, "argv", ["qerl", *arguments_of(line)])
     before = listing(workspace)
     with pytest.raises(SystemExit) as stopped:
-        qerl.cli.main()
+        qerl.cli.main.main()
     output = capfd.readouterr()
     assert stopped.value.code == 2
     lines = output.err.strip().splitlines()
@@ -326,7 +326,7 @@ def test_the_table_has_the_stated_length():
 @pytest.mark.parametrize("name", ["unknown option", "no such folder", "unknown key in --set"])
 def test_the_installed_script_does_the_same(name, workspace):
     line, mistake, _ = CASES[name]
-    command = [sys.executable, "-c", "import qerl.cli; qerl.cli.main()", *arguments_of(line)]
+    command = [sys.executable, "-c", "import qerl.cli.main; qerl.cli.main.main()", *arguments_of(line)]
     result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=240)
     assert result.returncode == 2
     assert re.fullmatch(f"error: .*{mistake}.*\n", result.stderr)

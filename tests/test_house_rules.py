@@ -8,7 +8,7 @@ from syntax import PACKAGES, name_of, nodes, python_files
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 # Functions that take what a library passes, with the reason.
 OVERRIDES = {
-    "qerl/vllm_plugin/attention.py: forward": "vLLM calls it as a method of its attention backend",
+    "qerl/engine/vllm/attention.py: forward": "vLLM calls it as a method of its attention backend",
     "training/policy/packed_attention.py: packed_attention": "transformers calls it as an attention function",
 }
 

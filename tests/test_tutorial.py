@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from qerl.cli import app
+from qerl.cli.main import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-data-and-reward.md"
 SHORTER = {

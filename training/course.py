@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PrinterCallback
 
+from qerl.api.given import write_given_rows
+from qerl.base.disk import replace_text
+from qerl.base.parallel import Parallel, check_same
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.checkpoint.weights_run import export_line, trains_weights
 from qerl.config.recipe import save_config
-from qerl.files.disk import replace_text
-from qerl.own.given import write_given_rows
-from qerl.parallel import Parallel, check_same
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import wishes_of
 from qerl.plan.trained import acting_rank, trains_masters

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.completion_text import text_of_engine
 from qerl.data.sources import sources_of
+from qerl.data.tasks import task_of
 from qerl.engine.interface import SamplingParams
-from qerl.parallel import ALONE, Parallel
-from qerl.tasks import task_of
 from training.policy.kv_ranges import KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
-    from qerl.environments.play import Environments
+    from qerl.episodes.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.distill.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards

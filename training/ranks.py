@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.errors import ParallelError
+from qerl.base.errors import ParallelError
 from training.rewards.grading import Graded, Logged
 from training.rollout.sampler import Rollout
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 BUCKET_BYTES = 2**28  # gradients that are summed at once
 

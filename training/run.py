@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.teacher import teacher_beside
@@ -26,7 +27,6 @@ from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.parallel import ALONE, Parallel, check_same
 from qerl.plan.plan import checkpoint_bytes, trainer_bytes
 from qerl.plan.several import check_ranks
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan

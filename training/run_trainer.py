@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from qerl.parallel import ALONE
+from qerl.base.parallel import ALONE
 from qerl.plan.trained import masters_dtype, trains_masters
 from training.loss.finite import check_gradient, check_loss, check_trained
 from training.policy.rounding import RandomlyRounded

@@ -16,7 +16,7 @@ from training.ranks import largest
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
-    from qerl.layers.routing import Replay
+    from qerl.model.routing import Replay
     from training.parts import TrainingParts
 
 

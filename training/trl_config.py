@@ -8,7 +8,7 @@ import torch
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from qerl.api.given import PYTHON
+from qerl.base.errors import ConfigError, DataError
 from qerl.config.keys import nearest
-from qerl.errors import ConfigError, DataError
-from qerl.own.given import PYTHON
 
 Function = Callable[..., Any]
 Rows = Iterable[Mapping[str, Any]]

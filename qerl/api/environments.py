@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from qerl.environments.build import KNOWN, TOOLS, register
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
+from qerl.episodes.build import KNOWN, TOOLS, register
 
 Given = str | Callable[..., Any]
 

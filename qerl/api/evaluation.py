@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.api.arguments import Function, Functions, Rows, check_keywords, grader_of, is_path, model_name, plain_rows
-from qerl.own.given import PYTHON, given
+from qerl.api.given import PYTHON, given
 
 if TYPE_CHECKING:
     from eval.result import EvalResult
@@ -53,7 +53,7 @@ def evaluate(
 
 def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
     from eval.command import measure
-    from qerl.commands.launch import one_card_each
+    from qerl.cli.launch import one_card_each
 
     with one_card_each(gpu) as parallel:
         return measure(settings, parallel)[0]

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from qerl.api.arguments import check_keywords, model_name
-from qerl.errors import ConfigError, EngineError
+from qerl.base.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from qerl.api.run import Run
-    from qerl.commands.conversation import Opened
+    from qerl.cli.conversation import Opened
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -97,9 +97,9 @@ def load(
     longest prompt and completion together, in tokens. Raises QerlError, before weights are loaded if possible.
     """
     from qerl.api.process import as_before
-    from qerl.commands.conversation import OPTIONS, open_chat
-    from qerl.commands.option_names import options_named
-    from qerl.devices import choose_card
+    from qerl.base.devices import choose_card
+    from qerl.cli.conversation import OPTIONS, open_chat
+    from qerl.cli.option_names import options_named
     from qerl.engine.options import EngineOptions
 
     if context < 2:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from qerl.commands.terminal import NOISY_LOGGERS, quiet_libraries_
-from qerl.devices import ORDER, VISIBLE
+from qerl.base.devices import ORDER, VISIBLE
+from qerl.cli.terminal import NOISY_LOGGERS, quiet_libraries_
 from qerl.engine.open import engines_closed_on_error
 
 

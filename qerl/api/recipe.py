@@ -9,9 +9,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe, recipe_label, save_config
 from qerl.config.yaml_text import dump
-from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -68,7 +68,7 @@ class Recipe:
         """
         from rich.console import Console
 
-        from qerl.commands.plan import plan_of, show
+        from qerl.cli.plan import plan_of, show
         from qerl.plan.duration import likely
 
         made, text = plan_of(self.config, None if gpu is None else str(gpu)), StringIO()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.api.recipe import Recipe
-from qerl.errors import ConfigError
-from qerl.files.nearby import expanded, no_folder
+from qerl.base.errors import ConfigError
+from qerl.base.nearby import expanded, no_folder
 
 if TYPE_CHECKING:
     import pandas

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from qerl.api.arguments import Rows, check_keywords
 from qerl.api.recipe import Recipe
 from qerl.api.training import train
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.api.run import Run

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl.api.arguments import Functions, Rows, check_keywords, grader_of, is_path, plain_rows, rewards_of
+from qerl.api.given import rows_file
+from qerl.base.errors import ConfigError, DataError
 from qerl.config.data import SourceConfig
-from qerl.errors import ConfigError, DataError
-from qerl.own.given import rows_file
 
 KEYS = ("data", "reward", *(key for key in SourceConfig.model_fields if key not in ("name", "source", "rewards")))
 CHAT = ("prompt", "messages")  # columns by which rows show that they bring their own prompt

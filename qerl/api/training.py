@@ -20,14 +20,14 @@ from qerl.api.arguments import (
     rewards_of,
 )
 from qerl.api.environments import environment_keys, given_environments
+from qerl.api.given import ROWS, given
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
 from qerl.api.sources import brings_prompts, is_sources, sources_of
-from qerl.commands.train import begin, check_new, find_resumed, go_on
-from qerl.commands.train_options import TrainOptions
-from qerl.errors import ConfigError
-from qerl.own.given import ROWS, given
-from qerl.tasks import get_task
+from qerl.base.errors import ConfigError
+from qerl.cli.train import begin, check_new, find_resumed, go_on
+from qerl.cli.train_options import TrainOptions
+from qerl.data.tasks import get_task
 
 if TYPE_CHECKING:
     from training.run import TrainResult

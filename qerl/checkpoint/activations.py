@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_json, read_tensors
-from qerl.errors import CheckpointError, EngineError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from qerl.formats.base import Format
-    from qerl.nvfp4.activations import Activations
+    from qerl.formats.nvfp4.activations import Activations
 
     Serve = Callable[[torch.Tensor], torch.Tensor]
 
@@ -45,7 +45,7 @@ def read_activations(folder: Path, format: Format) -> dict[str, Activations]:
     Linears that engines fuse get the largest of their scales, as in vLLM. Raises CheckpointError for scales that are
     missing, or are no positive numbers.
     """
-    from qerl.nvfp4.activations import Activations
+    from qerl.formats.nvfp4.activations import Activations
 
     kind, tensors = kind_of_activations(folder, format), read_tensors(folder)
     if kind == "none":
@@ -100,7 +100,7 @@ def check_served(
     import torch
     from torch.nn.functional import linear
 
-    from qerl.nvfp4.activations import round_by_twin
+    from qerl.formats.nvfp4.activations import round_by_twin
 
     bias = None if bias is None else bias.float()
     with torch.no_grad():

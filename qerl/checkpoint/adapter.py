@@ -19,6 +19,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.disk import mode_by_umask, replace_text
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import ADAPTER_FILES, PEFT_PREFIX
 from qerl.checkpoint.expert_adapter import (
     adapters_of,
@@ -30,9 +33,6 @@ from qerl.checkpoint.expert_adapter import (
     to_peft,
 )
 from qerl.checkpoint.linears import PROJECTIONS
-from qerl.errors import CheckpointError, ConfigError
-from qerl.files.bounded import JSON_BYTES, parse_json, read_text
-from qerl.files.disk import mode_by_umask, replace_text
 
 if TYPE_CHECKING:
     import torch
@@ -256,7 +256,7 @@ def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling
 def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
     """Give PEFT's wrappers of trained norms a method `acting()` that returns the norm which a call would reach.
 
-    The layers need the norm itself, since they fuse it with other work (`qerl.layers.decoder`).
+    The layers need the norm itself, since they fuse it with other work (`qerl.model.decoder`).
     """
     from peft.utils import ModulesToSaveWrapper
 
@@ -271,18 +271,18 @@ def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
 
 
 def _norm_leaves(model: nn.Module) -> list[str]:
-    from qerl.layers.norms import block_norms
+    from qerl.model.norms import block_norms
 
     return sorted({name.rpartition(".")[2] for name in block_norms(model)})
 
 
 def _fused_lora() -> dict[type, type]:
-    """PEFT's LoRA layers, except that plain LoRA on a frozen base is one autograd node (`qerl.layers.lora`)."""
+    """PEFT's LoRA layers, except that plain LoRA on a frozen base is one autograd node (`qerl.model.lora`)."""
     import torch
     from peft.tuners.lora.layer import Linear
 
     from qerl.formats.linear import PackedLinear
-    from qerl.layers.lora import Part, lora_linear, part_of
+    from qerl.model.lora import Part, lora_linear, part_of
 
     class FusedLoraLinear(Linear):
         """LoRA on a linear; `packed_in`: see `qerl.checkpoint.base_modules.pack_in_`."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.expert_adapter import from_peft, is_of_experts, rank_in_file
-from qerl.errors import CheckpointError
-from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.expert_adapter import OF_EXPERTS, is_of_experts
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.named_base import EMBEDDED, beside
 from qerl.checkpoint.quantized_folder import quantized_from
 from qerl.checkpoint.shards import read_json
-from qerl.errors import CheckpointError
 from qerl.plan.sizes import ModelSizes, sizes_of
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import ADAPTER_NAME
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ _TRAINED = f".modules_to_save.{ADAPTER_NAME}."  # in the name of a parameter of 
 
 
 def pack_in_(model: nn.Module) -> None:
-    """Let the attached adapter act through packed weights alone: whoever packs them adds s B A (`qerl.layers.lora`)."""
+    """Let the attached adapter act through packed weights alone: whoever packs them adds s B A (`qerl.model.lora`)."""
     for module in model.modules():
         if hasattr(module, "lora_part"):
             module.packed_in = True

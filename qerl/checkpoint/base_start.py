@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from qerl.base.disk import mode_by_umask
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import ADAPTER_FILES, PEFT_PREFIX
 from qerl.checkpoint.named_base import TRAINED_ON
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.errors import CheckpointError, ConfigError
-from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.resolve import ModelRef
 from qerl.checkpoint.shards import read_json
-from qerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """The adapter on experts: attached to a model, named, and in the files of PEFT.
 
-Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.layers.expert_lora`:
+Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.model.expert_lora`:
 
     model.layers.0.mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
     model.layers.0.mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
@@ -20,15 +20,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.linears import GATE_UP
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from qerl.layers.expert_adapter import ExpertAdapter
-    from qerl.layers.experts import Experts
+    from qerl.model.expert_adapter import ExpertAdapter
+    from qerl.model.experts import Experts
 
 LEAVES = ("gate_up_proj", "down_proj")
 PARAMETERS = tuple(f"mlp.experts.{leaf}" for leaf in LEAVES)  # for PEFT's target_parameters
@@ -44,7 +44,7 @@ def is_of_experts(name: str) -> bool:
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
     """The experts of a model's layers, by name."""
-    from qerl.layers.experts import Experts
+    from qerl.model.experts import Experts
 
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
 
@@ -56,7 +56,7 @@ def adapters_of(model: nn.Module) -> Iterator[ExpertAdapter]:
 
 def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -> None:
     """Give the experts of each layer a fresh adapter; `kind` is "shared" or "per_expert"."""
-    from qerl.layers.expert_adapter import ExpertAdapter
+    from qerl.model.expert_adapter import ExpertAdapter
 
     for experts in experts_of(model).values():
         down = experts.down_proj
@@ -136,7 +136,7 @@ def _per_expert_b(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """The kind (one of `qerl.layers.expert_adapter.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
+    """The kind (one of `qerl.model.expert_adapter.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
 
     Raises CheckpointError for layers that differ in it.
     """

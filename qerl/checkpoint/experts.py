@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.linears import ATTENTION, DENSE_MLP
-from qerl.errors import CheckpointError
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # in memory, for every family
 LINEARIZED = ("gate_proj", "up_proj", "down_proj")

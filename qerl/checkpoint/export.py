@@ -2,7 +2,7 @@
 
 The bytes are those that the engine held after a sync of these masters: the same arithmetic, under the base's own global
 scales, which never change in a run. Trained norms and linears that the base keeps in 16 bits are rounded to its dtype.
-Where an adapter was trained, W0 + s B A stands for a master (`qerl.layers.low_rank`).
+Where an adapter was trained, W0 + s B A stands for a master (`qerl.model.low_rank`).
 
 In bfloat16 the masters are rounded once, and linears that were packed but not trained are decoded, which is exact.
 """
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.kinds import format_of
@@ -29,7 +30,6 @@ from qerl.checkpoint.source import by_layer
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.checkpoint.weights_run import BASE, MODEL, WEIGHTS
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ class Masters:
 def _with_adapter(read: Read, adapter: PackedIn, name: str) -> torch.Tensor:
     import torch
 
-    from qerl.layers.low_rank import LowRankSum
+    from qerl.model.low_rank import LowRankSum
 
     if name in adapter.tensors:  # a norm
         return adapter.tensors[name]

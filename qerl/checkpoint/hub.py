@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from qerl.base.errors import CheckpointError
+from qerl.base.nearby import is_path, no_folder
 from qerl.checkpoint.hub_refusal import refusal
-from qerl.errors import CheckpointError
-from qerl.files.nearby import is_path, no_folder
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE
-from qerl.errors import CheckpointError
-from qerl.nvfp4.layout import PACKED
+from qerl.formats.nvfp4.layout import PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def input_scales(
 
 def scales_of(amax: Mapping[str, torch.Tensor], headroom_bits: int, rows: str) -> dict[str, torch.Tensor]:
     """float32 (1,) by module name, for the amax of each linear's input over `rows`, in words."""
-    from qerl.nvfp4.reference import power_of_two_scale  # it imports torch
+    from qerl.formats.nvfp4.reference import power_of_two_scale  # it imports torch
 
     scales = {}
     for name, value in amax.items():

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.links import check_links
 from qerl.checkpoint.shards import read_json
-from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 
 ModelKind = Literal["base16", "quantized", "adapter", "run"]

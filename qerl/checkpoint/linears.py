@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 # llm-compressor gives those that are fused the same global scale (llmcompressor 0.14, observers/helpers.py,
 # FUSED_LAYER_NAMES; its MLA and MoE groups are left out here).

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.hub import MODEL_FILES
-from qerl.errors import CheckpointError
 
 TEMPLATES = "additional_chat_templates"  # a folder of a model, which transformers reads and quantize copies
 READ = (*MODEL_FILES, "*.py", "README.md", "tokenizer*", "vocab*", "chat_template*", TEMPLATES)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations, place_activations_
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.hub import download_model
@@ -27,7 +28,6 @@ from qerl.checkpoint.quantized_folder import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.shared_scales import check_experts
-from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 from qerl.plan.sizes import check_numbers
 
@@ -54,7 +54,7 @@ def load_model(
     bfloat16 on a GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of
     another format.
     """
-    from qerl.layers.place import fuse_
+    from qerl.model.place import fuse_
 
     folder = local_folder(path, trust_remote_code)
     wanted, found = formats.get(format), format_of(folder)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder, Place
 from qerl.checkpoint.reader import TensorReader
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def fill_experts_(
 
 def place_blocks_(model: nn.Module, decoder: Decoder, weights: Mapping[str, nn.Module]) -> None:
     """Put our blocks in place of the model's; `weights` are those of the experts by their full names in memory."""
-    from qerl.layers.experts import ExpertBlock, Experts
+    from qerl.model.experts import ExpertBlock, Experts
 
     for number, layer in enumerate(decoder.sparse):
         inside = f"model.layers.{layer}"

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
+from qerl.base.nearby import expanded
 from qerl.checkpoint.shards import read_json
-from qerl.errors import CheckpointError
-from qerl.files.nearby import expanded
 
 TINY = "tiny"
 TINY_FOLDER = Path(__file__).parents[1] / "tiny"

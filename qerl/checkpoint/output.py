@@ -17,14 +17,14 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from qerl.base.disk import fsync
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.links import TEMPLATES
 from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.checkpoint.shards import INDEX, read_json
 from qerl.checkpoint.writer import SMALL_FILES
-from qerl.errors import CheckpointError
-from qerl.files.disk import fsync
 
 MERGE_REPORT, EXPORT_REPORT = "merge_report.json", "export_report.json"
 REPORTS = (REPORT, MERGE_REPORT, EXPORT_REPORT)

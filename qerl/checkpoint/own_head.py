@@ -36,7 +36,7 @@ def _equal(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors, named as they are in their files, hold the same numbers."""
     from safetensors import SafetensorError, safe_open
 
-    from qerl.errors import CheckpointError
+    from qerl.base.errors import CheckpointError
 
     try:
         with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:

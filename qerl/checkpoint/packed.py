@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.source import Source
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def power_of_two_scale_of(earlier: Mapping[str, torch.Tensor] | None = None, hea
     `headroom_bits`: by how many powers of two the weights may grow under it. `earlier` has scales, by module, of
     linears that were quantized before: they stay unless the weights have outgrown them.
     """
-    from qerl.nvfp4.reference import shared_global_scale
+    from qerl.formats.nvfp4.reference import shared_global_scale
 
     def scale_of(modules: Sequence[str], weights: Sequence[torch.Tensor]) -> torch.Tensor:
         scale = shared_global_scale(weights, "pow2", headroom_bits)

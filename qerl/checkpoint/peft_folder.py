@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qerl import formats
+from qerl.base.disk import replace_text
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.hub import HUB_ID, config_folder
@@ -25,8 +27,6 @@ from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
 from qerl.checkpoint.quantized_folder import REPORT, quantized_from
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.writer import copy_tokenizer
-from qerl.errors import CheckpointError
-from qerl.files.disk import replace_text
 
 CARD, CONFIG = "README.md", "adapter_config.json"
 RESCALING = ("awq",)  # these methods change the weights, so that the adapter does not fit the model they began from

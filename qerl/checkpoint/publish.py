@@ -6,8 +6,8 @@ import logging
 import re
 from pathlib import Path
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.hub import HUB_ID, reachable
-from qerl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 

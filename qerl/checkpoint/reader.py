@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.shards import TensorInfo
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch

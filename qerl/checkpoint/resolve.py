@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
+from qerl.base.nearby import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.base_start import BaseStart, find_start, start_beside, start_of_adapter
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
@@ -27,8 +29,6 @@ from qerl.checkpoint.saved_adapter import adapter_of_run, whole_adapter
 from qerl.checkpoint.shards import weight_files
 from qerl.checkpoint.shared_scales import check_experts
 from qerl.checkpoint.weights_run import model_of, through_quantizer
-from qerl.errors import CheckpointError
-from qerl.files.nearby import close_to, expanded, is_path, no_folder
 from qerl.formats.base import Format
 
 RUNS = Path("runs")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.links import check_links
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.weights_run import export_line, trains_weights
-from qerl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from qerl.base.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.disk import fsync
 from qerl.checkpoint.adapter_file import ADAPTER_FILES
-from qerl.files.bounded import JSON_BYTES, parse_json, read_text
-from qerl.files.disk import fsync
 
 CHECKSUMS = "checksums.json"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from qerl.errors import CheckpointError
-from qerl.files.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

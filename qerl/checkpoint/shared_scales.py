@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors, weight_files
-from qerl.errors import CheckpointError
 
 
 def check_experts(folder: Path) -> None:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.experts import TITLES, Decoder, decoder_of
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.kinds import kind_of
@@ -27,7 +28,6 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.text_part import NO_GATE, missing_part, text_part
 from qerl.checkpoint.weights_run import export_line, through_quantizer
-from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
 from qerl.plan.sizes import check_numbers, check_uncapped
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.named_base import beside
 from qerl.checkpoint.quantized_folder import quantized_from
 from qerl.checkpoint.resolve import ModelRef, resolve_base_of_run, resolve_model
 from qerl.checkpoint.weights_run import export_line
-from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

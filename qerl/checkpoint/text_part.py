@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.shards import TensorInfo
-from qerl.errors import CheckpointError
 
 # model_type of the text part -> that of the text model, and its class in transformers.
 TEXT_MODELS = {

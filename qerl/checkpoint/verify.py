@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import COMPUTED
@@ -19,7 +20,6 @@ from qerl.checkpoint.own_head import has_own_head
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorInfo, TensorSpec, read_json, read_tensors
 from qerl.checkpoint.source import Source
-from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:

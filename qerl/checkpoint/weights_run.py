@@ -11,9 +11,9 @@ import logging
 import re
 from pathlib import Path
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint import sealed
 from qerl.checkpoint.adapter_file import ADAPTER_FILES
-from qerl.errors import CheckpointError, ConfigError
 
 BASE, MODEL, WEIGHTS = "base", "model", "weights"
 STEP = re.compile(r"step-(\d+)")

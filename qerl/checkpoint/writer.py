@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.disk import mode_by_umask
 from qerl.checkpoint.links import TEMPLATES
 from qerl.checkpoint.shards import INDEX, SINGLE, read_json
-from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
     import torch

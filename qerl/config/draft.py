@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from qerl.base.errors import ConfigError
 from qerl.config.conflict import Conflict
 from qerl.config.keys import field_at, is_list, is_mapping, paths_below, section_at
 from qerl.config.messages import shown, unknown_key
 from qerl.config.quant import expanded
 from qerl.config.rules_rewards import may_hold_key
 from qerl.config.yaml_text import Path, YamlError, parse
-from qerl.errors import ConfigError
 
 QUANT_CFG = ("qat", "quant_cfg")
 

@@ -1,4 +1,4 @@
-"""The section `environment` of a recipe. qerl/environments says what an environment is."""
+"""The section `environment` of a recipe. qerl/episodes says what an environment is."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from qerl.base.errors import ConfigError
 from qerl.config.conflict import Conflict
 from qerl.config.keys import (
     OTHER_VALUES,
@@ -21,7 +22,6 @@ from qerl.config.keys import (
     type_text,
 )
 from qerl.config.yaml_text import Path
-from qerl.errors import ConfigError
 
 SHOWN = 60  # characters of a value that are shown
 

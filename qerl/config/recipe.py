@@ -15,14 +15,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from qerl.base.bounded import read_bytes
+from qerl.base.disk import replace_text
+from qerl.base.errors import ConfigError
 from qerl.config import yaml_text
 from qerl.config.draft import Draft
 from qerl.config.keys import nearest
 from qerl.config.messages import shown, to_config_error
 from qerl.config.schema import RunConfig
-from qerl.errors import ConfigError
-from qerl.files.bounded import read_bytes
-from qerl.files.disk import replace_text
 
 FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe and --set, and the name of the option
     "base": ("model.base", "--model"),

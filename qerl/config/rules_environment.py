@@ -51,7 +51,7 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _name(key: str, name: str, kind: str = "environment") -> Conflicts:
-    from qerl.environments.build import KNOWN, is_url
+    from qerl.episodes.build import KNOWN, is_url
 
     if "://" in name and (mistake := url_mistake(name)):
         yield Conflict({key: url_shown(name)}, mistake, "a URL such as http://localhost:8000")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.expert_adapter import OF_EXPERTS
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.engine.interface import UNRECORDED
-from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.checkpoint.experts import Decoder

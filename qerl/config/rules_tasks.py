@@ -13,7 +13,7 @@ ASKING = ("prompt", "messages")  # other names of the question
 
 def known_task(key: str, name: str) -> Conflicts:
     """There is a task of this name."""
-    from qerl.tasks import TASKS
+    from qerl.data.tasks import TASKS
 
     names = list(TASKS)  # asking TASKS for a name would import its file
     if name not in names:
@@ -36,7 +36,7 @@ def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
 
 def template_of(key: str, template: str | None) -> Conflicts:
     """A template holds the question, and no other name."""
-    from qerl.tasks.template_names import unknown_name
+    from qerl.data.tasks.template_names import unknown_name
 
     if template is None or template == "default":
         return

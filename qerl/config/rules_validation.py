@@ -38,7 +38,7 @@ def validation(config: RunConfig) -> Conflicts:
 
 
 def _rows(config: RunConfig) -> Conflicts:
-    from qerl.tasks import TASKS
+    from qerl.data.tasks import TASKS
 
     this, names = config.validation, list(TASKS)
     if this.task is not None and this.task not in names:

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import FiniteFloat, ValidationError
 
+from qerl.base.bounded import read_text
+from qerl.base.read_back import Shape
 from qerl.config import yaml_text
-from qerl.files.bounded import read_text
-from qerl.files.read_back import Shape
 
 
 class _Reward(Shape):

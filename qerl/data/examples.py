@@ -13,11 +13,11 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
+from qerl.base.errors import ConfigError, DataError
 from qerl.data.alpaca import INSTRUCTION, OUTPUT
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
+from qerl.data.tasks import Example, Task
 from qerl.data.usable_rows import MISSING, Collector, DropReport, look_up
-from qerl.errors import ConfigError, DataError
-from qerl.tasks import Example, Task
 
 log = logging.getLogger(__name__)
 

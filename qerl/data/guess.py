@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qerl.base.errors import DataError
 from qerl.data.cells import is_empty
+from qerl.data.formulas.number import parse_number
 from qerl.data.messages import as_messages, read_messages
 from qerl.data.rows import local_rows
-from qerl.errors import DataError
-from qerl.tasks.number import parse_number
 
 PEEK, COUNTED = 200, 10_000  # rows that are looked at, and that are counted
 # By the habits of published data sets: OpenAI's, Alpaca's, GSM8K's, verl's and TRL's among them.

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import DataError
+from qerl.data.tasks import Example, Message, render_prompt
 from qerl.data.written import Written
-from qerl.errors import DataError
-from qerl.tasks import Example, Message, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.environments.chat import Chat
+    from qerl.episodes.chat import Chat
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from qerl.api.given import given_rows
+from qerl.base.errors import DataError
+from qerl.base.nearby import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.hub import HUB_ID, reachable
 from qerl.checkpoint.hub_refusal import refusal
 from qerl.data.unpacked import COLUMNS, ROW_BYTES, Budget, lines_of, size_of
-from qerl.errors import DataError
-from qerl.files.nearby import close_to, expanded, is_path, no_folder
-from qerl.own.given import given_rows
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PARQUET_ROWS = 16  # made at once: each may be as large as a row may be

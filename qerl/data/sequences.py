@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import CheckpointError, DataError
 from qerl.checkpoint.sandbox import SandboxError, render_chat
 from qerl.data.alpaca import INPUT, INSTRUCTION
 from qerl.data.messages import as_messages
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
-from qerl.errors import CheckpointError, DataError
-from qerl.tasks import TASKS
+from qerl.data.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

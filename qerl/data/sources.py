@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl.errors import ConfigError, DataError
+from qerl.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from qerl.config.data import DataConfig, RewardConfig, SourceConfig, SourceValidationConfig

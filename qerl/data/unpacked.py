@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from qerl.errors import DataError
+from qerl.base.errors import DataError
 
 VARIABLE = "QERL_MAX_DATA_GIB"
 MOST_GIB = 4.0

@@ -26,12 +26,12 @@ from typing import Any, Literal
 
 from qerl.data.alpaca import with_input
 from qerl.data.cells import is_empty
+from qerl.data.formulas.latex import strip_math
+from qerl.data.formulas.number import parse_number
+from qerl.data.grading.extract import extract
+from qerl.data.grading.grade import can_be_graded
 from qerl.data.messages import Asked, MessageError, as_messages, read_messages, read_tools, with_system
-from qerl.tasks import Example, Task
-from qerl.tasks.extract import extract
-from qerl.tasks.grading import can_be_graded
-from qerl.tasks.latex import strip_math
-from qerl.tasks.number import parse_number
+from qerl.data.tasks import Example, Task
 
 NAMED = 2  # rows named for each reason
 MISSING = object()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from qerl.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
+from qerl.base.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 
 LARGEST = 448.0  # of e4m3
 HEADROOM = 2.0

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl import formats
+from qerl.base.errors import EngineError
 from qerl.checkpoint.activations import check_placed, read_activations
 from qerl.checkpoint.base_modules import base_linears, load_start_
 from qerl.checkpoint.load import load_model, local_folder
 from qerl.engine.update import AdapterUpdate, Update, write_update_
-from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear
-from qerl.nvfp4.place import place_in_kernel_layout_
+from qerl.formats.nvfp4.place import place_in_kernel_layout_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,4 +89,4 @@ def _bring_fp8_product() -> None:
     if find_spec("vllm") is None:
         logger.warning("vLLM is not installed, so FP8 products run in plain torch, several times slower")
         return
-    import qerl.vllm_plugin.fp8  # noqa: F401
+    import qerl.engine.vllm.fp8  # noqa: F401

@@ -8,10 +8,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from qerl.devices import has_driver
+from qerl.base.devices import has_driver
+from qerl.base.errors import ENGINE, ConfigError, EngineError
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.errors import ENGINE, ConfigError, EngineError
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
@@ -24,9 +24,9 @@ def open_engine(base: str, format: str, options: EngineOptions) -> Engine:
     Raises EngineError or CheckpointError.
     """
     if choose_engine(options.engine, options.device) == "vllm":
-        from qerl.engine.vllm_engine import VLLMEngine as Chosen
+        from qerl.engine.vllm.engine import VLLMEngine as Chosen
     else:
-        from qerl.engine.transformers_engine import TransformersEngine as Chosen
+        from qerl.engine.transformers.engine import TransformersEngine as Chosen
 
     engine = Chosen(base, format, options)
     for opened in _opened:

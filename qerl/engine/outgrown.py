@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qerl.errors import CAP_GIB, MEMORY
+from qerl.base.errors import CAP_GIB, MEMORY
 
 
 def outgrown(lengths: Sequence[int], at_once: int, cache_tokens: int) -> tuple[Any, ...] | None:

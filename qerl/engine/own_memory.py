@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from qerl.errors import CAP_GIB, EngineError
+from qerl.base.errors import CAP_GIB, EngineError
 from qerl.plan.engine_memory import GIB
 
 CONTEXT_BYTES = 3 * GIB // 4  # a CUDA context with torch's kernels takes less: 0.4 to 0.6 GiB

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.engine.interface import UNRECORDED
-from qerl.layers.experts import ExpertBlock
+from qerl.model.experts import ExpertBlock
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.engine.interface import Engine
-    from qerl.layers.low_rank import LowRankSum
+    from qerl.model.low_rank import LowRankSum
 
     Matrix = torch.Tensor | LowRankSum
 
@@ -106,7 +106,7 @@ def pack_weights_(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear
     """
     import torch
 
-    from qerl.layers.low_rank import pieces_of
+    from qerl.model.low_rank import pieces_of
 
     counted: dict[str, torch.Tensor] = {}
     with torch.no_grad():

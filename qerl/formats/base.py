@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.errors import CheckpointError
+from qerl.base.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch

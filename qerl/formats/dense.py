@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from qerl.errors import CheckpointError
+from qerl.base.errors import CheckpointError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from qerl.errors import CheckpointError
+from qerl.base.errors import CheckpointError
 from qerl.formats.linear import moved_with_its_bits
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from qerl.errors import CheckpointError, QerlError
+from qerl.base.errors import CheckpointError, QerlError
 
 if TYPE_CHECKING:
+    from qerl.formats.nvfp4.activations import Activations
     from qerl.formats.weight_cache import WeightCache
-    from qerl.nvfp4.activations import Activations
 
 
 class PackedLinear(nn.Linear):

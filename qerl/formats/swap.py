@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from qerl.errors import CheckpointError
+from qerl.base.errors import CheckpointError
 from qerl.formats.base import Format
 from qerl.formats.linear import PackedLinear
 

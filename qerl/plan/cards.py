@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

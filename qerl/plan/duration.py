@@ -9,14 +9,14 @@ from operator import mul
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import ConfigError, QerlError
 from qerl.data.sources import sources_of
-from qerl.errors import ConfigError, QerlError
 from qerl.plan.plan import Plan
 from qerl.plan.seconds import Lengths, full_lengths, step_seconds
 
 if TYPE_CHECKING:
     from qerl.config.schema import DataConfig, RunConfig
-    from qerl.tasks import Task
+    from qerl.data.tasks import Task
 
 MEAN_COMPLETION = 0.25  # of rollout.max_new_tokens; an assumption, which the plan states
 CHARACTERS = 4  # per token of English text
@@ -90,7 +90,7 @@ def _first_prompts(config: RunConfig) -> list[list[str]]:
 
 
 def _first_of(data: DataConfig) -> list[str]:
-    from qerl.tasks import build_messages, get_task
+    from qerl.data.tasks import build_messages, get_task
 
     task = get_task(data.task)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.errors import CAP_GIB, MEMORY, EngineError
+from qerl.base.errors import CAP_GIB, MEMORY, EngineError
 
 GIB = 2**30
 DEFAULT_SHARE = 0.85  # of the limit; less if the rest would be too small for what lies outside the budget

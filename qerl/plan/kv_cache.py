@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.shards import read_json, read_tensors
-from qerl.errors import ConfigError
 from qerl.plan.sizes import ModelSizes
 
 SCALES = ("k_scale", "v_scale")

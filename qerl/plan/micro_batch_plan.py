@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from qerl.errors import EngineError
-from qerl.layers.saved import kept_bytes
+from qerl.base.errors import EngineError
+from qerl.model.saved import kept_bytes
 from qerl.plan.engine_memory import GIB
 from qerl.plan.rounding_work import RecipeName, rounding_work
 
@@ -114,7 +114,7 @@ class Shapes:
         return 2 * 2 * self.key_value if self.rounds_kv else 0
 
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
-        """For 16-bit activations, as `qerl.layers` computes them.
+        """For 16-bit activations, as `qerl.model` computes them.
 
         A chunk's logits are float32, and their slope is in 16 bits; `entropy_gradient` adds a second slope. A test
         compares `layer` with what autograd saves, and training replaces it by what it measures.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import EngineError
 from qerl.config.rules_experts import check_experts
 from qerl.engine.options import MAX_SEQUENCES
-from qerl.errors import EngineError
 from qerl.plan.activations import CALIBRATING, calibrates, calibration_memory
 from qerl.plan.cards import Card
 from qerl.plan.engine_memory import (

@@ -1,6 +1,6 @@
 """What an FP8 recipe (`train.fp8_recipe`) takes of a card while a layer runs backward. Pure numbers.
 
-It follows `qerl.fp8.training` and `qerl.layers.products` on a card, in an MLP of I columns and H features.
+It follows `qerl.formats.fp8.training` and `qerl.model.products` on a card, in an MLP of I columns and H features.
 
 blockwise: the peak is in the gradient to the input of gate and up. Then the gradient of the activation is gone, whose
 2 I bytes per token `Shapes.footprint` counts, and beside the gradients of gate and up and the decoded weight there are,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 from qerl.plan.advice import with_values
 
 if TYPE_CHECKING:

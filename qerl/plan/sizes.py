@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
+from qerl.base.nearby import is_path, no_folder
 from qerl.checkpoint.experts import Decoder, decoder_of
 from qerl.checkpoint.linears import FUSED, QKV
-from qerl.errors import CheckpointError
-from qerl.files.nearby import is_path, no_folder
-from qerl.nvfp4.ranks import padded_rank
+from qerl.formats.nvfp4.ranks import padded_rank
 from qerl.plan.engine_memory import kv_head_bytes
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.errors import CheckpointError
+from qerl.base.errors import CheckpointError
 from qerl.plan.sizes import ModelSizes, read_sizes, sizes_of
 
 if TYPE_CHECKING:

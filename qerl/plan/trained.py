@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.base_start import DEFAULT_RANK
 from qerl.checkpoint.linears import matching, projections
 from qerl.checkpoint.source import by_layer
 from qerl.config.rules_experts import adapts_experts, expert_rank
-from qerl.errors import ConfigError
-from qerl.nvfp4.ranks import padded_power
+from qerl.formats.nvfp4.ranks import padded_power
 
 if TYPE_CHECKING:
     from qerl.config.quant import QatConfig

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qerl.printable import printable
+from qerl.base.printable import printable
 from qerl.report.completions import extremes, shorten
 from qerl.report.curves import constant_table
 from qerl.report.evaluations import evaluation_table, mistakes, pairs

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import FiniteFloat, PlainValidator, model_validator
 
-from qerl.files.read_back import Shape
+from qerl.base.read_back import Shape
 from qerl.report.sampling import PREFIX, SUMMED
 
 

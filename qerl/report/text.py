@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qerl.printable import printable
+from qerl.base.printable import printable
 from qerl.report.evaluations import Pair, pairs
 from qerl.report.read import Evaluation, Row, Run
 from qerl.report.sampling import sampling_text

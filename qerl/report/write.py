@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.markdown import Markdown
 
-from qerl.errors import ConfigError
-from qerl.printable import SafeConsole
+from qerl.base.errors import ConfigError
+from qerl.base.printable import SafeConsole
 from qerl.report.curves import draw_curves
 from qerl.report.page import render_page
 from qerl.report.read import read_evaluation, read_runs

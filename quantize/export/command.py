@@ -1,4 +1,4 @@
-"""`qerl export`; qerl/cli.py registers it. Nothing here imports torch."""
+"""`qerl export`; qerl/cli/main.py registers it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def export_command(options: ExportOptions) -> None:
 
     Packed, the bytes are those that the engine sampled from after its sync. Prints how to serve the result.
     """
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
 
     report = exported(options)
     console = SafeConsole()
@@ -26,7 +26,7 @@ def export_command(options: ExportOptions) -> None:
 
 def exported(options: ExportOptions) -> ExportReport:
     """The report of the model exported on one card, or on the CPU."""
-    from qerl.devices import choose_card
+    from qerl.base.devices import choose_card
     from quantize.export.run import export
 
     if ":" not in options.device:

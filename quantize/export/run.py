@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.nearby import no_folder
 from qerl.checkpoint import sealed
 from qerl.checkpoint.export import Masters, read_trained, write_trained
 from qerl.checkpoint.kinds import kind_of
@@ -30,8 +32,6 @@ from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
 from qerl.checkpoint.weights_run import BASE, checkpoint_of, through_quantizer
 from qerl.checkpoint.writer import write_json
-from qerl.errors import CheckpointError, ConfigError
-from qerl.files.nearby import no_folder
 from quantize.export.check import check_written
 from quantize.export.options import ExportOptions
 from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_model_line

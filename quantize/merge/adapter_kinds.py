@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.base_start import start_of_adapter
 from qerl.checkpoint.named_base import EMBEDDED, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base, trained_on
-from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.adapter import find_base_name
 from quantize.merge.base import Adapter
 from quantize.merge.options import MergeOptions

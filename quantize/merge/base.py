@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.expert_adapter import is_of_experts
 from qerl.checkpoint.experts import Decoder, decoder_of
@@ -24,7 +25,6 @@ from qerl.checkpoint.own_head import with_own_head
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
-from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:

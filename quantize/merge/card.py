@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from qerl.base.bounded import JSON_BYTES, parse_json, read_text
+from qerl.base.disk import replace_text
+from qerl.base.errors import DataError
+from qerl.base.printable import quoted
+from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.named_base import EMBEDDED, WORDS
 from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.quantized_folder import quantized_from
 from qerl.config.saved import read_config
-from qerl.errors import DataError
-from qerl.files.bounded import JSON_BYTES, parse_json, read_text
-from qerl.files.disk import replace_text
-from qerl.files.read_back import read_object, read_rows
-from qerl.printable import quoted
 from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of
 from quantize.merge.report import MergeReport

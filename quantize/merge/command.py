@@ -1,11 +1,11 @@
-"""`qerl merge`; qerl/cli.py registers it. Nothing here imports torch."""
+"""`qerl merge`; qerl/cli/main.py registers it. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qerl.commands.option_names import Gpu
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
+from qerl.cli.option_names import Gpu
 from quantize.merge.options import MergeOptions
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ def merge_command(options: MergeOptions, gpu: Gpu = None) -> None:
 
     Prints how much of the adapter is left after rounding, and how to serve the result.
     """
-    from qerl.commands.next_step import say_next
-    from qerl.printable import SafeConsole
+    from qerl.base.printable import SafeConsole
+    from qerl.cli.next_step import say_next
 
     report = merged(options, gpu)
     console = SafeConsole()
@@ -31,7 +31,7 @@ def merge_command(options: MergeOptions, gpu: Gpu = None) -> None:
 
 def merged(options: MergeOptions, gpu: int | None = None) -> MergeReport:
     """The report of the adapter merged on one card, or on the CPU."""
-    from qerl.devices import choose_card
+    from qerl.base.devices import choose_card
     from quantize.merge.run import merge
 
     if options.device in ("auto", "cuda"):

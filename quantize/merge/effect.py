@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import DataError, QerlError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.config.recipe import load_config
 from qerl.data.rows import local_rows
+from qerl.data.tasks import load_examples, messages_of, render_prompt
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.errors import DataError, QerlError
-from qerl.tasks import load_examples, messages_of, render_prompt
 from quantize.merge.base import Adapter
 
 if TYPE_CHECKING:

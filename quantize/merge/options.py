@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 TARGETS = ("adapter", *(each.name for each in formats.writable()))
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.quantized_folder import REPORT, quantized_from
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
-from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
 from quantize.merge.base import Base, BaseReader
 

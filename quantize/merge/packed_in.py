@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.shards import read_json
-from qerl.errors import ConfigError
 from quantize.export.options import ExportOptions
 from quantize.export.run import ExportReport, export
 from quantize.merge.options import MergeOptions

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.cuda.timing import graph_us
-from qerl.nvfp4.activations import Activations
+from qerl.formats.cuda.timing import graph_us
+from qerl.formats.nvfp4.activations import Activations
 from scripts.bench.limits import copy_gb_per_s, seconds_of
 from scripts.bench.provenance import command, machine, require_card
 

@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def take_splits(bits: int, text: str) -> None:
-    from qerl.layers import decode_attention
+    from qerl.model import decode_attention
 
     given = [decode_attention.Split(*map(int, one.split("x"))) for one in text.split(",")]
     decode_attention.SPLITS[bits] = decode_attention.Splits(*given)
@@ -85,7 +85,7 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
     from vllm import _custom_ops as ops
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    from qerl.layers.decode_attention import Batch, Cache, Space, attend_
+    from qerl.model.decode_attention import Batch, Cache, Space, attend_
 
     heads, key_heads, dim = arguments.heads, arguments.key_heads, arguments.head_dim
     count, pages = len(lengths), -(-longest // PAGE)

@@ -51,7 +51,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
     """The parts of a decoder layer: name, bytes, our call, the call in plain torch."""
-    from qerl.layers import kernels, twins
+    from qerl.model import kernels, twins
 
     stream, weight = random(tokens, 1, HIDDEN, dtype=torch.float32), random(HIDDEN)
     grad, delta, skip = (random(tokens, 1, HIDDEN) for _ in range(3))

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.fp8 import reference
-from qerl.fp8.linear import decode, packed
-from qerl.fp8.reference import E4M3, FP8Tensor
-from qerl.fp8.training import E5M2, Recipe, quantize_tensor, recipe_of, scaled_product
+from qerl.formats.fp8 import reference
+from qerl.formats.fp8.linear import decode, packed
+from qerl.formats.fp8.reference import E4M3, FP8Tensor
+from qerl.formats.fp8.training import E5M2, Recipe, quantize_tensor, recipe_of, scaled_product
 from scripts.bench.provenance import command, machine, require_card
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +59,7 @@ def main() -> None:
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """All measurements, one after another."""
-    import qerl.vllm_plugin.fp8  # noqa: F401  it brings the card's product
+    import qerl.engine.vllm.fp8  # noqa: F401  it brings the card's product
     from scripts.bench.limits import seconds_of
 
     def wanted(part: str) -> bool:
@@ -76,7 +76,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def decoding(way: str, product: Product, counts: Sequence[int]) -> Iterator[Row]:
     """Microseconds and the relative error of each linear by a number of tokens."""
-    from qerl.cuda.timing import cold_layers, graph_us
+    from qerl.formats.cuda.timing import cold_layers, graph_us
 
     for name, shape in SHAPES.items():
         weights = [packed(normal(shape), "pow2") for _ in range(cold_layers(shape[0] * shape[1]))]
@@ -109,7 +109,7 @@ def ways() -> dict[str, Product]:
     """The ways to multiply in a decode step, rounding the input included."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    from qerl.vllm_plugin import fp8
+    from qerl.engine.vllm import fp8
 
     def by(kernel: str) -> Product:
         def product(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ def rounding(tokens: int, seconds_of: Callable) -> Iterator[Row]:
     """GB/s of the kernels that round a matrix, turn codes, pack and decode a weight."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-    from qerl.fp8 import kernels
+    from qerl.formats.fp8 import kernels
 
     x = normal((tokens, SHAPES["down"][1]))
     weight = packed(x, "pow2")
@@ -200,12 +200,12 @@ def rounding(tokens: int, seconds_of: Callable) -> Iterator[Row]:
 
 def turned(shape: tuple[int, int], seconds_of: Callable) -> Iterator[Row]:
     """Microseconds from an NVFP4 weight to its transpose in e4m3, at once and by way of bfloat16, and GB/s of both."""
-    from qerl.fp8 import kernels
-    from qerl.nvfp4 import reference as nvfp4
-    from qerl.nvfp4 import slab_layout
-    from qerl.nvfp4.kernel_layout import QERL, KernelWeight
-    from qerl.nvfp4.kernels import decode_
-    from qerl.nvfp4.to_fp8_kernel import turn
+    from qerl.formats.fp8 import kernels
+    from qerl.formats.nvfp4 import reference as nvfp4
+    from qerl.formats.nvfp4 import slab_layout
+    from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
+    from qerl.formats.nvfp4.kernels import decode_
+    from qerl.formats.nvfp4.to_fp8_kernel import turn
 
     dense = normal(shape)
     scale = nvfp4.shared_global_scale([dense], "pow2", 2)

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.nvfp4 import reference
-from qerl.nvfp4.reference import NVFP4Tensor
+from qerl.formats.nvfp4 import reference
+from qerl.formats.nvfp4.reference import NVFP4Tensor
 from scripts.bench.provenance import command, machine, require_card
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # Qwen2.5-7B
@@ -89,8 +89,8 @@ class Weight:
         return apply_fp4_marlin_linear(x, layer.weight, *scales, layer.workspace, self.rows, self.columns)
 
     def _call_decoded(self, x: torch.Tensor) -> torch.Tensor:
-        from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
-        from qerl.nvfp4.kernels import dequantize_
+        from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
+        from qerl.formats.nvfp4.kernels import dequantize_
 
         weight = (
             KernelWeight(

@@ -75,7 +75,7 @@ def build_policy(arguments: argparse.Namespace, ours: bool) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from qerl.checkpoint.adapter import attach_lora
-    from qerl.layers.place import fuse_
+    from qerl.model.place import fuse_
 
     hidden, intermediate = 3584 // arguments.narrow, 18944 // arguments.narrow
     config = AutoConfig.for_model(
@@ -105,9 +105,9 @@ def build_policy(arguments: argparse.Namespace, ours: bool) -> nn.Module:
 
 def place_fused_(parent: nn.Module, leaves: list[str]) -> None:
     """Replace the leaves by linears over one tensor of random codes, in which all block scales are equal."""
-    from qerl.nvfp4 import slab_layout
-    from qerl.nvfp4.kernel_layout import QERL, KernelWeight
-    from qerl.nvfp4.kernel_linear import KernelLinear
+    from qerl.formats.nvfp4 import slab_layout
+    from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
+    from qerl.formats.nvfp4.kernel_linear import KernelLinear
 
     linears = [getattr(parent, leaf) for leaf in leaves]
     rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features

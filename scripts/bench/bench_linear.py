@@ -32,14 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.cuda.timing import cold_layers, graph_us
-from qerl.nvfp4 import lora, ways
-from qerl.nvfp4.lora import Adapter
+from qerl.formats.cuda.timing import cold_layers, graph_us
+from qerl.formats.nvfp4 import lora, ways
+from qerl.formats.nvfp4.lora import Adapter
 from qerl.plan.sizes import KNOWN
 from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
 
 CALLS = 32  # the fewest calls in a graph, so that starting it hardly counts
-OURS = ("fused", "decoded")  # the ways of qerl/nvfp4/ways.py that read our layout
+OURS = ("fused", "decoded")  # the ways of qerl/formats/nvfp4/ways.py that read our layout
 CHOICES = ("default", "fastest", "humming")
 
 Row = dict[str, Any]

@@ -30,9 +30,9 @@ import torch
 
 from qerl.checkpoint.linears import GATE_UP, QKV
 from qerl.engine.update import pack_weights_
-from qerl.nvfp4 import reference, slab_layout
-from qerl.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.nvfp4.kernel_linear import KernelLinear
+from qerl.formats.nvfp4 import reference, slab_layout
+from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.formats.nvfp4.kernel_linear import KernelLinear
 from qerl.plan.sizes import ModelSizes, read_sizes
 from scripts.bench.limits import copy_gb_per_s
 from scripts.bench.provenance import command, machine, require_card

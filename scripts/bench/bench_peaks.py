@@ -64,7 +64,10 @@ def watch(command: list[object]) -> float:
     before = taken_gib()
     with tempfile.TemporaryFile("w+") as output, PeakMemory() as peak:
         process = subprocess.Popen(
-            [sys.executable, "-m", "qerl.cli", *map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "qerl.cli.main", *map(str, command)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         if process.wait():
             output.seek(0)

@@ -28,7 +28,7 @@ from scripts.bench.bench_step import PeakMemory, add_options, overrides, write
 from scripts.bench.so_far import SoFar
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 SHOWN = {
     "step_s": "time/step_s",
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--mode", default="weights", choices=("weights", "adapter"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    from qerl.devices import choose_card
-    from qerl.parallel import open_parallel
+    from qerl.base.devices import choose_card
+    from qerl.base.parallel import open_parallel
     from scripts.bench.provenance import command, machine, require_card
 
     with open_parallel() as parallel:
@@ -69,7 +69,7 @@ def main() -> None:
 def measured(arguments: argparse.Namespace, parallel: Parallel, head: dict[str, Any]) -> dict[str, Any]:
     """Train, and what was seen, of all ranks together."""
     from qerl.config.recipe import load_recipe
-    from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.engine.vllm.engine import VLLMEngine
     from scripts.bench.watch import Finished, Watch
     from training import run as training_run
 

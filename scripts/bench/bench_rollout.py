@@ -172,7 +172,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
     from qerl.engine.update import AdapterUpdate, deliver
-    from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.engine.vllm.engine import VLLMEngine
     from qerl.plan.sizes import read_sizes
 
     options = EngineOptions(

@@ -61,7 +61,7 @@ def start(arguments: argparse.Namespace) -> dict:
     """Open the engine as training does, and return its seconds."""
     from qerl.checkpoint.kinds import format_of
     from qerl.engine.options import EngineOptions
-    from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.engine.vllm.engine import VLLMEngine
 
     options = EngineOptions(
         max_context=arguments.context,

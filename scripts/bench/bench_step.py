@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.so_far import SoFar
 
 if TYPE_CHECKING:
+    from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
-    from qerl.parallel import Parallel
 
 GIB = 2**30
 STAGES = 3  # the fewest noise stages that the recipe allows; a run of fewer steps has no noise
@@ -56,8 +56,8 @@ def main() -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    from qerl.devices import choose_card
-    from qerl.parallel import open_parallel
+    from qerl.base.devices import choose_card
+    from qerl.base.parallel import open_parallel
 
     with open_parallel() as parallel:
         choose_card(parallel.local_rank if parallel.size > 1 else None)

@@ -100,7 +100,7 @@ def main() -> None:
     require_card("vllm")
     from qerl.checkpoint.kinds import format_of
     from qerl.engine.options import EngineOptions
-    from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.engine.vllm.engine import VLLMEngine
 
     context = arguments.prompt + arguments.tokens + arguments.turns * arguments.said
     options = EngineOptions(max_context=context, max_rank=arguments.rank, max_sequences=arguments.sequences)

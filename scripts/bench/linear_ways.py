@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from qerl.checkpoint.linears import FUSED
-from qerl.cuda.nvrtc import has_kernels
 from qerl.formats import NVFP4
-from qerl.nvfp4 import gemm, lora, reference, slab_layout
-from qerl.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.nvfp4.layout import BLOCK
-from qerl.nvfp4.lora import Adapter
-from qerl.nvfp4.ranks import padded_rank
-from qerl.nvfp4.ways import KERNEL_RIGHT, Shape
+from qerl.formats.cuda.nvrtc import has_kernels
+from qerl.formats.nvfp4 import gemm, lora, reference, slab_layout
+from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.formats.nvfp4.layout import BLOCK
+from qerl.formats.nvfp4.lora import Adapter
+from qerl.formats.nvfp4.ranks import padded_rank
+from qerl.formats.nvfp4.ways import KERNEL_RIGHT, Shape
 from qerl.plan.sizes import KNOWN, sizes_of
 
 NAMES = ("qkv", "o", "gate_up", "down")
@@ -95,7 +95,7 @@ def random_adapter(linear: Linear, device: str) -> Adapter:
 
 
 def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    """Add the adapter to the product of another kernel, as `qerl/vllm_plugin/products.py` does."""
+    """Add the adapter to the product of another kernel, as `qerl/engine/vllm/products.py` does."""
     return out if adapter is None else lora.add_adapter_(out, x, adapter)
 
 
@@ -136,7 +136,7 @@ def _humming_twin(weight: tuple[Any, reference.NVFP4Tensor], x: torch.Tensor) ->
 
 
 def _decoded(weight: KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    from qerl.nvfp4.kernels import decode_
+    from qerl.formats.nvfp4.kernels import decode_
 
     dense = decode_(x.new_empty(weight.out_features, weight.in_features), weight)
     return add_as_engine_(torch.addmm(x.new_empty(1), x, dense.t(), beta=0, alpha=weight.alpha), x, adapter)

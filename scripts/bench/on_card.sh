@@ -186,23 +186,23 @@ alone() { # NAME MODEL SHARE ARGUMENTS...: let the same engine compile alone fir
     [ $((opened % ${#cards[@]})) -ne 0 ] || wait
 }
 
-batch_engine() { tests engine 580 tests/qerl/engine/test_vllm_engine_gpu.py -k "TestOnGPU or our_kernel_does_not_support"; }
+batch_engine() { tests engine 580 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "TestOnGPU or our_kernel_does_not_support"; }
 
-batch_told() { tests told 200 tests/qerl/engine/test_vllm_engine_gpu.py -k told_of_while; }
+batch_told() { tests told 200 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k told_of_while; }
 
 batch_kernels() {
-    tests kernels 200 -n 6 tests/qerl/nvfp4/test_gemm_gpu.py tests/qerl/layers/test_layers_gpu.py \
-        tests/qerl/layers/test_decode_attention.py tests/qerl/vllm_plugin/test_draw.py tests/scripts/test_bench_linear.py \
+    tests kernels 200 -n 6 tests/qerl/formats/nvfp4/test_gemm_gpu.py tests/qerl/model/test_layers_gpu.py \
+        tests/qerl/model/test_decode_attention.py tests/qerl/engine/vllm/test_draw.py tests/scripts/test_bench_linear.py \
         tests/training/policy/test_packing.py tests/training/policy/test_packed_attention_gpu.py \
         tests/training/policy/test_token_logprobs.py tests/training/policy/test_logprob_kernels.py \
         tests/training/policy/test_copies.py tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
-        tests/qerl/doctor/test_kernels.py tests/qerl/cuda/test_ahead.py
+        tests/qerl/cli/test_kernels.py tests/qerl/formats/cuda/test_ahead.py
     tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_own_memory.py
 }
 
 batch_pack() {
     checkpoint qwen2.5-7b 7b
-    tests pack 150 tests/qerl/nvfp4/test_pack_gpu.py tests/qerl/layers/test_masters.py tests/training/policy/test_rounding.py
+    tests pack 150 tests/qerl/formats/nvfp4/test_pack_gpu.py tests/qerl/model/test_masters.py tests/training/policy/test_rounding.py
     script pack-7b 300 bench_pack 7b
 }
 
@@ -275,7 +275,7 @@ batch_start() { # a frozen start beside the base: decode speed, a step, and agre
     done
     script step-7b-zero 200 bench_step 7b-start --steps 3 --set adapter.start=none
     script step-7b-frozen 200 bench_step 7b-start --steps 3 --set adapter.start=frozen
-    tests start 200 tests/qerl/engine/test_vllm_engine_gpu.py -k "start"
+    tests start 200 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "start"
 }
 
 batch_quantize() { # seconds and memory of the default at 7B whole and at 32B by three layers, and llm-compressor's best
@@ -340,7 +340,7 @@ batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations o
 }
 
 batch_qat80fp8() {
-    tests to-fp8 60 tests/qerl/nvfp4/test_to_fp8.py tests/qerl/fp8/test_kernels.py
+    tests to-fp8 60 tests/qerl/formats/nvfp4/test_to_fp8.py tests/qerl/formats/fp8/test_kernels.py
     run kernels-fp8 90 "$python" scripts/bench/bench_fp8.py --only kernels --out "$out/kernels-fp8.json"
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise \
@@ -354,7 +354,7 @@ batch_qatprofile() {
 }
 
 batch_w4a4() {
-    tests w4a4-tests 300 tests/qerl/nvfp4/test_activations_gpu.py tests/qerl/engine/test_activations_gpu.py
+    tests w4a4-tests 300 tests/qerl/formats/nvfp4/test_activations_gpu.py tests/qerl/engine/test_activations_gpu.py
     run activations-7b 60 "$python" scripts/bench/bench_activations.py --out "$out/activations-7b.json"
     checkpoint qwen2.5-7b 7b-w4a4 --activations static
     script w4a4-7b 280 check_w4a4 7b-w4a4
@@ -366,12 +366,12 @@ batch_qatw4a4() {
 }
 
 batch_cache() {
-    tests fp8 280 tests/qerl/engine/test_vllm_engine_gpu.py -k fp8
-    tests overflow 200 tests/qerl/engine/test_vllm_engine_gpu.py -k "larger_than or cannot_hold"
-    tests loading 150 tests/qerl/engine/test_vllm_engine_gpu.py -k "packing_needs or base_once"
+    tests fp8 280 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k fp8
+    tests overflow 200 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "larger_than or cannot_hold"
+    tests loading 150 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "packing_needs or base_once"
 }
 
-batch_closing() { tests closing 400 tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine; }
+batch_closing() { tests closing 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k closed_engine; }
 
 batch_merge() {
     tests merge-experts 150 tests/quantize/merge/test_merge_experts_gpu.py
@@ -379,7 +379,7 @@ batch_merge() {
 }
 
 batch_python() { tests python 300 tests/qerl/api/test_training_gpu.py; }
-batch_cli() { tests cli 400 tests/qerl/commands/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
+batch_cli() { tests cli 400 tests/qerl/cli/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
 
 batch_step() {
     checkpoint qwen2.5-7b 7b
@@ -420,7 +420,7 @@ batch_startup() {
 batch_turns() {
     checkpoint qwen2.5-7b 7b
     script turns-7b 240 bench_turns 7b
-    run turns-tests 120 "$python" -m pytest -m gpu -n0 -q tests/qerl/environments
+    run turns-tests 120 "$python" -m pytest -m gpu -n0 -q tests/qerl/episodes
 }
 
 batch_linear() {
@@ -450,7 +450,7 @@ small_fp8() { # SHAPE: every check on a small model in FP8
 }
 
 batch_fp8() {
-    tests fp8 150 tests/qerl/fp8
+    tests fp8 150 tests/qerl/formats/fp8
     small_fp8 small-qwen2
     checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
     script agree-7b-fp8 200 check_engine 7b-fp8 --format fp8_block --only shared_memory product agreement adapter
@@ -458,7 +458,7 @@ batch_fp8() {
     script agree-7b-16 200 check_engine 7b-16 --format bf16 --only agreement adapter
     small_fp8 small-qwen3
     checkpoint small-qwen3 small-qwen3-16 --format bf16
-    run quantize-fp8-16 60 "$python" -m qerl.cli quantize --model "$checkpoints/small-qwen3-16" --scheme fp8_block \
+    run quantize-fp8-16 60 "$python" -m qerl.cli.main quantize --model "$checkpoints/small-qwen3-16" --scheme fp8_block \
         --activations none --scales fp32 --overwrite --out "$checkpoints/small-qwen3-fp8-16"
     script engine-small-qwen3-fp8-16 150 check_engine small-qwen3-fp8-16 --format fp8_block
 }
@@ -518,7 +518,7 @@ batch_attention() {
     for bits in 8 16; do
         run "attention-7b-$bits-bits" 90 "$python" scripts/bench/bench_attention.py --bits "$bits" --out "$out/attention-7b-$bits-bits.json"
     done
-    tests attention 150 -n 6 tests/qerl/layers/test_decode_attention.py
+    tests attention 150 -n 6 tests/qerl/model/test_decode_attention.py
 }
 
 batch_fp8kv() {
@@ -582,8 +582,8 @@ batch_marlin32() {
 }
 
 batch_moe() {
-    tests moe-kernels 100 tests/qerl/nvfp4/test_kernel_experts.py tests/qerl/vllm_plugin/test_expert_lora.py \
-        tests/qerl/layers/test_experts_gpu.py tests/qerl/layers/test_expert_kernels.py
+    tests moe-kernels 100 tests/qerl/formats/nvfp4/test_kernel_experts.py tests/qerl/engine/vllm/test_expert_lora.py \
+        tests/qerl/model/test_experts_gpu.py tests/qerl/model/test_expert_kernels.py
     tests moe-engine 480 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
 }
 
@@ -646,7 +646,7 @@ ranks_checkpoints() {
     checkpoint qwen2.5-7b 7b &
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300 &
     checkpoint qwen2.5-7b 7b-16 --format bf16 &
-    tests nccl 120 tests/qerl/test_parallel_gpu.py
+    tests nccl 120 tests/qerl/base/test_parallel_gpu.py
     wait
 }
 
@@ -723,7 +723,7 @@ batch_carry() { # completions of geometric length, with and without carrying the
     ranks step-7b-mixed-12-cards2 200 2 bench_step 7b-mixed "${work[@]}"
 }
 
-batch_carried() { tests carried 250 tests/qerl/engine/test_vllm_engine_gpu.py -k go_on_in_the_next; }
+batch_carried() { tests carried 250 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k go_on_in_the_next; }
 
 batch_ranksqat() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
@@ -738,7 +738,7 @@ batch_faults() {
 batch_curves() {
     local model="$checkpoints/arith-21m"
     arith "$model"
-    [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli quantize --model "$model" --out "$model-4"
+    [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli.main quantize --model "$model" --out "$model-4"
     run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/study/study_noise.yaml --model "$model-4" \
         --steps 30 --parallel 6 --set rollout.memory=7 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
         --out "$out/curves-21m.json" --picture "$out/curves-21m.png"

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.host_calls import Call, Recorder
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 SAMPLING = ("generate", "sample_from", "converse")  # methods of an engine
 STEP_ENDS = "the step ends"  # what is after it is not part of time/step_s
@@ -48,8 +48,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 1 <= arguments.step < arguments.steps:
         parser.error(f"--step {arguments.step} needs a step after it: write --steps {arguments.step + 1} or more")
-    from qerl.devices import choose_card
-    from qerl.parallel import open_parallel
+    from qerl.base.devices import choose_card
+    from qerl.base.parallel import open_parallel
 
     with open_parallel() as parallel:
         choose_card(parallel.local_rank if parallel.size > 1 else None)  # before torch looks at the cards

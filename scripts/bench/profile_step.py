@@ -141,7 +141,7 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
 @contextmanager
 def ending_with(sync: int) -> Iterator[None]:
     """Within it a run of whole weights ends after that sync, without a checkpoint: at 7B that would be 40 GB."""
-    from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.engine.vllm.engine import VLLMEngine
     from scripts.bench.watch import Finished, Watch
 
     with suppress(Finished), Watch(VLLMEngine, sync, ends=True):

@@ -10,11 +10,11 @@ from torch import nn
 
 from qerl.checkpoint.base_modules import base_linears
 from qerl.engine.update import WeightsUpdate
+from qerl.formats.fp8 import reference as fp8
+from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.linear import PackedLinear
-from qerl.fp8 import reference as fp8
-from qerl.fp8.linear import FP8Linear
-from qerl.layers.low_rank import LowRankSum
-from qerl.nvfp4 import kernel_layout, reference
+from qerl.formats.nvfp4 import kernel_layout, reference
+from qerl.model.low_rank import LowRankSum
 
 
 class Finished(Exception):
@@ -68,7 +68,7 @@ class Watch:
 def packed_linears(engine: Any) -> dict[str, PackedLinear]:
     """The linears that the engine keeps packed, by the names of the checkpoint."""
     if engine.name == "vllm":
-        from qerl.vllm_plugin.policy import linear_views
+        from qerl.engine.vllm.policy import linear_views
 
         found: dict[str, nn.Module] = linear_views(engine.found.model)
     else:

@@ -75,7 +75,7 @@ def curves(arguments: argparse.Namespace, kinds: Sequence[str]) -> dict[str, dic
 
 def curve(arguments: argparse.Namespace, kind: str, seed: int, place: int) -> list[float]:
     """The reward of each step of a run of that kind; with one rank it trains on the card of its place, in turns."""
-    from qerl.devices import visible_cards
+    from qerl.base.devices import visible_cards
     from scripts.checks.check_faults import Ranks
 
     size, own = 2 if kind == RANKS[1] else 1, [kind] if kind == arguments.against else []

@@ -3,7 +3,7 @@
 
     python3 scripts/checks/check_engine.py --model checkpoints/random-7b-NVFP4A16 [--kernel marlin] [--deterministic]
 
-Each check returns numbers. tests/qerl/engine/test_vllm_engine_gpu.py runs this script on small models and has the
+Each check returns numbers. tests/qerl/engine/vllm/test_vllm_engine_gpu.py runs this script on small models and has the
 limits for them. If a check raises, that is reported, the others still run, and the exit code is 1.
 """
 

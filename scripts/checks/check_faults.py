@@ -136,7 +136,7 @@ def train(arguments: argparse.Namespace, out: Path, steps: int) -> list[str]:
 def packed_base(folder: Path) -> str:
     """The embedded model in 4 bits, which is made in `folder`."""
     base = folder / "base"
-    command = [sys.executable, "-m", "qerl.cli", "quantize", "--model", "tiny", "--out", str(base)]
+    command = [sys.executable, "-m", "qerl.cli.main", "quantize", "--model", "tiny", "--out", str(base)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": PATHS})
     return str(base)
 
@@ -241,7 +241,7 @@ def one_fault(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def as_rank(fault: str, words: Sequence[str]) -> None:
     """`qerl train WORDS` in this process, which fails by `fault` in its second step."""
-    from qerl import cli
+    from qerl.cli import main as cli
 
     sys.argv = ["qerl", "train", *words]
     os.environ[FAULT] = fault  # for the reward, which runs in a process of its own

@@ -56,10 +56,10 @@ def checked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def engine_kind(name: str) -> type:
     if name == "vllm":
-        from qerl.engine.vllm_engine import VLLMEngine
+        from qerl.engine.vllm.engine import VLLMEngine
 
         return VLLMEngine
-    from qerl.engine.transformers_engine import TransformersEngine
+    from qerl.engine.transformers.engine import TransformersEngine
 
     return TransformersEngine
 

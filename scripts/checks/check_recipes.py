@@ -91,9 +91,9 @@ def main() -> int:
 
 def checked(overrides: Sequence[str], folder: Path) -> list[str] | None:
     """What is wrong with a run of these overrides; None if they cannot be combined."""
+    from qerl.base.errors import QerlError
     from qerl.config.recipe import load_recipe
-    from qerl.errors import QerlError
-    from qerl.tasks import get_task
+    from qerl.data.tasks import get_task
     from training.run import resume, start
     from training.run_dir.log import deterministic, read_metrics
 

@@ -73,7 +73,7 @@ def ours(arguments: argparse.Namespace) -> tuple[str, list, list, dict[str, list
 
     from qerl.engine.interface import SamplingParams
     from qerl.engine.options import EngineOptions
-    from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.engine.vllm.engine import VLLMEngine
 
     rng = random.Random(1)
     prompts = [[rng.randint(1, 256) for _ in range(rng.randint(16, 128))] for _ in range(arguments.prompts)]

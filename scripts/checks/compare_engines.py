@@ -66,7 +66,7 @@ def qerl(work: Path, *arguments: str, log: Path | None = None) -> subprocess.Pop
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     output = None if log is None else log.open("w")
     return subprocess.Popen(
-        [sys.executable, "-m", "qerl.cli", *arguments], cwd=work, env=environment, stdout=output, stderr=output
+        [sys.executable, "-m", "qerl.cli.main", *arguments], cwd=work, env=environment, stdout=output, stderr=output
     )
 
 

@@ -8,7 +8,7 @@ Whether they compile, what they take of registers and shared memory, and whether
 is asked. What they compute is for Triton's interpreter:
 
     PYTHONPATH=.:T TRITON_INTERPRET=1 python -m pytest -m gpu \
-        tests/qerl/fp8/test_kernels.py tests/qerl/nvfp4/test_to_fp8.py
+        tests/qerl/formats/fp8/test_kernels.py tests/qerl/formats/nvfp4/test_to_fp8.py
 
 Sizes and strides are taken to be multiples of 16, as those of usual models are.
 """
@@ -46,8 +46,8 @@ def main() -> None:
 
 def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(kernel, pointers that are not as in TYPES, its constants, the options of a launch)."""
-    from qerl.fp8 import kernels
-    from qerl.nvfp4 import to_fp8_kernel
+    from qerl.formats.fp8 import kernels
+    from qerl.formats.nvfp4 import to_fp8_kernel
 
     own = jitted(kernels)
     block, wide, found = {"BLOCK": kernels.BLOCK}, {"num_warps": 8}, []

@@ -76,7 +76,7 @@ def qerl(work: Path, *arguments: str) -> None:
     """Run one command of this checkout in `work`."""
     root = Path.cwd()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-m", "qerl.cli", *arguments], cwd=work, env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "qerl.cli.main", *arguments], cwd=work, env=environment, check=True)
 
 
 def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> int:

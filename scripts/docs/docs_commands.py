@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from qerl.cli import app
+from qerl.cli.main import app
 
 
 def commands_page() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from docs_links import slugify
 
-from qerl import errors
+from qerl.base import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("qerl", "quantize", "training", "eval")

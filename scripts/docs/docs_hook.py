@@ -32,8 +32,8 @@ from docs_errors import headings, messages  # noqa: E402
 from docs_links import links, replace_links, target  # noqa: E402
 
 from qerl.config.keys import describe_config  # noqa: E402
+from qerl.data.tasks import TASKS, Task  # noqa: E402
 from qerl.plan import seconds  # noqa: E402
-from qerl.tasks import TASKS, Task  # noqa: E402
 
 # Pages of the site that lie elsewhere in the repository.
 PAGES = {

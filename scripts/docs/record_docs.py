@@ -27,7 +27,7 @@ from pathlib import Path
 
 from before_after import draw
 
-from qerl.tasks import get_task
+from qerl.data.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "docs" / "recordings"

@@ -234,7 +234,7 @@ def _layer(number: int, sizes: dict, format: str, generator: torch.Generator) ->
 
 def _packed(weights: list[torch.Tensor], format: str, pow2: bool) -> list[dict[str, torch.Tensor]]:
     """What `qerl quantize` writes of weights that share a scale; `pow2`: it is a power of two."""
-    from qerl.nvfp4.reference import shared_global_scale
+    from qerl.formats.nvfp4.reference import shared_global_scale
 
     own = formats.get(format)
     return own.quantize(weights, shared_global_scale(weights, "pow2") if pow2 and own.shared_tensor else None)

@@ -42,9 +42,9 @@ from tiny_tokenizer import SPECIAL, bpe_tokenizer
 from torch.utils.data import DataLoader, Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from qerl.tasks import grade
-from qerl.tasks.arith import Problem
-from qerl.tasks.arith_chain import problems, rows
+from qerl.data.tasks import grade
+from qerl.data.tasks.arith import Problem
+from qerl.data.tasks.arith_chain import problems, rows
 
 log = logging.getLogger("pretrain_arith")
 

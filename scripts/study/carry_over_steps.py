@@ -84,8 +84,8 @@ def by_calculation(prompts: int, wanted: float, longest: int, carried: int, step
 
 def by_pool(prompts: int, wanted: float, longest: int, carried: int, steps: int) -> list[int]:
     """The decode steps of each training step, by the code that decides in a run what goes on."""
+    from qerl.data.tasks import Example
     from qerl.engine.interface import SamplingParams
-    from qerl.tasks import Example
     from scripts.study.async_rollouts import GROUP
     from training.rollout.carry_over import Kept, Pool, Share
     from training.rollout.groups import Prompt

@@ -52,7 +52,7 @@ class Study:
     def __init__(self, model: str, task: str, batch: int, held_out: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from qerl.nvfp4.reference import power_of_two_scale
+        from qerl.formats.nvfp4.reference import power_of_two_scale
 
         load = AutoModelForCausalLM.from_pretrained
         self._model, teacher = (load(model, dtype=torch.float32).eval() for _ in range(2))
@@ -92,7 +92,7 @@ class Study:
 
     def pack(self, masters: Tensors) -> dict[str, torch.Tensor]:
         """What the packed masters decode to."""
-        from qerl.nvfp4.reference import dequantize, quantize
+        from qerl.formats.nvfp4.reference import dequantize, quantize
 
         return {name: dequantize(*quantize(w, self._scales[name]), torch.float32) for name, w in masters.items()}
 
@@ -134,7 +134,7 @@ def tokenized(tokenizer: Callable, task: str, count: int) -> tuple[torch.Tensor,
             [{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True
         )
         + problem.worked
-        for problem in import_module(f"qerl.tasks.{task}").problems("train", 0, count)
+        for problem in import_module(f"qerl.data.tasks.{task}").problems("train", 0, count)
     ]
     found = tokenizer(texts, return_tensors="pt", padding=True)
     return found["input_ids"], found["attention_mask"]

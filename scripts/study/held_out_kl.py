@@ -18,7 +18,7 @@ def divergences(base: str, models: Sequence[Path], task: str, questions: Sequenc
     The base samples one completion of at most `tokens` tokens per question, at temperature 1, from a fixed seed.
     """
     from qerl.checkpoint.load import load_model, load_tokenizer
-    from qerl.tasks import build_messages
+    from qerl.data.tasks import build_messages
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(base)
@@ -75,7 +75,7 @@ def write_problems(task: str, count: int, file: Path) -> list[str]:
     """Write `count` different problems of the task's test split as rows; returns as many other questions of it."""
     from importlib import import_module
 
-    module = import_module(f"qerl.tasks.{task}")
+    module = import_module(f"qerl.data.tasks.{task}")
     found: dict[str, str] = {}
     number = 0
     while len(found) < 2 * count:

@@ -32,13 +32,13 @@ from make_random_checkpoint import write
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.recipe import load_recipe
+from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, Engine, SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.recorded import of_length
-from qerl.layers.norms import block_norms
+from qerl.model.norms import block_norms
 from qerl.plan.micro_batch_plan import MicroBatchPlan
-from qerl.tasks import get_task
 from quantize.run import quantize_checkpoint
 from training.loss.correction import Mismatch
 from training.policy.packed_policy import PackedPolicy

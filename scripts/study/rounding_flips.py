@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 
-from qerl.fp8 import reference
+from qerl.formats.fp8 import reference
 
 if TYPE_CHECKING:
     from qerl.engine.kv_scales import KVScales
@@ -145,7 +145,7 @@ def model(base: str, task: str, prompts: int, new_tokens: int) -> None:
 def prompts_of(base: str, task: str, prompts: int) -> list:
     """Token ids of prompts of the task."""
     from qerl.checkpoint.load import load_tokenizer
-    from qerl.tasks import build_messages, get_task, load_examples, render_prompt
+    from qerl.data.tasks import build_messages, get_task, load_examples, render_prompt
 
     found, tokenizer = get_task(task), load_tokenizer(base)
     rows = load_examples(found, None, "test", None, prompts)[0]
@@ -179,8 +179,8 @@ def scored(
 ) -> torch.Tensor:
     """The logprobs of all tokens that were written, with the last bits of `seed`."""
     from qerl.checkpoint.load import load_model
-    from qerl.engine.transformers_kv import kv_in_8_bits
-    from qerl.layers.kv_rounding import set_kv_scales_
+    from qerl.engine.transformers.kv import kv_in_8_bits
+    from qerl.model.kv_rounding import set_kv_scales_
 
     model, generator = load_model(path, format, "float32").eval(), torch.Generator().manual_seed(seed)
     set_kv_scales_(model, scales)

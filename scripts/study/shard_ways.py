@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qerl.nvfp4 import reference
-from qerl.parallel import Parallel, open_parallel
+from qerl.base.parallel import Parallel, open_parallel
+from qerl.formats.nvfp4 import reference
 
 LAYERS, WIDTH, ROWS, MICRO_BATCHES, STEPS = 12, 1024, 64, 2, 4
 PACKED = 0.5625  # bytes of a packed weight

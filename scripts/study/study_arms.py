@@ -142,8 +142,8 @@ class JobSettings:
 
 def check_rows(settings: JobSettings) -> None:
     """Raise DataError if the task has fewer test rows than the study asks for."""
-    from qerl.errors import DataError
-    from qerl.tasks import get_task, load_examples
+    from qerl.base.errors import DataError
+    from qerl.data.tasks import get_task, load_examples
 
     asked = settings.test_rows + settings.validation_rows
     found = len(load_examples(get_task(settings.task), None, "test", None, asked)[0])

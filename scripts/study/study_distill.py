@@ -96,14 +96,14 @@ def options() -> argparse.Namespace:
 
 
 def qerl(*words: object) -> None:
-    done = subprocess.run([sys.executable, "-m", "qerl.cli", *map(str, words)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "qerl.cli.main", *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"qerl {' '.join(map(str, words))} failed:\n{done.stderr[-3000:]}")
 
 
 def distilled(given: argparse.Namespace, seed: int, out: Path) -> None:
     """One run of the recipe; where there are several cards, seeds take them in turns."""
-    from qerl.devices import visible_cards
+    from qerl.base.devices import visible_cards
 
     cards = visible_cards()
     card = ["--gpu", cards[given.seeds.index(seed) % len(cards)].index] if len(cards) > 1 else []

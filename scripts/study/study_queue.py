@@ -81,7 +81,9 @@ class Study:
             embedded, _, format = name.rpartition("-")
             command = ["quantize", "--model", embedded or str(self.args.base.resolve()), "--out", str(self.work / name)]
             command += [] if format == formats.DEFAULT.name else ["--scheme", format]
-            subprocess.run([sys.executable, "-m", "qerl.cli", *command], cwd=self.work, env=environment(), check=True)
+            subprocess.run(
+                [sys.executable, "-m", "qerl.cli.main", *command], cwd=self.work, env=environment(), check=True
+            )
         if "nf4" in bases and not (self.work / "nf4").exists():
             from study_nf4 import write_nf4_twin
 

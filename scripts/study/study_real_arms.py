@@ -156,7 +156,7 @@ def prepare(
     needed = {ARMS[arm].needs for arm in arms} - {""}
     for name in [name for name in BASES if name in needed and not (work / name).exists()]:
         command = ["quantize", "--model", str(work / BF16), "--out", str(work / name), *BASES[name]]
-        run([sys.executable, "-m", "qerl.cli", *command], cwd=ROOT, check=True)
+        run([sys.executable, "-m", "qerl.cli.main", *command], cwd=ROOT, check=True)
     if INPUTS in {ARMS[arm].base for arm in arms} and not (work / INPUTS).exists():
         write_control(work / "new", work / BF16, work / INPUTS)
 

@@ -172,7 +172,7 @@ def import_all() -> None:
     import torch
 
     import training.run  # noqa: F401
-    from qerl.vllm_plugin import opening
+    from qerl.engine.vllm import opening
 
     if torch.cuda.is_available() and opening.has_module("vllm"):
         opening.import_vllm()

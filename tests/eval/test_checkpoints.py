@@ -13,8 +13,8 @@ from eval.plan import make_plan
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
+from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.checkpoint.kinds import kind_of
-from qerl.errors import CheckpointError, ConfigError, DataError, EngineError
 
 STEPS = (2, 4, 10)
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from eval.compare import compare, mcnemar, mean_difference, newcombe, sign_flips, sign_test
-from qerl.cli import app
-from qerl.errors import CheckpointError, ConfigError
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.cli.main import app
 
 IDENTITY = {
     "task": "gsm8k", "questions": 40, "data": "d", "samples": 1, "temperature": 0, "top_p": 1.0,

@@ -5,10 +5,10 @@ from small_run import small_config
 
 from eval.environment import as_completion, episode_fields, find_environment, identity_of
 from eval.settings import EvalSettings
+from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.recipe import save_config
-from qerl.environments.values import Episode, Turn
-from qerl.errors import ConfigError
+from qerl.episodes.values import Episode, Turn
 
 
 @pytest.fixture

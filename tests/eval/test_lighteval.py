@@ -8,7 +8,7 @@ import torch
 from eval.command import main
 from eval.lighteval_suite import run_suite
 from eval.settings import EvalSettings
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 TASKS = """
 from lighteval.metrics.metrics import Metrics

@@ -9,7 +9,7 @@ from eval.compare import compare
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS
-from qerl.errors import ConfigError, DataError, RewardError
+from qerl.base.errors import ConfigError, DataError, RewardError
 
 GRADER = "def grade(completion, answer, level):\n    return level if str(len(completion)) else 0\n"
 

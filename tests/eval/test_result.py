@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eval.result import EvalResult, render_table, summarize
-from qerl.tasks.intervals import MANY_SAMPLES, ONE_SAMPLE, estimate
+from qerl.data.grading.intervals import MANY_SAMPLES, ONE_SAMPLE, estimate
 
 REASONS = {"x": "correct", ".": "wrong"}
 ROW = {"truncated": False, "prompt_tokens": 10, "tokens": 5, "batch": 0, "batch_seconds": 2.0}

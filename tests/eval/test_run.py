@@ -17,8 +17,8 @@ from eval.plan import batch_seed, make_plan, plan_batches
 from eval.run import engine_options, run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
+from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.config.recipe import load_recipe, save_config
-from qerl.errors import CheckpointError, ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from eval.command import evaluate as evaluate_command
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from small_run import small_config
 
 from eval.plan import with_prompt
 from eval.settings import EvalSettings
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import save_config
-from qerl.errors import ConfigError
-from qerl.tasks import get_task
+from qerl.data.tasks import get_task
 
 SOURCES = [
     {"name": "sums", "system_prompt": "Add."},

@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences, open_store, write_json
-from qerl.errors import CheckpointError
+from qerl.base.errors import CheckpointError
 
 IDENTITY = {"task": "gsm8k", "samples": 2, "seed": 0}
 BATCHES = [[(1, 0), (1, 1)], [(0, 0), (0, 1)], [(2, 0)]]

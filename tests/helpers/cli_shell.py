@@ -19,7 +19,7 @@ class Shell:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with self.log(name).open("w") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "qerl.cli", *map(str, arguments)],
+                [sys.executable, "-m", "qerl.cli.main", *map(str, arguments)],
                 cwd=self.folder,
                 env={**os.environ, "PYTHONPATH": path, "COLUMNS": "160"},
                 stdout=log,

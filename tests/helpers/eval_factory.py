@@ -10,7 +10,7 @@ import torch
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, save_adapter
 from qerl.config.recipe import load_recipe, save_config
-from qerl.nvfp4.reference import quantize
+from qerl.formats.nvfp4.reference import quantize
 
 CONTEXT = 256
 ANSWERS = [f"\n#### {digit}" for digit in range(10)]

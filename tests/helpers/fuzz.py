@@ -31,8 +31,8 @@ class HangError(BaseException):
 
 
 def command(*arguments):
-    from qerl.cli import app
-    from qerl.commands.terminal import run_command
+    from qerl.cli.main import app
+    from qerl.cli.terminal import run_command
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         try:
@@ -76,7 +76,7 @@ def read_tokenizer(folder):
     from transformers import PreTrainedConfig
 
     from qerl.checkpoint.load import end_token_ids, load_tokenizer
-    from qerl.tasks import render_prompt
+    from qerl.data.tasks import render_prompt
 
     def all_of_it():
         tokenizer = load_tokenizer(folder / "model")
@@ -141,7 +141,7 @@ def read_written(folder):
 
 
 def read_rows(folder):
-    from qerl.tasks import load_examples
+    from qerl.data.tasks import load_examples
 
     (file,) = (folder / "rows").iterdir()
     yield lambda: load_examples("arith", str(file))
@@ -208,7 +208,7 @@ def interrupt(number, frame):
 
 
 def tried(readers, report, sound):
-    from qerl.errors import QerlError
+    from qerl.base.errors import QerlError
 
     for reader in readers:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)

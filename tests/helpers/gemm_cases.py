@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qerl.nvfp4 import slab_layout
-from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight
-from qerl.nvfp4.lora import Adapter
+from qerl.formats.nvfp4 import slab_layout
+from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight
+from qerl.formats.nvfp4.lora import Adapter
 
 LAYOUTS = {"qerl": QERL, "wgmma": HUMMING_WGMMA, "mma": HUMMING_MMA, "marlin": MARLIN}
 IN_ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -4,10 +4,10 @@ import torch
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from qerl.data.tasks import build_messages, get_task, load_examples, render_prompt
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
-from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 
 NEW_TOKENS = 48
 

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
-from qerl.layers import elementwise
-from qerl.layers.place import fuse_
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.model import elementwise
+from qerl.model.place import fuse_
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 TOKENS = torch.randint(32, (2, 11), generator=torch.Generator().manual_seed(0))

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qerl.nvfp4 import reference
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4 import reference
+from qerl.formats.nvfp4.linear import NVFP4Linear
 
 IN, OUT = 80, 48
 

@@ -4,8 +4,8 @@ import shlex
 
 import typer
 
-from qerl.cli import app
-from qerl.commands.train import with_resume_value
+from qerl.cli.main import app
+from qerl.cli.train import with_resume_value
 
 
 def check_parses(command):

@@ -2,7 +2,7 @@
 
 import gc
 
-import qerl.cli  # noqa: F401
+import qerl.cli.main  # noqa: F401
 import training.run  # noqa: F401
 
 gc.collect()

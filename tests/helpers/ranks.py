@@ -27,10 +27,10 @@ def train(environ, recipe, output=None, resumed=None):
     say_to(output, environ)
     if output and (Path(output) / f"host-{environ['RANK']}").is_dir():
         os.chdir(Path(output) / f"host-{environ['RANK']}")
+    from qerl.base.errors import QerlError
+    from qerl.base.parallel import open_parallel
     from qerl.config.recipe import load_config
-    from qerl.engine.transformers_engine import TransformersEngine
-    from qerl.errors import QerlError
-    from qerl.parallel import open_parallel
+    from qerl.engine.transformers.engine import TransformersEngine
     from training.run import resume, start
 
     TransformersEngine.generate = drawn
@@ -51,8 +51,8 @@ def evaluate(environ, settings, output):
     say_to(output, environ)
     from eval.run import run_eval
     from eval.settings import EvalSettings
-    from qerl.errors import QerlError
-    from qerl.parallel import open_parallel
+    from qerl.base.errors import QerlError
+    from qerl.base.parallel import open_parallel
 
     try:
         with open_parallel(environ, time_limit_s=60) as parallel:
@@ -125,7 +125,7 @@ def alone(recipe, resumed=None):
     import torch
 
     from qerl.config.recipe import load_config
-    from qerl.engine.transformers_engine import TransformersEngine
+    from qerl.engine.transformers.engine import TransformersEngine
     from training.run import resume, start
 
     torch.set_num_threads(1)

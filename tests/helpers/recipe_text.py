@@ -2,8 +2,8 @@
 
 import pytest
 
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.errors import ConfigError
 
 RECIPE = """\
 model:

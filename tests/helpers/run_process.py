@@ -61,7 +61,7 @@ def run_cli(arguments, output, leads=False, on_hangup=signal.SIG_DFL):
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     sys.argv = ["qerl", *arguments]
     torch.set_num_threads(1)
-    from qerl.cli import main
+    from qerl.cli.main import main
 
     main()
 

@@ -1,11 +1,11 @@
 """Episodes against an engine that says what a script has."""
 
 from qerl.engine.interface import Completion, SamplingParams
-from qerl.environments.build import Source
-from qerl.environments.chat import Chat
-from qerl.environments.play import Environments, play
-from qerl.environments.runner import Runner
-from qerl.environments.values import Limits, Start
+from qerl.episodes.build import Source
+from qerl.episodes.chat import Chat
+from qerl.episodes.play import Environments, play
+from qerl.episodes.runner import Runner
+from qerl.episodes.values import Limits, Start
 
 END = 2
 

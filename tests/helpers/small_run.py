@@ -8,7 +8,7 @@ import torch
 
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.config.recipe import load_recipe
-from qerl.tasks import get_task
+from qerl.data.tasks import get_task
 from training.run_dir.log import deterministic, read_metrics
 
 REWARD = Path(__file__).with_name("digits.py")

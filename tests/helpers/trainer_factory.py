@@ -7,8 +7,8 @@ import torch
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from qerl.data.tasks import get_task
 from qerl.plan.plan import wishes_of
-from qerl.tasks import get_task
 from training.distill.teacher import find_teacher, open_teacher
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch

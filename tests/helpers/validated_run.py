@@ -5,7 +5,7 @@ from itertools import islice
 
 from small_run import numbers, small_config
 
-from qerl.tasks import get_task
+from qerl.data.tasks import get_task
 
 VALIDATED = ("validation.every=2", "validation.samples=2", "validation.temperature=1.0", "validation.metric=reward")
 QUESTIONS = 6

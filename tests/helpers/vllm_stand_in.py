@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 from qerl.engine.options import EngineOptions
-from qerl.engine.vllm_engine import VLLMEngine
-from qerl.vllm_plugin import found, kernel_choice, opening
-from qerl.vllm_plugin.found import Found
-from qerl.vllm_plugin.gains import Gains
+from qerl.engine.vllm import found, kernel_choice, opening
+from qerl.engine.vllm.engine import VLLMEngine
+from qerl.engine.vllm.found import Found
+from qerl.engine.vllm.gains import Gains
 
 CONTEXT, VOCABULARY = 100, 1000
 

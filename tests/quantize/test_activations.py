@@ -10,11 +10,11 @@ from checkpoint_tensors import FUSED, load_all
 from roundings import rounding
 from row_files import write_sums
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import kind_of_activations, read_activations
 from qerl.checkpoint.input_scales import input_scales
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import NVFP4
 from quantize.calibration import HELD_OUT, load_calibration
 from quantize.input_amax import HEADROOM_BITS

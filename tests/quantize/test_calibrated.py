@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from qerl.errors import CheckpointError, ConfigError
+from qerl.base.errors import CheckpointError, ConfigError
 from quantize import calibrated, run
 from quantize.calibrated import check_device
 from quantize.compressor import load_compressor
@@ -161,7 +161,7 @@ def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
 
 def test_a_pipe_gets_no_bars():
     """llm-compressor's are tqdm's, which reads what a command sets when it is imported."""
-    script = "from qerl.commands.terminal import quiet_libraries_; quiet_libraries_(); from tqdm import tqdm; "
+    script = "from qerl.cli.terminal import quiet_libraries_; quiet_libraries_(); from tqdm import tqdm; "
     command = [sys.executable, "-c", script + "print(list(tqdm(range(3))))"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[0, 1, 2]\n", "")

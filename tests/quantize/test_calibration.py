@@ -7,7 +7,7 @@ import re
 import pytest
 from checkpoint_factory import make_tokenizer
 
-from qerl.errors import DataError
+from qerl.base.errors import DataError
 from quantize.calibration import load_calibration
 
 QUESTION = {"question": "What is 3 plus 4?", "answer": "The answer is 7."}

@@ -11,14 +11,14 @@ from roundings import ROUNDING, rounding
 from safetensors.torch import save_file
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source
 from qerl.checkpoint.verify import FailedCheck, verify
-from qerl.errors import CheckpointError, ConfigError, EngineError
-from qerl.vllm_plugin.checkpoint import check_checkpoint
+from qerl.engine.vllm.checkpoint import check_checkpoint
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
@@ -51,7 +51,7 @@ def test_every_expert_is_packed_and_the_rest_is_not(made):
 
 
 def test_the_bits_are_those_of_the_reference_under_a_shared_power_of_two(made):
-    from qerl.nvfp4.reference import quantize, shared_global_scale
+    from qerl.formats.nvfp4.reference import quantize, shared_global_scale
 
     source, packed, _ = made
     dense, tensors = load_all(source), load_all(packed)

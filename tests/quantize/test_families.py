@@ -12,14 +12,14 @@ from roundings import ROUNDING
 from row_files import write_sums
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.config.schema import AdapterConfig
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError, EngineError
 from qerl.formats.linear import PackedLinear
-from qerl.layers.norms import block_norms, set_norm_noise_
+from qerl.model.norms import block_norms, set_norm_noise_
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.checkpoint.linears import fused
-from qerl.nvfp4 import reference
+from qerl.formats.nvfp4 import reference
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.options import QuantizeOptions

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qerl.nvfp4.reference import E2M1_VALUES, dequantize
+from qerl.formats.nvfp4.reference import E2M1_VALUES, dequantize
 from quantize import rounding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.verify import FailedCheck
-from qerl.errors import CheckpointError
 from quantize import run
 from quantize.calibration import HELD_OUT, load_calibration
 from quantize.judge import judge

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qerl.nvfp4.reference import (
+from qerl.formats.nvfp4.reference import (
     E2M1_VALUES,
     ZERO_SCALE,
     decode_e2m1,

@@ -13,9 +13,9 @@ from roundings import ROUNDING, rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from qerl.nvfp4.layout import TENSORS
-from qerl.nvfp4.linear import NVFP4Linear
-from qerl.nvfp4.reference import dequantize, quantize, shared_global_scale
+from qerl.formats.nvfp4.layout import TENSORS
+from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.reference import dequantize, quantize, shared_global_scale
 from quantize.run import quantize_checkpoint
 
 

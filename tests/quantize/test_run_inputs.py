@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
+from qerl.base.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.checkpoint import writer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import INDEX, read_tensors
-from qerl.errors import CheckpointError, ConfigError, MissingExtraError
-from qerl.nvfp4.reference import quantize
+from qerl.formats.nvfp4.reference import quantize
 from quantize import run
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint

@@ -9,8 +9,8 @@ from checkpoint_tensors import load_all
 from row_files import write_sums
 from safetensors.torch import save_file
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.base_start import START, BaseStart, about_start, base_digest, check_start, read_start
-from qerl.errors import CheckpointError, ConfigError
 from quantize.command import quantized
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint

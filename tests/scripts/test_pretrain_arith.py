@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.checkpoint.resolve import resolve_model
-from qerl.tasks import build_messages, render_prompt
-from qerl.tasks.arith_chain import problem, problems
+from qerl.data.tasks import build_messages, render_prompt
+from qerl.data.tasks.arith_chain import problem, problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "models" / "pretrain_arith.py"

@@ -73,8 +73,8 @@ class TestBases:
             arms.prepare(base, tmp_path, "plain", ["bf16", "rtn", "rtn_F", "new_S", "qat"], run)
         made = [" ".join(call).replace(str(tmp_path), "W") for call in calls]
         assert made == [
-            "qerl.cli quantize --model W/bf16 --out W/rtn --method rtn --start-rank 64",
-            "qerl.cli quantize --model W/bf16 --out W/new",
+            "qerl.cli.main quantize --model W/bf16 --out W/rtn --method rtn --start-rank 64",
+            "qerl.cli.main quantize --model W/bf16 --out W/new",
         ]
         assert (tmp_path / "rows-plain" / "test.jsonl").is_file()
 

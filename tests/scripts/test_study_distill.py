@@ -10,7 +10,7 @@ from held_out_kl import divergences, sampled, write_problems
 from study_distill import accuracies, correct, falls, share_back
 
 from qerl.checkpoint.load import load_model, load_tokenizer
-from qerl.tasks import arith, build_messages
+from qerl.data.tasks import arith, build_messages
 
 WHOLE, ROUNDED = np.array([1.0] * 80 + [0.0] * 20), np.array([1.0] * 60 + [0.0] * 40)
 

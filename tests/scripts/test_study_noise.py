@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl.base.errors import DataError
 from qerl.config.recipe import load_recipe
-from qerl.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "qerl" / "tiny"

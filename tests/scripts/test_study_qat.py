@@ -14,10 +14,10 @@ from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.recipe import load_recipe
 from qerl.engine.options import EngineOptions
-from qerl.engine.transformers_engine import TransformersEngine
+from qerl.engine.transformers.engine import TransformersEngine
 from qerl.engine.update import WeightsUpdate
-from qerl.fp8.linear import FP8Linear
-from qerl.layers.master import master_of, multiply_by_masters_
+from qerl.formats.fp8.linear import FP8Linear
+from qerl.model.master import master_of, multiply_by_masters_
 from scripts.bench.watch import different
 from training.policy import start_base
 from training.policy.policy import WeightsPolicy

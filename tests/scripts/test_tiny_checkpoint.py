@@ -11,8 +11,8 @@ import torch
 from muon import orthogonal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl.tasks import build_messages, render_prompt
-from qerl.tasks.arith import problem, problems
+from qerl.data.tasks import build_messages, render_prompt
+from qerl.data.tasks.arith import problem, problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "qerl" / "tiny"

@@ -11,13 +11,13 @@ from small_run import numbers, same_adapters, small_config
 from starts import decoded_weights, give_start_
 
 import training.trainer
+from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import ABOUT, LORA_A, LORA_B, START, BaseStart, digest_of, read_start, start_of_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine, open_model
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import WeightsUpdate
-from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.trained import DEFAULT_START
 from training.policy.build import build_policy
 from training.preflight.adapter_start import settle_start, start_to_resume

@@ -20,7 +20,7 @@ from trainer_factory import build_trainer, run_backward, with_plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
-from qerl.layers.norms import block_norms, set_norm_noise_
+from qerl.model.norms import block_norms, set_norm_noise_
 from training.loss.batch import Batch
 from training.policy.policy import AdapterPolicy
 from training.rollout.noise import draw_noise

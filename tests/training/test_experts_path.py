@@ -10,8 +10,8 @@ from small_run import numbers, same_adapters
 from typer.testing import CliRunner
 
 import training.trainer
-from qerl.cli import app
-from qerl.tasks import get_task
+from qerl.cli.main import app
+from qerl.data.tasks import get_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BASE = "checkpoints/tiny_experts-NVFP4A16"

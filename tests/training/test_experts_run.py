@@ -133,7 +133,7 @@ def test_an_engine_opens_the_runs_adapter(finished, nvfp4_moe):
 
 
 def test_a_run_starts_from_the_adapter_of_another(finished, nvfp4_moe, tmp_path):
-    from qerl.errors import ConfigError
+    from qerl.base.errors import ConfigError
 
     config = small_config(finished, tmp_path, "noise.enabled=false", steps=1)
     assert numbers(start(config, "tiny").run_dir)[0]["mismatch_kl"] < 1e-8

@@ -14,16 +14,16 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from eval.run import run_eval
 from eval.settings import EvalSettings
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.config.recipe import load_recipe, recipe_names
-from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import FP8_BLOCK
-from qerl.formats.fp8_block import rounds_input
-from qerl.fp8 import reference
-from qerl.fp8.linear import FP8Linear
+from qerl.formats.fp8 import reference
+from qerl.formats.fp8.format import rounds_input
+from qerl.formats.fp8.linear import FP8Linear
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.merge.options import MergeOptions

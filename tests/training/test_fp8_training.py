@@ -3,8 +3,8 @@
 import pytest
 from small_run import numbers, small_config
 
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.errors import ConfigError
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,10 +6,10 @@ import pytest
 from small_run import numbers, small_config
 
 import training.policy.packed_attention
+from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
-from qerl.engine.transformers_engine import TransformersEngine
-from qerl.errors import EngineError
+from qerl.engine.transformers.engine import TransformersEngine
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 

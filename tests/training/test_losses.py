@@ -14,8 +14,8 @@ from trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of
 
 import training.run_trainer
 import training.step
+from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors
-from qerl.errors import EngineError
 from training.loss.advantages import group_advantages
 from training.loss.batch import padded_batch
 from training.loss.correction import Mismatch

@@ -10,12 +10,12 @@ from small_run import numbers, small_config
 from validated_run import validated_config
 
 import training.run
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.recipe import load_config, save_config
-from qerl.errors import ConfigError
-from qerl.nvfp4 import reference
+from qerl.formats.nvfp4 import reference
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 from training.trainer import QerlTrainer

@@ -10,17 +10,17 @@ from model_folders import with_activations
 from small_run import numbers, small_config
 from transformers import AutoModelForCausalLM
 
+from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.checkpoint.activations import GRPO_WARNING, read_activations
 from qerl.checkpoint.export import dense_tensors, read_masters
 from qerl.checkpoint.input_scales import input_scales
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.shards import read_tensors
-from qerl.commands.plan import plan_of, sentences
+from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
-from qerl.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.formats import NVFP4
-from qerl.layers import lora
-from qerl.nvfp4.activations import Activations
+from qerl.formats.nvfp4.activations import Activations
+from qerl.model import lora
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.merge.serve import ONLY_QERL

@@ -10,6 +10,7 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 
 import training.run
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import attach_lora
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
@@ -17,8 +18,7 @@ from qerl.checkpoint.base_modules import base_linears
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError, ConfigError
-from qerl.nvfp4 import reference
+from qerl.formats.nvfp4 import reference
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.merge.options import MergeOptions

@@ -9,12 +9,12 @@ from checkpoint_tensors import tensors_in
 from safetensors.torch import load_file, save_file
 from small_run import numbers, small_config
 
+from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint import sealed
-from qerl.cli import app
-from qerl.commands.terminal import run_command
+from qerl.cli.main import app
+from qerl.cli.terminal import run_command
 from qerl.config.recipe import load_config, save_config
 from qerl.config.schema import RunConfig
-from qerl.errors import CheckpointError, EngineError
 from training.run import resume, start
 from training.run_dir.checkpoint import newest_checkpoint
 from training.run_trainer import RunTrainer

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from stock_vllm import stock_tokens
 
 from qerl.checkpoint.load import load_tokenizer
-from qerl.tasks import build_messages, get_task, load_examples, render_prompt
+from qerl.data.tasks import build_messages, get_task, load_examples, render_prompt
 
 pytestmark = marks(500)
 MEMORY_GIB = 8

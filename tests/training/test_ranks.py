@@ -12,11 +12,11 @@ from ranks import alone, command, ranks, rows_of, run, train
 from run_process import ended, forked, go, hold_in, wait_for
 from small_run import numbers, small_config
 
+from qerl.base.errors import ConfigError
+from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.commands.launch import launch, without_option
+from qerl.cli.launch import launch, without_option
 from qerl.config.recipe import load_recipe, save_config
-from qerl.errors import ConfigError
-from qerl.parallel import Parallel
 from qerl.plan.several import check_ranks
 from training.ranks import dealt, largest
 
@@ -206,14 +206,14 @@ def test_ranks_are_started_for_each_card(tmp_path):
 
 def test_a_run_is_started_for_each_card(here, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("qerl.commands.train.launch", lambda *given: asked.append(given) or sys.exit(3))
+    monkeypatch.setattr("qerl.cli.train.launch", lambda *given: asked.append(given) or sys.exit(3))
     command = ["train", "--gpus", "2", "--recipe", "tiny", "--set", "model.format=bf16", "--out", str(tmp_path / "run")]
     assert here(*command)[0] == 3
     assert asked == [(2, command)]
 
 
 def test_more_cards_than_there_are_is_refused(monkeypatch):
-    monkeypatch.setattr("qerl.commands.launch.visible_cards", lambda: [])
+    monkeypatch.setattr("qerl.cli.launch.visible_cards", lambda: [])
     with pytest.raises(ConfigError, match="--gpus 2 asks for more cards than the 0 that are visible here"):
         launch(2, [])
 

@@ -17,11 +17,11 @@ import training.rollout.sampler
 import training.run
 import training.run_trainer
 import training.trainer
+from qerl.base.errors import ConfigError, DataError, EngineError, RewardError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.config.recipe import load_config, save_config
-from qerl.errors import ConfigError, DataError, EngineError, RewardError
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints, newest_checkpoint
 from training.run_dir.log import read_metrics
@@ -190,7 +190,7 @@ def test_a_reward_that_raises_stops_the_run_with_the_completion_saved(nvfp4_base
 
 
 def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_base, tmp_path, monkeypatch):
-    from qerl.engine.transformers_engine import TransformersEngine
+    from qerl.engine.transformers.engine import TransformersEngine
 
     original = TransformersEngine.generate
 
@@ -209,7 +209,7 @@ def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_bas
 
 def test_a_run_resumed_under_noise_has_a_gate_too(finished, nvfp4_base, tmp_path, monkeypatch):
     """It continues at a step with sigma 0.01, and its limit comes from its steps with 0.05."""
-    from qerl.engine.transformers_engine import TransformersEngine
+    from qerl.engine.transformers.engine import TransformersEngine
 
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
@@ -232,7 +232,7 @@ def test_a_run_resumed_under_noise_has_a_gate_too(finished, nvfp4_base, tmp_path
 
 def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):
     """A micro-batch is a small sample, so the gate compares the value that a run without a gate logs for the step."""
-    from qerl.engine.transformers_engine import TransformersEngine
+    from qerl.engine.transformers.engine import TransformersEngine
 
     original = TransformersEngine.generate
 

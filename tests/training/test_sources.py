@@ -10,9 +10,9 @@ from small_run import numbers, same_adapters, small_config
 
 import qerl
 import training.step
+from qerl.base.errors import ConfigError, DataError
 from qerl.config.recipe import save_config
-from qerl.errors import ConfigError, DataError
-from qerl.tasks import get_task
+from qerl.data.tasks import get_task
 from training.preflight.checks import check_config
 from training.run import resume, start
 

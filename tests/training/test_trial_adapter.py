@@ -14,10 +14,10 @@ from trainer_factory import build_trainer
 
 import training.trainer
 import training.trial_adapter
+from qerl.base.errors import EngineError
+from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter import adapter_tensors
-from qerl.engine.transformers_engine import TransformersEngine
-from qerl.errors import EngineError
-from qerl.parallel import Parallel
+from qerl.engine.transformers.engine import TransformersEngine
 from training.loss.mismatch_gate import MismatchGate
 from training.run import resume, start
 from training.run_dir.log import read_metrics

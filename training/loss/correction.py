@@ -20,7 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
-    from qerl.layers.routing import Replay
+    from qerl.model.routing import Replay
 
 
 def importance_weights(

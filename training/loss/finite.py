@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 
 def check_loss(loss: torch.Tensor, step: int, run_dir: Path) -> None:

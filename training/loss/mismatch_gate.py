@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 
 if TYPE_CHECKING:
     import torch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, name_base_, set_dtype_, start_at_
 from qerl.checkpoint.adapter_fit import A_SUFFIX
 from qerl.checkpoint.base_modules import base_linears
@@ -16,12 +17,11 @@ from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.config.rules_experts import adapts_experts, expert_rank
+from qerl.formats.fp8.training import recipe_of
 from qerl.formats.linear import PackedLinear
-from qerl.fp8.training import recipe_of
-from qerl.layers.master import multiply_by_masters_
-from qerl.layers.norms import block_norms
-from qerl.layers.products import decoded, set_recipe_
-from qerl.parallel import ALONE, Parallel
+from qerl.model.master import multiply_by_masters_
+from qerl.model.norms import block_norms
+from qerl.model.products import decoded, set_recipe_
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
 from training.policy.packed_in import PackedInPolicy
 from training.policy.policy import AdapterPolicy, WeightsPolicy

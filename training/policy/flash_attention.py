@@ -34,7 +34,7 @@ def _takes_3(q: torch.Tensor) -> bool:
     """Whether vLLM's FlashAttention 3 takes `q`; False if vLLM is not loaded, since importing it takes seconds."""
     if "vllm" not in sys.modules:
         return False
-    from qerl.vllm_plugin import flash
+    from qerl.engine.vllm import flash
 
     return flash.takes(q)
 
@@ -44,7 +44,7 @@ class _Attend3(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float | None):
-        from qerl.vllm_plugin import flash
+        from qerl.engine.vllm import flash
 
         out, sums = flash.forward((q, k, v), sequences, scale)
         ctx.sequences, ctx.scale = sequences, scale

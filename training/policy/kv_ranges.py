@@ -18,9 +18,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from qerl.base.parallel import ALONE, Parallel
 from qerl.engine.kv_scales import KVScales, Ranges, scales_of
-from qerl.layers.kv_rounding import set_kv_scales_
-from qerl.parallel import ALONE, Parallel
+from qerl.model.kv_rounding import set_kv_scales_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from qerl.errors import EngineError
-from qerl.layers.kv_rounding import rounded_kv
+from qerl.base.errors import EngineError
+from qerl.model.kv_rounding import rounded_kv
 from training.policy import flash_attention
 from training.policy.copies import gather_rows
 from training.policy.flash_attention import QKV

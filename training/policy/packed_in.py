@@ -2,7 +2,7 @@
 
 W0 are the 16-bit weights that the run started from, which never change; from packed ones an update of less than half a
 step between two codes would vanish. Engine and trainer multiply by the packed weights alone, and A and B receive the
-gradients of the packed weight as if rounding were the identity (`qerl.layers.lora`).
+gradients of the packed weight as if rounding were the identity (`qerl.model.lora`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, reference_
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
 from qerl.checkpoint.base_modules import base_linears, pack_in_
 from qerl.engine.update import WeightsUpdate, pack_weights_
-from qerl.layers.low_rank import LowRankSum
+from qerl.model.low_rank import LowRankSum
 
 if TYPE_CHECKING:
     from torch import nn

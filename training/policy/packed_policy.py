@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl.layers.factors import kept_factors
-from qerl.layers.recompute import recompute_by_
+from qerl.model.factors import kept_factors
+from qerl.model.recompute import recompute_by_
 from training.distill.divergence import Divergences, token_divergences
 from training.policy.packed_attention import (
     check_config,

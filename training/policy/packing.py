@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl.layers.routing import Replay
+from qerl.model.routing import Replay
 from qerl.plan.micro_batch_plan import REPEATED, even_budget
 from training.policy.copies import Copies, copies_of
 

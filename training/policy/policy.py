@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import (
     adapter_scaling,
     adapter_tensors,
@@ -26,7 +27,6 @@ from qerl.checkpoint.source import by_layer
 from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.checkpoint.writer import write_weights
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
-from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.trained import ADAPTER_WORK
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class AdapterPolicy:
 class WeightsPolicy:
     """Whole weights: masters of linears and norms. A sync packs those of linears into the model; norms act as they are.
 
-    The gradient of a linear's master is that of its packed weight (`qerl.layers.master`). Of several ranks each has the
+    The gradient of a linear's master is that of its packed weight (`qerl.model.master`). Of several ranks each has the
     masters of some layers (`shards`) and an empty parameter for every other one; all have the norms.
     """
 
@@ -188,7 +188,7 @@ def _set_linear_(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype | N
     import torch
 
     from qerl.formats.linear import PackedLinear
-    from qerl.layers.master import set_master_
+    from qerl.model.master import set_master_
 
     device = linear.weight_device if isinstance(linear, PackedLinear) else linear.weight.device
     return set_master_(linear, weight.detach().to(device, dtype or torch.float32, copy=True))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.philox import WORD, Words, philox
+from qerl.base.philox import WORD, Words, philox
 from training.rollout.seeds import derive_seed
 
 LANES = 1024  # counters per program; each gives the 16 random bits of eight numbers, which lie this far apart

@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qerl.formats.linear import PackedLinear
-from qerl.layers.master import receive_by_
+from qerl.model.master import receive_by_
 from qerl.plan.trained import shared_out
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 Answer = Callable[[Any], dict[str, Any] | None]  # what a rank has under a key, None if another one has it
 
@@ -148,7 +148,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Piece:
-    """See `qerl.layers.master.Receiver`."""
+    """See `qerl.model.master.Receiver`."""
 
     layer: _Layer
     index: int

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 
 def clip_shared_(optimizer: torch.optim.Optimizer, largest: float, parallel: Parallel) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl import formats
+from qerl.base.errors import ConfigError
 from qerl.checkpoint import sealed
 from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.output import check_space
@@ -26,7 +27,6 @@ from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.weights_run import BASE
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
-from qerl.errors import ConfigError
 from qerl.plan.trained import masters_dtype
 from training.policy.calibrate import calibrated_scales
 from training.run_dir.folder import only_writer, written

@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.devices import FP8_CAPABILITY
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.load import local_folder
-from qerl.devices import FP8_CAPABILITY
-from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef

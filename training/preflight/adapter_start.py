@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.base_start import (
     DEFAULT_RANK,
     START,
@@ -24,7 +25,6 @@ from qerl.checkpoint.base_start import (
     start_of_adapter,
 )
 from qerl.checkpoint.load import local_folder
-from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.advice import with_values
 from qerl.plan.trained import DEFAULT_START
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
@@ -22,20 +23,19 @@ from qerl.config.rules import vllm_only
 from qerl.config.rules_experts import check_experts
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
+from qerl.data.grading.own_grader import check_grader
 from qerl.data.sequences import check_readable
 from qerl.data.sources import naming, sources_of
+from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
 from qerl.engine.open import choose_engine
 from qerl.engine.own_memory import others_bytes
-from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.plan import GIB, plan, settled_for
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears, trains_masters
-from qerl.tasks import task_of
-from qerl.tasks.own_grader import check_grader
 from training.preflight.trackers import check_trackers
 from training.preflight.warm_start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-    from qerl.environments.play import Environments
+    from qerl.episodes.play import Environments
     from training.rollout.groups import Prompt
 
 CALIBRATION = "qat.quant_cfg.calibration.data"
@@ -116,7 +116,7 @@ def read_prompts(
     check_switches(tokenizer, switches, "data.chat_template_kwargs")
     environments = None
     if config.environment is not None:
-        from qerl.environments.play import open_environments
+        from qerl.episodes.play import open_environments
 
         new_tokens = config.rollout.max_new_tokens
         context = min(config.data.max_prompt_tokens + new_tokens, sizes.positions or sys.maxsize)

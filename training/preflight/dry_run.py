@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.start import starting_model
-from qerl.commands.plan import plan_of, show
+from qerl.cli.plan import plan_of, show
 from qerl.data.sources import sources_of
+from qerl.data.tasks import grade, task_of
 from qerl.plan.duration import likely
 from qerl.plan.validation import validation_count
-from qerl.tasks import grade, task_of
 from training.preflight.adapter_start import settle_start
 from training.preflight.checks import read_prompts, sizes_at
 from training.rewards.rewards import rewards_of_run
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-    from qerl.tasks import Task
+    from qerl.data.tasks import Task
     from training.rewards.guarded import Reward
     from training.rollout.groups import Prompt
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE that need no key
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.checkpoint.expert_adapter import OF_EXPERTS, describe, is_of_experts
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.config.rules_experts import expert_rank
-from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

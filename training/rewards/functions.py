@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from qerl.errors import ConfigError
-from qerl.tasks import Task
-from qerl.tasks.grading import grade_many
+from qerl.base.errors import ConfigError
+from qerl.data.grading.grade import grade_many
+from qerl.data.tasks import Task
 
 # The quantifiers are possessive (*+) so that matching takes linear time: with \s*, a completion that consists of line
 # breaks only takes quadratic time.

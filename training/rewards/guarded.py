@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qerl.errors import RewardError
-from qerl.own.columns import ENVIRONMENTS, EPISODE_COLUMNS, first_to_fail
-from qerl.own.function import TIMEOUT_S, LateError, OwnFunction, OwnFunctionError
-from qerl.own.given import GivenFunction
-from qerl.own.returned import ReturnedError, numbers
-from qerl.tasks import Example
+from qerl.api.given import GivenFunction
+from qerl.base.errors import RewardError
+from qerl.base.own.columns import ENVIRONMENTS, EPISODE_COLUMNS, first_to_fail
+from qerl.base.own.function import TIMEOUT_S, LateError, OwnFunction, OwnFunctionError
+from qerl.base.own.returned import ReturnedError, numbers
+from qerl.data.tasks import Example
 from training.rewards.judge import Judge
 from training.rewards.server import RewardServer
 from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own

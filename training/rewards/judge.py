@@ -7,7 +7,7 @@
 Each completion is one chat of one message, made of `template`. The score is the last match of `pattern` in the reply,
 either a number within `range`, which becomes 0 to 1, or a word of `scores`. A reply without a score is rewarded with 0
 and counted as judge/unparsed_share; if a whole batch of at least two has none, a RewardError shows a reply. Limits of
-time and bytes, retries and headers are those of a reward server (qerl/own/exchange.py).
+time and bytes, retries and headers are those of a reward server (qerl/base/own/exchange.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from qerl.base.errors import ConfigError, RewardError
+from qerl.base.own.exchange import AskError, Server, ask, check_patience, shown
+from qerl.base.own.headers import Headers, check_headers
 from qerl.config.rules_rewards import secret_place, url_mistake, url_shown
-from qerl.errors import ConfigError, RewardError
-from qerl.own.exchange import AskError, Server, ask, check_patience, shown
-from qerl.own.headers import Headers, check_headers
 
 LARGEST = 4 * 2**20  # bytes of a reply
 READ = 20_000  # characters at the end of a reply in which a score is looked for

@@ -6,7 +6,7 @@ A reward is a function that takes columns and returns one finite number per comp
         return [float(len(text) < 500) for text in completions]
 
 It is called with the columns that training/rewards/functions.py lists, as keyword arguments; a function that does not
-end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/own/function.py), within
+end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/base/own/function.py), within
 `timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns None, NaN or the wrong number
 of values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the
 name is a URL, the reward is a reward server (training/rewards/server.py).
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from qerl.api.given import PYTHON, given_function
+from qerl.base.errors import ConfigError
+from qerl.base.own.columns import COLUMNS, check_columns
+from qerl.base.own.function import Named, own_function
 from qerl.config.rules_rewards import OWN, is_url
 from qerl.data.examples import check_answers
+from qerl.data.grading.own_grader import check_grader
 from qerl.data.sources import sources_of
-from qerl.errors import ConfigError
-from qerl.own.columns import COLUMNS, check_columns
-from qerl.own.function import Named, own_function
-from qerl.own.given import PYTHON, given_function
-from qerl.tasks import Example, task_of
-from qerl.tasks.own_grader import check_grader
+from qerl.data.tasks import Example, task_of
 from training.rewards import functions as reward_functions
 from training.rewards.guarded import GRADED, GuardedReward, Reward, Rows, episode_columns
 from training.rewards.judge import Judge
@@ -38,7 +38,7 @@ from training.rewards.server import RewardServer
 
 if TYPE_CHECKING:
     from qerl.config.schema import RewardConfig, RunConfig
-    from qerl.tasks import Task
+    from qerl.data.tasks import Task
     from training.rollout.groups import Prompt
 
 REWARDS: dict[str, Reward] = {

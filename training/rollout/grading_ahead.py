@@ -1,8 +1,8 @@
 """Formulas are graded while the engine still decodes other completions.
 
-Comparing two formulas takes up to 0.07 s in another process, and the verdict is kept (qerl/tasks/math_pool.py). Here a
-thread grades each completion as soon as it has ended, just as the rewards will later, and throws the grade away. When
-the rewards grade the whole rollout they find the verdicts, so grades are the same with and without this.
+Comparing two formulas takes up to 0.07 s in another process, and the verdict is kept (qerl/data/grading/math_pool.py).
+Here a thread grades each completion as soon as it has ended, just as the rewards will later, and throws the grade away.
+When the rewards grade the whole rollout they find the verdicts, so grades are the same with and without this.
 
 Numbers are compared in microseconds, so nothing is done ahead for them.
 """
@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from qerl.tasks.grading import grade
+from qerl.data.grading.grade import grade
 
 if TYPE_CHECKING:
+    from qerl.data.tasks import Task
     from qerl.engine.interface import Completion, Finished
-    from qerl.tasks import Task
 
 Text = Callable[[Sequence[int]], str]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from qerl.data.tasks import Example
     from qerl.engine.interface import Completion
-    from qerl.environments.values import Episode
-    from qerl.tasks import Example
+    from qerl.episodes.values import Episode
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from training.rollout.carry_over import Begun, BegunGroup, Kept, Pool, Share, ca
 from training.rollout.order import rollout_rows
 
 if TYPE_CHECKING:
+    from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import SamplingParams
-    from qerl.parallel import Parallel
     from training.rollout.groups import GradedGroup, Prompt
 
 logger = logging.getLogger(__name__)

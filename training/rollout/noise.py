@@ -4,7 +4,7 @@ Noise on a norm's weight acts as multiplicative noise on the inputs of every lin
 columns of its weight (out, in), which the paper writes as rows), so one vector serves q, k and v, and another one gate
 and up. Departures from the paper and its code:
 
-1. The vectors are float32 and are added in float32 (`qerl/layers/norms.py`): bfloat16 storage would swallow a sigma
+1. The vectors are float32 and are added in float32 (`qerl/model/norms.py`): bfloat16 storage would swallow a sigma
    under 1e-3.
 2. They depend only on seed and step, so that a resumed run draws the same noise.
 3. They are always added to the clean norms of the decoder layers, never on top of earlier noise, and are removed

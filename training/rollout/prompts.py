@@ -1,6 +1,6 @@
 """Examples -> prompts, and which of them each step trains on; that depends on the seed and the step alone.
 
-The prompt is built by `qerl.tasks`, the same code that evaluation uses, and kept as token ids, so that no second
+The prompt is built by `qerl.data.tasks`, the same code that evaluation uses, and kept as token ids, so that no second
 template can slip in between.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import DataError
 from qerl.data.rendered import Renderer
 from qerl.data.sources import naming, sources_of
-from qerl.errors import DataError
-from qerl.tasks import for_environment, load_examples, messages_of, task_of
+from qerl.data.tasks import for_environment, load_examples, messages_of, task_of
 from training.rollout.groups import Prompt
 from training.rollout.order import mixed_rows, most_per_rollout, rollout_rows
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig, RunConfig
-    from qerl.environments.chat import Chat
-    from qerl.tasks import Example, Message
+    from qerl.data.tasks import Example, Message
+    from qerl.episodes.chat import Chat
     from training.rollout.curriculum import Curriculum
 
 logger = logging.getLogger(__name__)

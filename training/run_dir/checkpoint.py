@@ -21,11 +21,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from qerl.base.disk import fsync, refusal_of
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint import sealed
 from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.checkpoint.weights_run import WEIGHTS
-from qerl.errors import CheckpointError
-from qerl.files.disk import fsync, refusal_of
 
 logger = logging.getLogger(__name__)
 

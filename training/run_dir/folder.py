@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.api.given import ROWS
+from qerl.base.errors import ConfigError
+from qerl.base.nearby import expanded
+from qerl.base.read_back import read_object
 from qerl.checkpoint.weights_run import BASE
-from qerl.errors import ConfigError
-from qerl.files.nearby import expanded
-from qerl.files.read_back import read_object
-from qerl.own.given import ROWS
 from qerl.report.shapes import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 from training.run_dir.trackers import IDS
 
 if TYPE_CHECKING:
-    from qerl.parallel import Parallel
+    from qerl.base.parallel import Parallel
 
 LOCK = ".lock"
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.

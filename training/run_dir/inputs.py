@@ -12,20 +12,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.api.given import GivenFunction
+from qerl.base.disk import replace_text
+from qerl.base.errors import ConfigError
 from qerl.config.rules_rewards import is_url
+from qerl.data.grading.own_grader import find_grader
 from qerl.data.sources import sources_of
-from qerl.errors import ConfigError
-from qerl.files.disk import replace_text
-from qerl.own.given import GivenFunction
-from qerl.tasks import task_of
-from qerl.tasks.own_grader import find_grader
+from qerl.data.tasks import task_of
 from training.rewards.rewards import REWARDS, find_reward
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
+    from qerl.base.own.function import OwnFunction
     from qerl.config.schema import RewardConfig, RunConfig
-    from qerl.own.function import OwnFunction
-    from qerl.tasks import Task
+    from qerl.data.tasks import Task
     from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl.errors import CheckpointError
-from qerl.files.bounded import parse_json, read_lines
-from qerl.files.disk import replace_text
-from qerl.printable import SafeConsole
+from qerl.base.bounded import parse_json, read_lines
+from qerl.base.disk import replace_text
+from qerl.base.errors import CheckpointError
+from qerl.base.printable import SafeConsole
 from qerl.report.read import completions_step
 from training.run_dir.notebook import NotebookDisplay
 from training.run_dir.progress import Display, completions_table, numbers

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from qerl.printable import printable
+from qerl.base.printable import printable
 
 REFRESH_PER_S = 2  # not more often, since drawing takes time from the training thread
 TIMED_STEPS = 10  # the time left is estimated from the mean of the latest steps

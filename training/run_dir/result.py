@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.checkpoint.base_start import start_of_adapter
 from qerl.checkpoint.named_base import beside, model_of_adapter
@@ -20,7 +21,6 @@ from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain
 from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
 from qerl.checkpoint.weights_run import trains_weights
 from qerl.config.recipe import load_config
-from qerl.errors import CheckpointError
 from training.run_dir.checkpoint import checkpoint_path, damage_of
 from training.run_dir.folder import make_aside
 from training.validation.verdict import Best

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 from qerl.plan.trained import masters_dtype
 from training.run_dir.folder import read_about
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from qerl.parallel import ALONE, Parallel
+from qerl.base.parallel import ALONE, Parallel
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, damage_of, newest_checkpoint
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from qerl.base.disk import replace_text
+from qerl.base.errors import ConfigError
 from qerl.config import yaml_text
 from qerl.config.rules_rewards import without_secrets
 from qerl.config.schema import RunConfig
-from qerl.errors import ConfigError
-from qerl.files.disk import replace_text
 
 ROWS, TEXT = 32, 4000  # of a table: rows, and characters of a cell
 CLOSE_S = 60.0  # that wandb may go on uploading at the end; trackio has limits of its own

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
 from qerl.data.conversations import Conversation
 from qerl.data.written import Written
-from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

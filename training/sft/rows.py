@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qerl.base.errors import ConfigError, DataError
 from qerl.data.conversations import Conversation, Source, held_out_source, load_conversations
+from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
-from qerl.errors import ConfigError, DataError
-from qerl.tasks import task_of
 from training.loss.batch import Batch, padded_left, padded_right
 from training.sft.marking import REFUSES, Marked, Marker, UnmarkableError
 

@@ -14,30 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import ConfigError, DataError
 from qerl.config.schema import RewardConfig
 from qerl.data.examples import check_source
+from qerl.data.grading.own_grader import check_grader
 from qerl.data.rendered import Renderer
 from qerl.data.sources import Source, sources_of
+from qerl.data.tasks import Example, Message, Task, for_environment, get_task, load_examples, messages_of, task_of
 from qerl.engine.interface import SamplingParams, check_tokens
-from qerl.errors import ConfigError, DataError
-from qerl.tasks import (
-    Example,
-    Message,
-    Task,
-    for_environment,
-    get_task,
-    load_examples,
-    messages_of,
-    task_of,
-)
-from qerl.tasks.own_grader import check_grader
 from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig, RunConfig
-    from qerl.environments.play import Environments
+    from qerl.episodes.play import Environments
     from qerl.plan.sizes import ModelSizes
     from training.rollout.groups import Prompt
 

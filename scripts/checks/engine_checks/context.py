@@ -14,7 +14,7 @@ import torch
 from qerl.checkpoint.base_start import BaseStart, start_beside
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
-from qerl.engine.vllm_engine import VLLMEngine
+from qerl.engine.vllm.engine import VLLMEngine
 from scripts.models.make_random_checkpoint import random_start
 from training.policy.kv_ranges import KVCalibration
 
@@ -81,7 +81,7 @@ def start_of(model: str, rank: int) -> BaseStart:
 
 
 def ways() -> dict[str, tuple[str, ...]]:
-    """The way in which each quantized shape multiplies, for each of `qerl.nvfp4.ways.TOKENS`."""
-    from qerl.vllm_plugin.products import BASES
+    """The way in which each quantized shape multiplies, for each of `qerl.formats.nvfp4.ways.TOKENS`."""
+    from qerl.engine.vllm.products import BASES
 
     return {base.shape.name: base.ways for base in BASES.values()}

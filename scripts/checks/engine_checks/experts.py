@@ -19,8 +19,8 @@ from qerl.engine.interface import UNRECORDED, SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.engine.recorded import of_length
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.engine.vllm_engine import VLLMEngine
-from qerl.layers.routing import Replay
+from qerl.engine.vllm.engine import VLLMEngine
+from qerl.model.routing import Replay
 
 ALPHA = 16.0
 LONG = 700  # tokens of a prompt that is longer than every CUDA graph, so that Python runs in its forward pass
@@ -219,7 +219,7 @@ def logprobs(model: nn.Module, tokens: list[int], prompt: int, replay: Replay | 
 @contextmanager
 def router_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[torch.Tensor]]]:
     """Within it, what each router of vLLM's model is given where Python runs, from the first layer to the last."""
-    from qerl.vllm_plugin.linear import RouterMethod
+    from qerl.engine.vllm.linear import RouterMethod
 
     inputs: dict[nn.Module, list[torch.Tensor]] = {}
     apply = RouterMethod.apply
@@ -236,7 +236,7 @@ def router_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[torch.Tenso
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:
-    from qerl.layers.experts import Experts
+    from qerl.model.experts import Experts
 
     return [module for module in model.modules() if isinstance(module, Experts)]
 
@@ -248,6 +248,6 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def tensors_of(experts: nn.Module) -> tuple[torch.Tensor, ...]:
-    from qerl.nvfp4.kernel_experts import KernelExperts
+    from qerl.formats.nvfp4.kernel_experts import KernelExperts
 
     return (experts.words, experts.scales) if isinstance(experts, KernelExperts) else (experts.weight,)

@@ -13,13 +13,13 @@ import torch
 
 from engine_checks.compare import mismatch, policy_logprobs, same
 from engine_checks.context import Context
+from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
-from qerl.errors import EngineError
 
 
 def loading(context: Context) -> dict:
     """The memory that torch took from the card while the weights were loaded and packed."""
-    from qerl.vllm_plugin import worker
+    from qerl.engine.vllm import worker
 
     files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
     return {"peak_gib": worker.latest().loading_peak_bytes / 2**30, "checkpoint_gib": files / 2**30}
@@ -27,8 +27,8 @@ def loading(context: Context) -> dict:
 
 def shared_memory(context: Context) -> dict:
     """Every parameter of the policy is stored inside a tensor of the engine, so the base is in memory once."""
+    from qerl.engine.vllm.sleep import kv_cache_bytes
     from qerl.formats.linear import PackedLinear
-    from qerl.vllm_plugin.sleep import kv_cache_bytes
 
     engine_storages = storages(context.engine.found.model)
     foreign, linears = [], 0
@@ -66,7 +66,7 @@ def shared_memory(context: Context) -> dict:
 
 def _packed(linear: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
     """The tensors that hold a packed linear's weight."""
-    from qerl.fp8.linear import FP8Linear
+    from qerl.formats.fp8.linear import FP8Linear
 
     if isinstance(linear, FP8Linear):
         return linear.weight_codes, linear.weight_scale
@@ -87,7 +87,7 @@ def sleep_and_wake(context: Context) -> dict:
 
     So it does if others take more of the card than it frees, while it falls asleep.
     """
-    from qerl.vllm_plugin.sleep import kv_cache_bytes
+    from qerl.engine.vllm.sleep import kv_cache_bytes
 
     engine = context.engine
     before = engine.generate(context.prompts[:8], context.greedy)
@@ -131,7 +131,7 @@ def _others_taking(size: int) -> Iterator[None]:
 
     Under `memory.cap_gib` there has to be room for both, since the cap still counts the KV cache then.
     """
-    from qerl.vllm_plugin.sleep import KVCacheBackend
+    from qerl.engine.vllm.sleep import KVCacheBackend
 
     suspend, taken = KVCacheBackend.suspend, []
 
@@ -159,7 +159,7 @@ def exhausted_cache(context: Context) -> dict:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("qerl.engine.vllm_engine").addHandler(handler)
+    logging.getLogger("qerl.engine.vllm.engine").addHandler(handler)
     completions = engine.generate(prompts, sampling, seed=3)
     stopped = sum(completion.finish_reason == "stop" for completion in completions)
     short = _compare_some(context, prompts[:16], completions[:16])

@@ -36,7 +36,7 @@ def repeat(context: Context) -> dict:
 
 def sampler(context: Context) -> dict:
     """The fused sampler against torch: frequencies of 200,000 draws, logprobs, repeated seeds, greedy draws."""
-    from qerl.vllm_plugin.draw_kernel import draw
+    from qerl.engine.vllm.draw_kernel import draw
 
     generator = torch.Generator("cuda").manual_seed(3)
     vocabulary, draws = 5003, 200_000
@@ -68,7 +68,7 @@ def sampler(context: Context) -> dict:
 def limits(context: Context) -> dict:
     """Stop tokens end a completion and are part of it; length limits hold, also if each completion has its own; a
     prompt that is too long is an error."""
-    from qerl.errors import EngineError
+    from qerl.base.errors import EngineError
 
     engine = context.engine
     free = engine.generate(context.prompts[:4], context.greedy)

@@ -61,7 +61,7 @@ def _greedy_gap(context: Context, completions: list) -> dict:
 
 
 def _adapter_errors(context: Context, tensors: dict, scaling: float) -> dict:
-    from qerl.errors import EngineError
+    from qerl.base.errors import EngineError
 
     some = next(iter(tensors))
     broken = {
@@ -110,7 +110,7 @@ def trained_norms(context: Context) -> dict:
 def whole_weights(context: Context) -> dict:
     """Changed weights of every linear reach the tensors that the captured graphs and the trainer read, with the bytes
     of the reference on a CPU; the earlier ones come back. A kernel that cannot take them refuses."""
-    from qerl.errors import EngineError
+    from qerl.base.errors import EngineError
 
     linears = _linears(context.policy)
     before = context.engine.generate(context.prompts, context.sampling, seed=3)
@@ -156,11 +156,11 @@ def _nudged(matrix: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
     """What the linear has to hold for `matrix`, float32 on the CPU."""
+    from qerl.formats.fp8.linear import FP8Linear
+    from qerl.formats.fp8.reference import dequantize as dequantize_fp8
+    from qerl.formats.fp8.reference import quantize as quantize_fp8
     from qerl.formats.linear import PackedLinear
-    from qerl.fp8.linear import FP8Linear
-    from qerl.fp8.reference import dequantize as dequantize_fp8
-    from qerl.fp8.reference import quantize as quantize_fp8
-    from qerl.nvfp4 import reference
+    from qerl.formats.nvfp4 import reference
 
     if isinstance(linear, FP8Linear):
         return dequantize_fp8(*quantize_fp8(matrix, linear.scales), torch.float32)
@@ -171,8 +171,8 @@ def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _address(linear: torch.nn.Linear) -> int:
-    from qerl.fp8.linear import FP8Linear
-    from qerl.nvfp4.kernel_linear import KernelLinear
+    from qerl.formats.fp8.linear import FP8Linear
+    from qerl.formats.nvfp4.kernel_linear import KernelLinear
 
     if isinstance(linear, FP8Linear):
         return linear.weight_codes.data_ptr()

@@ -18,8 +18,8 @@ def dequantization(context: Context) -> dict:
     """
     from safetensors import safe_open
 
-    from qerl.nvfp4 import kernel_layout, reference
-    from qerl.vllm_plugin.policy import KernelLinear
+    from qerl.engine.vllm.policy import KernelLinear
+    from qerl.formats.nvfp4 import kernel_layout, reference
 
     linears = {n: m for n, m in context.policy.named_modules() if isinstance(m, KernelLinear)}
     different, twin, unscaled, seconds, moved = {}, 0, 0, 0.0, 0
@@ -66,9 +66,9 @@ def _different_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def product(context: Context) -> dict:
     """The forward pass and the input gradient of fused parts, against the same products in float64."""
-    from qerl.fp8 import reference
-    from qerl.fp8.linear import FP8Linear
-    from qerl.vllm_plugin.policy import KernelLinear
+    from qerl.engine.vllm.policy import KernelLinear
+    from qerl.formats.fp8 import reference
+    from qerl.formats.fp8.linear import FP8Linear
 
     worst = {"forward": 0.0, "backward": 0.0}
     for name, module in context.policy.named_modules():

@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 from qerl.api.arguments import Functions, plain_rows, rewards_of
-from qerl.errors import ConfigError, DataError
+from qerl.base.errors import ConfigError, DataError
 
 ROWS = [
     {"prompt": "a", "answer": "1", "level": 3, "tags": ["x"]},

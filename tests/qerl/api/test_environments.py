@@ -5,9 +5,9 @@ import pytest
 from small_run import numbers, small_config
 
 import qerl
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import save_config
-from qerl.environments.build import KNOWN, TOOLS
-from qerl.errors import ConfigError
+from qerl.episodes.build import KNOWN, TOOLS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

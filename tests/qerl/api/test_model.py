@@ -5,7 +5,7 @@ import pytest
 import qerl
 from qerl.api.arguments import model_name
 from qerl.api.model import Model
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rich.console import Console
 from small_run import numbers, same_adapters, small_config
 
 import qerl
+from qerl.api.given import ROWS
 from qerl.config.recipe import save_config
-from qerl.own.given import ROWS
 from training.run import start
 from training.run_dir.log import RunLog
 
@@ -80,7 +80,7 @@ def test_a_run_of_functions_and_rows_is_that_of_the_command(by_command, tmp_path
 def test_a_reward_that_raises_ends_the_run_and_closes_its_engine(by_command, tmp_path, monkeypatch):
     _, recipe, _ = by_command
     closed = []
-    monkeypatch.setattr("qerl.engine.transformers_engine.TransformersEngine.close", lambda self: closed.append(self))
+    monkeypatch.setattr("qerl.engine.transformers.engine.TransformersEngine.close", lambda self: closed.append(self))
     before = state()
     with pytest.raises(qerl.QerlError, match="reward broken raised KeyError: 'x'") as raised:
         qerl.train(recipe, reward={"name": broken, "weight": 2.0}, out=tmp_path / "run")

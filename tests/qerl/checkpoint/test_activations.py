@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.activations import read_activations
-from qerl.engine import transformers_engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError, EngineError
+from qerl.engine.transformers import engine as transformers_engine
 from qerl.formats.linear import PackedLinear
-from qerl.nvfp4.activations import Activations
+from qerl.formats.nvfp4.activations import Activations
 
 OPTIONS = EngineOptions(engine="transformers")
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9, 10, 11, 12]], [[13, 40], [5, 6, 7]]
@@ -107,7 +107,7 @@ def test_scales_in_a_folder_whose_config_has_no_activations_are_refused(static):
 
 def test_an_engine_that_would_serve_16_bit_activations_does_not_open(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("qerl.layers.lora.input_of", lambda x, parts: x)
+        patch.setattr("qerl.model.lora.input_of", lambda x, parts: x)
         with pytest.raises(EngineError, match=r"does not compute with activations in 4 bits, as its config\.json says"):
             open_engine(str(folder), "nvfp4", OPTIONS)
     monkeypatch.setattr(transformers_engine, "load_model", load_without_activations(transformers_engine.load_model))

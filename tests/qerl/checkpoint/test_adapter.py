@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import (
     adapter_scaling,
     adapter_tensors,
@@ -22,8 +23,7 @@ from qerl.checkpoint.adapter_file import OTHER_ADAPTERS, PLAIN_STARTS, read_adap
 from qerl.checkpoint.adapter_fit import read_fitting_adapter
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import load_model
-from qerl.errors import CheckpointError, ConfigError
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.linear import NVFP4Linear
 
 TOKENS = torch.arange(12)[None]
 

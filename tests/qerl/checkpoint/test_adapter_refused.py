@@ -10,8 +10,8 @@ from checkpoint_factory import make_checkpoint
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_fit import read_fitting_adapter
-from qerl.errors import CheckpointError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 

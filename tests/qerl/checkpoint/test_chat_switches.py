@@ -8,15 +8,15 @@ from bases import TINY
 from small_run import small_config
 
 import qerl
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.trained_with import switches_for
-from qerl.commands.columns import parse_switches
+from qerl.cli.columns import parse_switches
 from qerl.config.recipe import save_config
-from qerl.engine.transformers_engine import TransformersEngine
-from qerl.environments.chat import Chat
-from qerl.errors import ConfigError
+from qerl.engine.transformers.engine import TransformersEngine
+from qerl.episodes.chat import Chat
 from training.preflight.checks import read_prompts, sizes_at
 from training.run import start
 from training.validation.questions import read_questions
@@ -40,7 +40,7 @@ def switched(tmp_path, monkeypatch):
         tokenizer.chat_template = QWEN3
         return tokenizer
 
-    for module in ("training.preflight.checks", "qerl.commands.conversation"):
+    for module in ("training.preflight.checks", "qerl.cli.conversation"):
         monkeypatch.setattr(f"{module}.load_tokenizer", load)
     asked = ("validation.every=2", "validation.limit=2", f"validation.source={tmp_path / 'questions.jsonl'}")
     (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "What is 3 + 4?", "answer": "7"}) + "\n")

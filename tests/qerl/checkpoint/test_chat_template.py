@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.chat_template import check_chat_template
 from qerl.checkpoint.named_base import TINY_FOLDER
 from qerl.checkpoint.resolve import resolve_model
-from qerl.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]
 # Runs the command line and says whether torch or transformers was imported for it.
 RUN = """\
 import sys
-from qerl.cli import main
+from qerl.cli.main import main
 try:
     main()
 finally:

@@ -9,7 +9,7 @@ from bases import TINY
 
 from qerl.checkpoint.completion_text import CompletionText, text_of_engine
 from qerl.checkpoint.load import load_tokenizer
-from qerl.environments.chat import Chat
+from qerl.episodes.chat import Chat
 
 SAID = "3 + 4 = 7\n#### 7"
 

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import (
     adapter_tensors,
     attach_lora,
@@ -23,7 +24,6 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import check_fit, read_fitting_adapter
 from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import load_model
-from qerl.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ ASK = """\
 import sys
 from qerl.checkpoint.hub import config_folder, download_model
 from qerl.data.rows import hub_rows
-from qerl.errors import QerlError
+from qerl.base.errors import QerlError
 
 CALLS = {"config": config_folder, "model": download_model, "rows": lambda name: hub_rows(name, None, "train")}
 for word in sys.argv[1:]:

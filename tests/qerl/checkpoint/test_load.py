@@ -9,11 +9,11 @@ from checkpoint_factory import make_checkpoint
 from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError
-from qerl.vllm_plugin.opening import Settings
+from qerl.engine.vllm.opening import Settings
 from quantize.run import quantize_checkpoint
 
 

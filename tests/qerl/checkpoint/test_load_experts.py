@@ -11,14 +11,14 @@ from moe import make_moe, pack_moe
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
-from qerl.errors import CheckpointError
+from qerl.engine.vllm.checkpoint import check_experts_served
 from qerl.formats import NVFP4
-from qerl.layers.experts import ExpertBlock
-from qerl.vllm_plugin.checkpoint import check_experts_served
+from qerl.model.experts import ExpertBlock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from checkpoint_factory import fake_checkpoint
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint import output
 from qerl.checkpoint.output import check_space, check_target, staged_folder
-from qerl.errors import CheckpointError
 
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
 

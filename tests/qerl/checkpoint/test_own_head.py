@@ -12,7 +12,7 @@ from qerl.checkpoint.own_head import has_own_head
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.checkpoint.verify import FailedCheck, check_head
 from qerl.engine.options import EngineOptions
-from qerl.vllm_plugin.opening import Settings
+from qerl.engine.vllm.opening import Settings
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.options import QuantizeOptions

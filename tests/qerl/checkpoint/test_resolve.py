@@ -9,12 +9,12 @@ import pytest
 from checkpoint_factory import fake_checkpoint
 from model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
 from qerl.checkpoint import resolve as checkpoint
 from qerl.checkpoint.named_base import EMBEDDED, beside
 from qerl.checkpoint.quantized_folder import default_quantized_dir
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
-from qerl.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,13 @@ import pytest
 from checkpoint_factory import fake_checkpoint
 from model_folders import DYNAMIC, NVFP4, hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.resolve import (
     model_under,
     resolve_model,
 )
-from qerl.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)

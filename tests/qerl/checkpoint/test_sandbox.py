@@ -7,9 +7,9 @@ import time
 import pytest
 from bases import TINY
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_tokenizer
-from qerl.errors import CheckpointError
-from qerl.tasks import render_prompt
+from qerl.data.tasks import render_prompt
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4? ä 中 {{ x }} [/x]"}]
 USER = [{"role": "user", "content": "a"}]

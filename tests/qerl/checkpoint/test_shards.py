@@ -8,8 +8,8 @@ import torch
 from checkpoint_factory import layout_tensors, write_safetensors
 from safetensors.torch import save_file
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.shards import INDEX, SINGLE, read_header, read_json, read_tensors, weight_files
-from qerl.errors import CheckpointError
 
 
 def test_header_of_a_real_file_has_every_dtype_and_shape(tmp_path):

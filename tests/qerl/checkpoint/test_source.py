@@ -5,10 +5,10 @@ import json
 import pytest
 from checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.linears import matching
 from qerl.checkpoint.named_base import TINY_FOLDER
 from qerl.checkpoint.source import read_source
-from qerl.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture

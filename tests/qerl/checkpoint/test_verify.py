@@ -11,10 +11,10 @@ from checkpoint_factory import make_checkpoint
 from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.source import read_source
 from qerl.checkpoint.verify import sqnr_db, verify
-from qerl.errors import CheckpointError
 from qerl.formats import NVFP4
 from quantize.run import quantize_checkpoint
 

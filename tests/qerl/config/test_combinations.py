@@ -3,8 +3,8 @@
 import pytest
 from recipe_text import RECIPE, check_wrong_edit
 
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.errors import ConfigError
 
 COMBINATIONS = [
     ("  limit: 100", "  limit: 4", "data.limit 4 with rollout.prompts_per_step 16: there are fewer rows"),

@@ -7,11 +7,11 @@ from decimal import Decimal
 import pytest
 from row_files import write_jsonl, write_parquet
 
+from qerl.base.errors import DataError
 from qerl.data.cells import is_empty, without_nulls
+from qerl.data.grading.grade_file import grade_file, graded_by
 from qerl.data.guess import guess
-from qerl.errors import DataError
-from qerl.tasks import load_examples
-from qerl.tasks.grade_file import grade_file, graded_by
+from qerl.data.tasks import load_examples
 
 NAN = float("nan")
 EMPTY = [None, NAN, "", " \n", "nan", "NaN", "<NA>", [], {}]

@@ -3,10 +3,10 @@
 import pytest
 from row_files import write_jsonl
 
+from qerl.base.errors import DataError
 from qerl.config.recipe import load_recipe
 from qerl.data.conversations import Source, check_conversations, load_conversations
-from qerl.errors import DataError
-from qerl.tasks import get_task, load_examples, messages_of
+from qerl.data.tasks import get_task, load_examples, messages_of
 
 ASKED = {"role": "user", "content": "hi"}
 SAID = {"role": "assistant", "content": "hello"}

@@ -7,8 +7,8 @@ from decimal import Decimal
 import pytest
 from row_files import GSM8K, ROWS, write, write_jsonl, write_parquet
 
-from qerl.errors import ConfigError, DataError
-from qerl.tasks import for_environment, get_task, load_examples
+from qerl.base.errors import ConfigError, DataError
+from qerl.data.tasks import for_environment, get_task, load_examples
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.ndjson", "a.json", "a.csv", "a.tsv", "a.parquet"])

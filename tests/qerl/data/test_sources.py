@@ -6,8 +6,8 @@ import json
 import pytest
 from row_files import GSM8K, ROWS, write_jsonl, write_parquet
 
-from qerl.errors import DataError
-from qerl.tasks import get_task, grade, load_examples
+from qerl.base.errors import DataError
+from qerl.data.tasks import get_task, grade, load_examples
 
 
 def test_the_layout_of_dapo_math_on_the_hub(tmp_path):

@@ -9,11 +9,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from qerl.base.errors import DataError
 from qerl.data.examples import load_examples
 from qerl.data.rows import local_rows
+from qerl.data.tasks import get_task
 from qerl.data.unpacked import VARIABLE
-from qerl.errors import DataError
-from qerl.tasks import get_task
 
 ROW = json.dumps({"question": "3+4?", "answer": "7"}) + "\n"
 LARGE = 1 << 25

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from qerl.data.examples import load_examples
-from qerl.tasks import get_task
-from qerl.tasks.grading import can_be_graded
+from qerl.data.grading.grade import can_be_graded
+from qerl.data.tasks import get_task
 
 READ = (
     "18", "2\\sqrt{3}", "x^2+y^2=25", "(1,2)", "[0,1)\\cup(2,\\infty)", "\\text{Evelyn}", "C", "x=2,3", "1011_2",

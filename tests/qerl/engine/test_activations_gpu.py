@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[3]
 UNROUNDED = """
 import sys
 from qerl.engine.options import EngineOptions
-from qerl.engine.vllm_engine import VLLMEngine
-from qerl.vllm_plugin import opening
+from qerl.engine.vllm.engine import VLLMEngine
+from qerl.engine.vllm import opening
 opening.import_vllm()
-from qerl.vllm_plugin.products import Base
+from qerl.engine.vllm.products import Base
 Base.input = lambda self, x: x.contiguous()
 VLLMEngine(sys.argv[1], "nvfp4", EngineOptions(max_context=256, cap_gib=8))
 """

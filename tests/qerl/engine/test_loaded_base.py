@@ -5,14 +5,14 @@ import torch
 from bases import write_base
 from roundings import ROUNDING
 
+from qerl.base.errors import EngineError
 from qerl.checkpoint.load import load_model
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
-from qerl.errors import EngineError
-from qerl.nvfp4.kernel_linear import KernelLinear, adjacent
-from qerl.nvfp4.linear import NVFP4Linear
-from qerl.nvfp4.place import kernel_linears, place_in_kernel_layout_
+from qerl.formats.nvfp4.kernel_linear import KernelLinear, adjacent
+from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.place import kernel_linears, place_in_kernel_layout_
 
 
 def linears_of(sizes, scale=64.0):
@@ -57,7 +57,7 @@ def test_a_sync_takes_whole_weights_and_leaves_an_adapter_alone(nvfp4_base):
 
 @pytest.mark.gpu
 def test_on_a_card_the_base_is_there_once_and_gives_the_same_logits(tmp_path):
-    from qerl.cuda.nvrtc import has_kernels
+    from qerl.formats.cuda.nvrtc import has_kernels
     from quantize.run import quantize_checkpoint
 
     base = write_base(tmp_path / "base", hidden=256)

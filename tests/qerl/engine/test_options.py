@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.config.recipe import load_recipe
 from qerl.engine.open import with_chosen_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError, ConfigError
 
 RECIPE = {
     "rollout.engine": "vllm",

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from qerl.base.errors import EngineError
 from qerl.engine.own_memory import GIB, check_beside_cap, of_others, others_bytes, own_bytes
-from qerl.errors import EngineError
 
 
 @pytest.mark.parametrize(

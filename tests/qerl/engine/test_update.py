@@ -5,17 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver, pack_weights_
-from qerl.errors import EngineError
-from qerl.layers.products import decoded
-from qerl.nvfp4 import reference, slab_layout
-from qerl.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelWeight
-from qerl.nvfp4.kernel_linear import KernelLinear
-from qerl.nvfp4.linear import NVFP4Linear
-from qerl.vllm_plugin.sync import parts
+from qerl.engine.vllm.sync import parts
+from qerl.formats.nvfp4 import reference, slab_layout
+from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelWeight
+from qerl.formats.nvfp4.kernel_linear import KernelLinear
+from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.model.products import decoded
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
 ON_CPU = EngineOptions(engine="transformers", device="cpu")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from small_run import numbers, small_config
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import load_model
@@ -19,7 +20,6 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import WeightsUpdate, deliver
-from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 from qerl.formats.linear import PackedLinear
 from quantize.merge.options import MergeOptions

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qerl import formats
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.linears import fused
-from qerl.errors import CheckpointError
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
-from qerl.nvfp4 import reference
+from qerl.formats.nvfp4 import reference
 
 
 def test_formats_are_known_by_name_in_order():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl.checkpoint.activations import GRPO_WARNING
-from qerl.commands.plan import sentences
+from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.activations import CALIBRATING, rounding_seconds
 from qerl.plan.cards import card_of

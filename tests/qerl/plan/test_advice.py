@@ -9,16 +9,16 @@ from plan_check import (
 )
 from typer.testing import CliRunner
 
-from qerl.cli import app
-from qerl.commands.plan import this_card
+from qerl.base.errors import ConfigError
+from qerl.cli.main import app
+from qerl.cli.plan import this_card
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.engine.options import EngineOptions
-from qerl.errors import ConfigError
+from qerl.engine.vllm.opening import Settings
 from qerl.plan.advice import advice, largest_completion, with_values
 from qerl.plan.cards import CARDS, card_of
 from qerl.plan.plan import plan, trainer_bytes
 from qerl.plan.sizes import KNOWN, read_sizes
-from qerl.vllm_plugin.opening import Settings
 
 GIB = 2**30
 
@@ -76,7 +76,7 @@ def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, s
 )
 def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, recipe, values, gib):
     """In all cases vLLM's profile sizes the cache. A file of the right length takes the place of the weights."""
-    monkeypatch.setattr("qerl.vllm_plugin.opening.check_experts_served", lambda *_: None)
+    monkeypatch.setattr("qerl.engine.vllm.opening.check_experts_served", lambda *_: None)
     config = load_recipe(recipe, values)
     known = KNOWN["qwen2.5-7b" if recipe == "dapo_7b" else "qwen3-30b-a3b"]
     (tmp_path / "config.json").write_text(

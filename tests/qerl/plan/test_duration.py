@@ -7,9 +7,9 @@ from statistics import mean
 import pytest
 from typer.testing import CliRunner
 
-from qerl.cli import app
+from qerl.base.errors import ConfigError
+from qerl.cli.main import app
 from qerl.config.recipe import load_recipe
-from qerl.errors import ConfigError
 from qerl.plan.cards import card_of
 from qerl.plan.duration import duration, in_words, likely
 from qerl.plan.plan import plan

@@ -1,7 +1,7 @@
 import pytest
 from transformers import Qwen2Config
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 from qerl.plan.engine_memory import GIB, engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory, sampler_bytes
 
 CARD = 140 * GIB

@@ -6,15 +6,15 @@ import pytest
 from checkpoint_factory import fake_checkpoint, layout_tensors
 from typer.testing import CliRunner
 
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import ModelRef
-from qerl.cli import app
+from qerl.cli.main import app
 from qerl.config.recipe import load_recipe
 from qerl.engine.options import EngineOptions
-from qerl.engine.vllm_engine import VLLMEngine
-from qerl.errors import ConfigError
+from qerl.engine.vllm import opening
+from qerl.engine.vllm.engine import VLLMEngine
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.sizes import KNOWN, sizes_of
-from qerl.vllm_plugin import opening
 from training.preflight.checks import read_prompts
 
 REMEDY = "which calibrates it, or rollout.kv_cache_dtype: fp8_per_token_head, or auto"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import attach_lora
-from qerl.errors import EngineError
-from qerl.layers.place import fuse_
+from qerl.model.place import fuse_
 from qerl.plan.micro_batch_plan import (
     GIB,
     Footprint,

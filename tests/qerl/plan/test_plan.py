@@ -17,10 +17,10 @@ from plan_check import (
 )
 from typer.testing import CliRunner
 
-from qerl.cli import app
-from qerl.commands.plan import sentences
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.cli.main import app
+from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
-from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.advice import advice
 from qerl.plan.cards import card_of
 from qerl.plan.plan import START, checkpoint_bytes, plan, settled_for, trainer_bytes

@@ -5,13 +5,13 @@ from contextlib import nullcontext
 import pytest
 from moe import make_moe
 
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import attach_lora
 from qerl.checkpoint.expert_adapter import attach_to_experts_
 from qerl.checkpoint.load import load_model
-from qerl.commands.plan import expert_sentences
+from qerl.cli.plan import expert_sentences
 from qerl.config.recipe import load_recipe
 from qerl.config.rules_experts import check_experts
-from qerl.errors import ConfigError
 from qerl.plan.advice import advice
 from qerl.plan.cards import card_of
 from qerl.plan.plan import CHOSEN, DECODED, plan

@@ -1,6 +1,6 @@
 """The plan of a run on given conversations: one base, no engine, and what to lower if it does not fit."""
 
-from qerl.commands.plan import sentences
+from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.advice import advice
 from qerl.plan.cards import card_of

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from report_factory import DYNAMIC, ROWS, write_run
 
-from qerl.errors import ConfigError, DataError
+from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, constant_table, draw_panel, draw_time, panels
 from qerl.report.read import read_run
 from qerl.report.stages import held_note, sigma_text, stage_table, stages

@@ -5,8 +5,8 @@ import json
 import pytest
 from report_factory import DYNAMIC, ROWS, full_run, sample
 
-from qerl.cli import app
-from qerl.commands.terminal import run_command
+from qerl.cli.main import app
+from qerl.cli.terminal import run_command
 
 METRICS, SAMPLES, WARNINGS = "run/metrics.jsonl", "run/completions/step-000004.jsonl", "run/warnings.jsonl"
 GRADED, RESULT = "run/eval/after/completions.jsonl", "run/eval/after/result.json"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from report_factory import CONFIG, ROWS, full_run, sample, write_run
 
-from qerl.errors import ConfigError, DataError
+from qerl.base.errors import ConfigError, DataError
 from qerl.report.completions import LONGEST, extremes, shorten
 from qerl.report.figures import DRAWN, LINES, TEXT
 from qerl.report.page import render_page

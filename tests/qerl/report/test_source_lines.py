@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from small_run import small_config
 
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.errors import ConfigError
 from qerl.plan.cards import Card
 from qerl.plan.duration import likely
 from qerl.plan.plan import plan

@@ -14,12 +14,12 @@ import quantize.export.run
 from eval.checkpoints import run_checkpoints
 from eval.run import run_eval
 from eval.settings import EvalSettings
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint import sealed
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.verify import FailedCheck
-from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import BF16
 from qerl.report.write import write_report
 from quantize.export.options import ExportOptions

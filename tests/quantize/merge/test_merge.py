@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 import quantize.merge.run
 import quantize.merge.weights
 from qerl import formats
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.kinds import format_of, kind_of
 from qerl.checkpoint.named_base import TINY_FOLDER
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.writer import write_weights
-from qerl.errors import CheckpointError
-from qerl.nvfp4.layout import TENSORS
-from qerl.nvfp4.reference import dequantize
+from qerl.formats.nvfp4.layout import TENSORS
+from qerl.formats.nvfp4.reference import dequantize
 from quantize.merge.effect import kl
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge

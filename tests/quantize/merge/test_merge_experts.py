@@ -11,11 +11,11 @@ from moe import make_moe
 from roundings import ROUNDING
 
 from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source
-from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.run import quantize_checkpoint

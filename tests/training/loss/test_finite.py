@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.errors import EngineError
-from qerl.parallel import ALONE
+from qerl.base.errors import EngineError
+from qerl.base.parallel import ALONE
 from training.loss.finite import check_trained
 
 

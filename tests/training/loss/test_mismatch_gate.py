@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qerl.base.errors import EngineError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import CorrectionConfig
-from qerl.errors import EngineError
 from training.loss.correction import Mismatch
 from training.loss.mismatch_gate import MismatchGate, Trial, rounding_causes
 

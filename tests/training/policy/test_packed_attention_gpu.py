@@ -55,7 +55,7 @@ def test_with_the_engine_loaded_flash_attention_3_gives_the_same(heads, kv_heads
     """On Hopper, with strided inputs as after a fused projection. Its gradient repeats if that is requested."""
     import vllm  # noqa: F401 - flash_attention checks whether it is loaded
 
-    from qerl.vllm_plugin import flash
+    from qerl.engine.vllm import flash
 
     qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
     wide = torch.randn(len(qkv[0]), heads + 3, head_dim, device="cuda").bfloat16()

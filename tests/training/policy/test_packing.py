@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import attach_lora
-from qerl.errors import EngineError
-from qerl.layers.place import fuse_
+from qerl.model.place import fuse_
 from training.policy.copies import gather_rows
 from training.policy.packed_attention import (
     check_config,

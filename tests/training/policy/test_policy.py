@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_run import small_config
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.shards import SINGLE
@@ -13,8 +14,7 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import deliver
-from qerl.errors import CheckpointError, ConfigError
-from qerl.nvfp4 import reference
+from qerl.formats.nvfp4 import reference
 from training.policy.policy import AdapterPolicy, WeightsPolicy, check_reference
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

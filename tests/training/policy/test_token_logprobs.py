@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.linear import NVFP4Linear
 from training.policy import token_logprobs as module
 from training.policy.token_logprobs import Head, dense_head, token_logprobs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_run import small_config
 
-from qerl.errors import EngineError
+from qerl.base.errors import EngineError
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan
 from training.policy.train_memory import (
     as_record,

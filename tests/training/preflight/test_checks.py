@@ -13,10 +13,10 @@ import torch
 from small_run import small_config
 from transformers import AutoTokenizer
 
+from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.resolve import ModelRef
 from qerl.config.recipe import load_recipe
 from qerl.engine.open import choose_engine
-from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, read_sizes
 from training import run as training_run

@@ -10,8 +10,8 @@ from rich.console import Console
 from small_run import small_config
 from typer.testing import CliRunner
 
-from qerl.cli import app
-from qerl.errors import ConfigError, RewardError
+from qerl.base.errors import ConfigError, RewardError
+from qerl.cli.main import app
 from qerl.plan.sizes import read_sizes
 from training.preflight.dry_run import dry_run
 from training.run import start

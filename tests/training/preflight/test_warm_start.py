@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_run import small_config
 
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.named_base import TRAINED_ON
-from qerl.errors import CheckpointError, ConfigError
 from training import run as training_run
 from training.run import start
 

@@ -5,10 +5,10 @@ import json
 import pytest
 from small_run import small_config
 
+from qerl.base.errors import ConfigError, DataError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
-from qerl.errors import ConfigError, DataError, RewardError
-from qerl.tasks import Example, get_task, with_grader
+from qerl.data.tasks import Example, get_task, with_grader
 from training.preflight.checks import check_config
 from training.rewards.guarded import FAILED
 from training.rewards.rewards import build_rewards, fixed_columns

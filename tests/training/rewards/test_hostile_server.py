@@ -14,10 +14,10 @@ from email.utils import format_datetime
 
 import pytest
 
+from qerl.base.errors import ConfigError, RewardError
 from qerl.config.recipe import load_recipe, save_config
 from qerl.config.schema import RewardConfig
-from qerl.errors import ConfigError, RewardError
-from qerl.tasks import Example, get_task
+from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a"), Example("1+2?", "3", "b")]

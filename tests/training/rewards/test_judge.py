@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 from http_server import serving
 
+from qerl.base.errors import ConfigError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
-from qerl.errors import ConfigError, RewardError
-from qerl.tasks import Example, get_task
+from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b", {"level": 5})]

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from small_run import small_config
 
+from qerl.base.errors import ConfigError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
-from qerl.errors import ConfigError, RewardError
-from qerl.tasks import Example, get_task
+from qerl.data.tasks import Example, get_task
 from training.rewards.grading import Grader
 from training.rewards.guarded import FAILED
 from training.rewards.rewards import build_rewards, fixed_columns
@@ -111,7 +111,7 @@ def test_a_reward_that_is_late_only_with_all_completions_saves_all(tmp_path):
 
 
 def test_an_import_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.own.function.LOAD_S", 0.5)
+    monkeypatch.setattr("qerl.base.own.function.LOAD_S", 0.5)
     wanted = own(tmp_path, "return [1.0]", timeout_s=0.1)
     (tmp_path / "reward.py").write_text("while True: pass\ndef reward(completions): ...\n")
     with pytest.raises(ConfigError, match=r"cannot be imported: did not return within 0\.5 s"):

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from qerl.base.errors import ConfigError, RewardError
 from qerl.config.rules_rewards import REWARD_NAMES
 from qerl.config.schema import RewardConfig
-from qerl.errors import ConfigError, RewardError
-from qerl.tasks import Example, get_task, grade
+from qerl.data.tasks import Example, get_task, grade
 from training.rewards.functions import accuracy, format, length, soft_overlong
 from training.rewards.guarded import FAILED
 from training.rewards.rewards import REWARDS, build_rewards, check_rewards, find_reward, fixed_columns

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from http_server import serving
 
+from qerl.base.errors import ConfigError, RewardError
 from qerl.config.schema import RewardConfig
-from qerl.errors import ConfigError, RewardError
-from qerl.tasks import Example, get_task
+from qerl.data.tasks import Example, get_task
 from training.rewards.guarded import FAILED
 from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
 
@@ -173,7 +173,7 @@ def test_a_server_that_fails_is_asked_again(answer, reason, tmp_path, caplog):
     with server(right, answer, answer, right) as (url, received):
         assert call(build(url, tmp_path, retries=2)) == [0.5, 0.5]
         assert len(received) == 4
-        lines = [record.getMessage() for record in caplog.records if record.name == "qerl.own.exchange"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "qerl.base.own.exchange"]
         assert [f"reward server {url} {reason}" in line for line in lines] == [True, True]
         assert lines[0].endswith("; asked again in 0.01 s")
         assert lines[1].endswith("; asked again in 0.02 s")

@@ -13,11 +13,11 @@ from make_random_checkpoint import end_by_chance
 from small_run import numbers, same_adapters, small_config
 
 import training.step
+from qerl.base.errors import ConfigError
+from qerl.base.parallel import ALONE, Parallel
 from qerl.config.recipe import load_recipe, save_config
 from qerl.engine.interface import SamplingParams
-from qerl.engine.transformers_engine import TransformersEngine
-from qerl.errors import ConfigError
-from qerl.parallel import ALONE, Parallel
+from qerl.engine.transformers.engine import TransformersEngine
 from training.rollout.carry_over import Begun, BegunGroup, Kept, due
 from training.rollout.kept import FILE, CarryOver
 from training.rollout.order import rollout_rows

@@ -9,8 +9,8 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 
 import training.run_trainer
+from qerl.base.errors import ConfigError
 from qerl.config.data import CurriculumConfig
-from qerl.errors import ConfigError
 from training.rewards.rewards import Rewards
 from training.rollout.curriculum import FILE, Curriculum
 from training.rollout.groups import Prompt

@@ -10,7 +10,7 @@ from killed import Killed
 from small_run import numbers, small_config
 
 import training.step
-from qerl.engine.transformers_engine import TransformersEngine
+from qerl.engine.transformers.engine import TransformersEngine
 from training.rollout.prompts import rollout_rows
 from training.run import resume, start
 from training.run_dir.log import read_metrics

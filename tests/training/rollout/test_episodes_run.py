@@ -8,7 +8,7 @@ import pytest
 from small_run import numbers, same_adapters
 
 from qerl.config.recipe import load_recipe
-from qerl.tasks import get_task
+from qerl.data.tasks import get_task
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 

@@ -13,9 +13,10 @@ from small_run import numbers, same_adapters, small_config
 from transformers import GenerationMixin
 
 import training.parts
+from qerl.data.grading import math_pool
+from qerl.data.tasks import get_task, grade
 from qerl.engine.interface import Completion
-from qerl.engine.transformers_engine import TransformersEngine
-from qerl.tasks import get_task, grade, math_pool
+from qerl.engine.transformers.engine import TransformersEngine
 from training.rollout.grading_ahead import THREAD, GradingAhead, grading_ahead
 from training.run import start
 from training.run_dir.log import read_metrics

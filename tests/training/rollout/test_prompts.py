@@ -4,10 +4,10 @@ import pytest
 import torch
 from bases import TINY
 
+from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
-from qerl.errors import DataError
-from qerl.tasks import build_messages, render_prompt
+from qerl.data.tasks import build_messages, render_prompt
 from training.rollout.groups import Prompt
 from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
 from training.rollout.seeds import derive_seed

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from small_run import same_adapters, small_config
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.checkpoint.sealed import CHECKSUMS
-from qerl.errors import CheckpointError
 from qerl.report.read import read_run
 from training.run import resume, start
 

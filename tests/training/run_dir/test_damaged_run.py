@@ -8,8 +8,8 @@ import pytest
 from roundings import ROUNDING, rounding
 from small_run import numbers, same_adapters, small_config
 
+from qerl.base.errors import ConfigError, DataError
 from qerl.config.recipe import load_config, save_config
-from qerl.errors import ConfigError, DataError
 from quantize.run import quantize_checkpoint
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path

@@ -7,7 +7,7 @@ import pytest
 from small_run import numbers, small_config
 
 import training.run_dir.inputs
-from qerl.errors import ConfigError
+from qerl.base.errors import ConfigError
 from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

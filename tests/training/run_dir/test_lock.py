@@ -9,8 +9,8 @@ import pytest
 from small_run import small_config
 
 import training.run
+from qerl.base.errors import ConfigError, EngineError
 from qerl.config.recipe import save_config
-from qerl.errors import ConfigError, EngineError
 from training.run import resume, start
 from training.run_dir.folder import only_writer, written
 

@@ -11,6 +11,7 @@ from starts import decoded_weights, give_start_
 from transformers import AutoTokenizer
 
 import qerl.checkpoint.resolve
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, BaseStart, TrainedStart, digest_of, read_start, start_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, card_text, plain_base
@@ -19,7 +20,6 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.sealed import CHECKSUMS, seal
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from training.run import resume, start

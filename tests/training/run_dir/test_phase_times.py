@@ -13,7 +13,7 @@ import torch
 from small_run import small_config
 
 import training.policy.packed_attention
-from qerl.engine.transformers_engine import TransformersEngine
+from qerl.engine.transformers.engine import TransformersEngine
 from training.course import opened_set_aside
 from training.rewards.grading import Grader
 from training.run import start

@@ -17,8 +17,8 @@ from small_run import small_config
 
 import training.run
 import training.trainer
-from qerl.cli import app
-from qerl.commands.terminal import run_command
+from qerl.cli.main import app
+from qerl.cli.terminal import run_command
 from qerl.config.recipe import save_config
 from training.rollout.sampler import Sampler
 from training.run import resume, start

@@ -10,8 +10,8 @@ from transformers import TrainerState
 
 import training.run_dir.resume
 import training.trainer
+from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_config, save_config
-from qerl.errors import ConfigError
 from training.preflight.checks import check_resumed
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints

@@ -10,10 +10,10 @@ import torch
 from killed import killed_in
 from small_run import small_config
 
+from qerl.base.errors import ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
-from qerl.commands.train import with_resume_value
+from qerl.cli.train import with_resume_value
 from qerl.config.recipe import load_recipe, save_config
-from qerl.errors import ConfigError, DataError
 from training.preflight.checks import check_resumed
 from training.rollout.sampler import Sampler
 from training.run import resume, start

@@ -2,10 +2,10 @@
 
 import pytest
 
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.data.conversations import Conversation
-from qerl.errors import CheckpointError
-from qerl.tasks import render_prompt
+from qerl.data.tasks import render_prompt
 from training.sft.marking import Marker, UnmarkableError
 
 CHATML = (

@@ -4,9 +4,9 @@ import pytest
 from bases import TINY
 from small_sft import TALKS, small_sft
 
+from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.shards import read_json
-from qerl.errors import DataError
 from qerl.plan.sizes import sizes_of
 from training.sft.marking import Marker
 from training.sft.rows import read_rows

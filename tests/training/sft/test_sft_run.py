@@ -18,10 +18,10 @@ from trl import SFTConfig, SFTTrainer
 
 import training.run
 import training.sft.trainer
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.config.recipe import load_config, load_recipe
-from qerl.errors import ConfigError
 from qerl.report.read import read_run
 from qerl.report.text import render_text
 from training.preflight.dry_run import dry_run

@@ -12,9 +12,9 @@ from validated_run import validated_config, validated_steps, without_validation
 
 import training.run
 import training.validation.measure
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import resolve_model
-from qerl.engine.transformers_engine import TransformersEngine
-from qerl.errors import ConfigError
+from qerl.engine.transformers.engine import TransformersEngine
 from qerl.report.page import render_page
 from qerl.report.read import read_run
 from qerl.report.text import render_text

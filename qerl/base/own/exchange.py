@@ -1,0 +1,278 @@
+"""Questions to an HTTP server, each within one deadline and one limit on bytes, whatever the server does.
+
+httpx limits the time of each read only, so that a header that comes byte by byte, or 1xx responses without end, could
+last for ever. Here the whole exchange is one task of an event loop, which is cancelled at its deadline. The loop runs
+in a thread of its own, so that the caller may have a loop itself, and a name lookup that hangs is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import threading
+import zlib
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from qerl.base.own.headers import Headers
+
+RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried too
+LONGEST_PAUSE_S = 30.0
+SHOWN = 80  # characters of an answer that an error shows
+MOST_MEMBERS = 1000  # gzip members of an answer: each may be empty, and costs time
+THREAD = "reward-server"
+
+logger = logging.getLogger(__name__)
+
+
+class AskError(Exception):
+    """No answer that can be used: `what` the server did, and what to `write` instead."""
+
+    def __init__(self, what: str, write: str) -> None:
+        super().__init__(what)
+        self.what, self.write = what, write
+
+
+class _UnavailableError(Exception):
+    """The server did not answer this time, but may if it is asked again."""
+
+    def __init__(self, what: str, retry_after_s: float | None = None) -> None:
+        super().__init__(what)
+        self.retry_after_s = retry_after_s
+
+
+class _FinalError(Exception):
+    """The server answered what no further try would change."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """Whom to ask, and how patiently."""
+
+    who: str  # how messages name it
+    url: str
+    headers: Headers
+    timeout_s: float  # of one exchange, from the connection to the last byte
+    retries: int
+    backoff_s: float
+    largest: int  # bytes of an answer, as sent and decompressed
+
+    @property
+    def proxies(self) -> bool:
+        """Whether the proxies that the environment names are used: not for a server on this machine."""
+        return urlsplit(self.url).hostname not in ("localhost", "127.0.0.1", "::1")
+
+
+def ask(server: Server, bodies: Sequence[bytes], at_once: int = 1) -> list[bytes]:
+    """The answers to JSON questions, up to `at_once` of them asked at the same time. Raises AskError for the first that
+    has none in the end; the others are then given up."""
+    return _in_own_loop(_ask_all(server, bodies, at_once))
+
+
+def shown(answer: bytes | str, headers: Headers | None = None) -> str:
+    """The beginning of an answer in one line, without control characters, and without the values in `headers`.
+
+    These are hidden before the text is cut: half a key would no longer be recognized.
+    """
+    whole = answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
+    if headers is not None:
+        whole = headers.hidden(whole)
+    text = " ".join("".join(c if c.isprintable() else " " for c in whole[: 4 * SHOWN]).split()) or "nothing"
+    return text if len(text) <= SHOWN and len(whole) <= 4 * SHOWN else f"{text[:SHOWN]}..."
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than most answers."""
+    return httpx.create_ssl_context()
+
+
+def _in_own_loop(work: Coroutine[Any, Any, list[bytes]]) -> list[bytes]:
+    """The result of `work`, without waiting for what its event loop still closes."""
+    done: Future[list[bytes]] = Future()
+
+    async def main() -> None:
+        try:
+            done.set_result(await work)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=lambda: asyncio.run(main()), name=THREAD, daemon=True).start()
+    return done.result()
+
+
+async def _ask_all(server: Server, bodies: Sequence[bytes], at_once: int) -> list[bytes]:
+    places = asyncio.Semaphore(at_once)
+    limits = httpx.Limits(max_connections=at_once)
+    options = {"trust_env": server.proxies, "timeout": None, "limits": limits, "verify": _certificates()}
+    async with httpx.AsyncClient(**options) as client:
+
+        async def one(body: bytes) -> bytes:
+            async with places:
+                return await _ask_again(client, server, body)
+
+        tasks = [asyncio.ensure_future(one(body)) for body in bodies]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _ask_again(client: httpx.AsyncClient, server: Server, body: bytes) -> bytes:
+    """The answer to one question, which is asked again as often as `server` says. httpx retries connections only."""
+    timeout_s, retries = server.timeout_s, server.retries
+    for attempt in range(retries + 1):
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _exchange(client, server, body)
+        except TimeoutError:
+            reason, asked_s = f"did not answer within {timeout_s:g} s", None
+        except _UnavailableError as error:
+            reason, asked_s = server.headers.hidden(str(error)), error.retry_after_s
+        except _FinalError as error:
+            raise AskError(
+                server.headers.hidden(str(error)), "correct the server, or its URL and headers in rewards"
+            ) from None
+        if attempt == retries:
+            break
+        longest = max(timeout_s, LONGEST_PAUSE_S)
+        if asked_s is not None and asked_s > longest:
+            raise AskError(
+                f"{reason} and asks for a pause of {asked_s:g} s (Retry-After), longer than the {longest:g} s that "
+                "qerl waits",
+                f"raise args.timeout_s to {asked_s:g}, or ask it less often",
+            )
+        pause = min(server.backoff_s * 2**attempt, LONGEST_PAUSE_S) if asked_s is None else asked_s
+        logger.warning("%s %s; asked again in %g s", server.who, reason, pause)
+        await asyncio.sleep(pause)
+    times = f"{retries + 1} times" if retries else "once"
+    raise AskError(f"{reason} (asked {times})", "start it, correct its URL, or raise args.timeout_s or args.retries")
+
+
+async def _exchange(client: httpx.AsyncClient, server: Server, body: bytes) -> bytes:
+    headers = {
+        "Content-Type": "application/json",
+        "Accept": "application/json",
+        "Accept-Encoding": "identity",
+        **server.headers.expanded(),
+    }
+    try:
+        async with client.stream("POST", server.url, content=body, headers=headers) as response:
+            answer = await _body(response, server)
+    except httpx.ConnectError as error:
+        raise _UnavailableError(f"cannot be reached ({_cause(error)})") from error
+    except httpx.RequestError as error:  # the connection broke, or the answer is not HTTP
+        raise _UnavailableError(f"broke off ({error or type(error).__name__})") from error
+    if response.is_success:
+        return answer
+    reason, said = (shown(each, server.headers) for each in (response.reason_phrase, answer))
+    what = f"answered {response.status_code} {reason}: {said}"
+    if response.status_code in RETRIED or response.is_server_error:
+        raise _UnavailableError(what, _retry_after_s(response.headers.get("Retry-After")))
+    raise _FinalError(what)
+
+
+async def _body(response: httpx.Response, server: Server) -> bytes:
+    """The decompressed body. httpx would decompress a whole part at once, however large it becomes."""
+    largest = server.largest
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
+        raise _FinalError(
+            f"answered in Content-Encoding {shown(encoding, server.headers)}, though asked for plain JSON"
+        )
+    unpack = None if encoding in ("", "identity") else _Unpack(largest)
+    parts, size, sent = [], 0, 0
+    async for raw in response.aiter_raw():
+        sent += len(raw)
+        part = raw if unpack is None else unpack(raw)
+        size += len(part)
+        if max(sent, size) > largest:
+            raise _too_long(largest)
+        parts.append(part)
+        await asyncio.sleep(0)  # the deadline is looked at here, even if the next part has already come
+    if unpack is not None and not unpack.whole and sent:
+        raise _UnavailableError("broke off (its compressed answer is incomplete)")
+    return b"".join(parts)
+
+
+class _Unpack:
+    """Decompress gzip or zlib part by part, never to more than `largest` bytes in all."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest, self._left, self._members = largest, largest, 1
+        self._decoder = zlib.decompressobj(wbits=47)  # gzip or zlib, whichever the first bytes say
+
+    @property
+    def whole(self) -> bool:
+        return self._decoder.eof
+
+    def __call__(self, data: bytes) -> bytes:
+        parts = []
+        while data:
+            if self._decoder.eof:
+                self._members += 1
+                if self._members > MOST_MEMBERS:
+                    raise _FinalError(f"answered gzip of more than {MOST_MEMBERS} members")
+                self._decoder = zlib.decompressobj(wbits=47)
+            try:
+                parts.append(self._decoder.decompress(data, self._left + 1))
+            except zlib.error as error:
+                raise _FinalError(f"answered what cannot be decompressed ({error})") from error
+            self._left -= len(parts[-1])
+            if self._left < 0:
+                raise _too_long(self._largest)
+            data = self._decoder.unused_data or self._decoder.unconsumed_tail
+        return b"".join(parts)
+
+
+def _too_long(largest: int) -> _FinalError:
+    return _FinalError(f"answered more than {largest / 2**20:g} MiB (compressed or not), the most that qerl reads")
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """The seconds that a Retry-After header asks for, as a number or a date; None if it cannot be read."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value.strip()[:12])
+    try:
+        date = parsedate_to_datetime(value)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    date = date if date.tzinfo else date.replace(tzinfo=UTC)
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+
+
+def _cause(error: BaseException) -> str:
+    """The first cause of a failed connection in words: httpx says only that all attempts failed."""
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif error.__cause__ or error.__context__:
+            error = error.__cause__ or error.__context__
+        else:
+            known = type(error) is not socket.gaierror and isinstance(error, OSError) and error.errno
+            return os.strerror(error.errno).lower() if known else str(error)
+
+
+def check_patience(who: str, args: Mapping[str, Any]) -> None:
+    """Raise ValueError, in words, for `args` of the recipe that no server can be asked with."""
+    for key in ("timeout_s", "backoff_s"):
+        value = args.get(key, 1)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise ValueError(f"{who}: args.{key} is {value!r}: write a number of seconds above 0")
+    retries = args.get("retries", 0)
+    if type(retries) is not int or retries < 0:
+        raise ValueError(f"{who}: args.retries is {retries!r}: write 0 or a whole number above")

@@ -1,0 +1,162 @@
+"""The command line: the commands in COMMANDS, at the end of this file, and `qerl recipes`.
+
+Importing this loads no torch; each command imports what it runs.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qerl import __version__
+from qerl.base.errors import ConfigError
+from qerl.cli.chat import chat_command
+from qerl.cli.distill import distill
+from qerl.cli.doctor import refuse_clashes
+from qerl.cli.from_dataclass import command_of
+from qerl.cli.init import init_command
+from qerl.cli.plan import plan_command
+from qerl.cli.recipes import app as recipes_app
+from qerl.cli.sft import sft
+from qerl.cli.shell_values import task_values
+from qerl.cli.terminal import run_command
+from qerl.cli.train import train, with_resume_value
+
+try:
+    from eval.command import compare_results, evaluate
+    from quantize.command import quantize_command
+    from quantize.export.command import export_command
+    from quantize.merge.command import merge_command
+except ImportError:  # names that other projects use too
+    refuse_clashes()
+    raise
+
+if TYPE_CHECKING:
+    from qerl.report.verdict import Judged
+
+STACK = ("torch", "transformers", "trl", "peft", "vllm", "compressed-tensors", "llmcompressor")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def print_version(asked: bool) -> None:
+    """Print the versions of qerl, Python and the libraries that decide a run's numbers, and exit."""
+    if asked:
+        rows = [("qerl", __version__), ("python", platform.python_version()), *installed_versions().items()]
+        typer.echo("\n".join(f"{name} {version}" for name, version in rows))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Versions of qerl and its libraries.", callback=print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise."""
+
+
+def installed_versions() -> dict[str, str]:
+    """The version of each library of the stack, or "not installed"."""
+    found = {}
+    for name in STACK:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def main() -> None:
+    """Entry point of the `qerl` script."""
+    run_command(app, with_resume_value(sys.argv[1:]))
+
+
+def grade(
+    file: Annotated[Path, typer.Argument(help="jsonl with `answer` and `completion`, such as an evaluation's.")],
+    task: Annotated[str, typer.Option(help="The task whose grading applies.", autocompletion=task_values)],
+    grader: Annotated[str | None, typer.Option(help="Your own grading instead: file.py, file.py:function.")] = None,
+) -> None:
+    """Grade saved completions again, and say where a stored grade differs."""
+    from qerl.base.printable import SafeConsole
+    from qerl.data.grading.grade_file import grade_file, graded_by
+
+    SafeConsole().print(grade_file(graded_by(task, grader), file).table())
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="A run directory; several are compared.")],
+    before: Annotated[Path | None, typer.Option(help="Evaluation folder of the base, to compare with.")] = None,
+    after: Annotated[Path | None, typer.Option(help="Evaluation folder of the trained adapter.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the run.")] = None,
+) -> None:
+    """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
+    from qerl.report.write import write_report
+
+    write_report(runs, before, after, out, _judged(before, after) if before and after else None)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """Check this machine: GPU, kernels, versions against the tested set, engine, disk, hub."""
+    import qerl.cli.doctor
+    from qerl.base.printable import SafeConsole
+
+    found = qerl.cli.doctor.checks()
+    if as_json:
+        typer.echo(qerl.cli.doctor.as_json(found))
+    else:
+        SafeConsole().print(qerl.cli.doctor.table(found))
+    if any(check.level == "error" for check in found):
+        sys.exit(1)
+
+
+def _judged(before: Path, after: Path) -> Judged | None:
+    """What a difference between two evaluations means, or why that cannot be said; None if a folder holds none."""
+    from eval.compare import compare
+    from qerl.base.errors import CheckpointError
+    from qerl.report.verdict import Judged
+
+    try:
+        found = compare(before, after)
+        return Judged(found.paired.verdict, found.sentence())
+    except ConfigError as error:
+        return Judged(None, f"No test of the difference: {error}.")
+    except CheckpointError:
+        return None
+
+
+COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in which they are needed
+    "doctor": (doctor, "Check this machine, and say how to fix what is wrong."),
+    "init": (command_of(init_command), "Write a recipe, a grader and a reward for your own rows."),
+    "plan": (plan_command, "Plan memory and seconds of a run before anything is loaded."),
+    "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),
+    "train": (command_of(train), "Train a LoRA adapter by RL from a recipe, or resume a run."),
+    "sft": (command_of(sft), "Train a model on conversations: supervised fine-tuning."),
+    "distill": (command_of(distill), "Train a model to follow a 16-bit teacher, on its own completions."),
+    "eval": (command_of(evaluate), "Measure a model's accuracy on a task, and save completions."),
+    "compare": (compare_results, "Compare two evaluations: better, worse, or cannot tell."),
+    "report": (report, "Write a page about a run, or about several side by side."),
+    "grade": (grade, "Grade saved completions again."),
+    "merge": (command_of(merge_command), "Turn an adapter into a folder to serve or publish."),
+    "export": (command_of(export_command), "Turn a run with whole weights into a folder to serve or publish."),
+    "chat": (command_of(chat_command), "Talk to a base, a run, an adapter or a merged model."),
+}
+for _name, (_command, _line) in COMMANDS.items():
+    app.command(_name, short_help=_line)(_command)
+app.add_typer(recipes_app, name="recipes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The command that comes next, as it can be typed: quantize, train, eval and merge print it at their end. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from qerl import formats
+from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.named_base import WORDS, embedded_folder
+from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
+from qerl.checkpoint.quantized_folder import REPORT, default_quantized_dir, quantized_from
+from qerl.formats.base import Format
+
+DEFAULT_RECIPE = "first_evening"  # for models that no recipe names
+
+
+def say_next(command: str) -> None:
+    """Print the line; it is not wrapped, so that it can be copied."""
+    from qerl.base.printable import SafeConsole
+
+    SafeConsole().print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def after_quantizing(folder: Path) -> str:
+    """Train on a quantized folder, by the recipe of its source if one ships."""
+    return _training(str(folder))
+
+
+def after_training(run_dir: Path) -> str:
+    """Evaluate a run on its task's test rows, or on a task like it; a run on its own rows is read in its report."""
+    from qerl.config.recipe import load_config
+    from qerl.data.tasks import get_task
+
+    data = load_config(run_dir / "config.yaml").data
+    task = get_task(data.task)
+    if data.source is not None:
+        return _line("report", str(run_dir))
+    like = task.name if "test" in task.splits else {"number": "gsm8k", "math": "math500"}[task.answer_kind]
+    return _line("eval", like, "--model", str(run_dir))
+
+
+def after_evaluating(base: str, adapter: str | None, format: str) -> str:
+    """Merge the adapter that was evaluated; without one train on the base, or try it if it was trained already."""
+    if adapter is not None:
+        folder = Path(adapter)
+        whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
+        return _line("merge", "--adapter", str(whole), "--to", format)
+    folder = Path(base)
+    if folder.name == "model" and (folder.parent / "config.yaml").is_file():  # of a run that trains what is served
+        return _line("chat", "--model", str(folder.parent))
+    trained = any((folder / name).is_file() for name in (MERGE_REPORT, EXPORT_REPORT))
+    return _line("chat", "--model", base) if trained else _training(base)
+
+
+def _training(model: str) -> str:
+    """`qerl train` on a 16-bit model or a quantized folder; a 16-bit model is quantized first where that is missing."""
+    source = WORDS.get(Path(model)) or quantized_from(Path(model)) or model
+    format = _quantized_format(Path(model))
+    recipe = _recipe_of(source, format.name)
+    made = default_quantized_dir(source, format)
+    named = [] if recipe and model in (source, str(made), str(embedded_folder(source))) else ["--model", model]
+    quantized = (Path(model) / REPORT).is_file() or made.exists()
+    other = [] if recipe or format is formats.DEFAULT else ["--set", f"model.format={format.name}"]
+    return _line("train", "--recipe", recipe or DEFAULT_RECIPE, *named, *other, *([] if quantized else ["--quantize"]))
+
+
+def _quantized_format(folder: Path) -> Format:
+    """The format of a quantized folder; the default one for any other model."""
+    made = (folder / REPORT).is_file() and (folder / "config.json").is_file()
+    found = format_of(folder) if made else formats.DEFAULT
+    return found if found.quantized else formats.DEFAULT
+
+
+def _recipe_of(base: str, format: str) -> str | None:
+    """The first shipped recipe that trains an adapter on `base` in this format."""
+    from qerl.config.recipe import load_recipe, recipe_names
+
+    for name in recipe_names():
+        config = load_recipe(name)
+        other = config.qat or config.distill or config.sft
+        if other is None and (config.model.base, config.model.format) == (base, format):
+            return name
+    return None
+
+
+def _line(*words: str) -> str:
+    return shlex.join(["qerl", *words])

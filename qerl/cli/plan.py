@@ -1,0 +1,243 @@
+"""`qerl plan`: its options and its tables. qerl/cli/main.py registers it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qerl.base.errors import ConfigError
+from qerl.cli.shell_values import card_values, key_values, recipe_values
+from qerl.engine.options import MAX_SEQUENCES
+from qerl.plan.duration import MEAN_COMPLETION, Likely, duration, likely
+from qerl.plan.sizes import KNOWN
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qerl.base.printable import SafeConsole
+    from qerl.config.schema import RunConfig
+    from qerl.plan.cards import Card
+    from qerl.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RECIPE = "dapo_7b"  # where only a model is named
+SAME_SIZE = 0.05  # the memory that a card reports differs by less than this share from the table of known cards
+
+
+def plan_command(
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Name (`qerl recipes`) or YAML file; with --model the default is {DEFAULT_RECIPE}.",
+            autocompletion=recipe_values,
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GiB (24) or card (4090, a100, h100, h200, ...); default: this machine's, or 24.",
+            autocompletion=card_values,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model folder, run, adapter, `tiny`, or a hub id whose name begins as one of a known size: "
+            f"{', '.join(KNOWN)}. Default: the recipe's."
+        ),
+    ] = None,
+    mean_completion: Annotated[
+        float,
+        typer.Option(
+            help="Mean length of completions, of which the likely hours follow: tokens (300), or a share of "
+            "rollout.max_new_tokens (0.25)."
+        ),
+    ] = MEAN_COMPLETION,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="Cards that share the run, as for `qerl train`; the plan is that of one of them.")
+    ] = 1,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="key=value over the recipe, as for `qerl train`. Repeatable.", autocompletion=key_values
+        ),
+    ] = None,
+) -> None:
+    """What a run will take of a card, before anything is loaded: memory by phase, hours, and what fits."""
+    from qerl.base.printable import SafeConsole
+    from qerl.config.recipe import load_recipe
+    from qerl.plan.several import share_of
+
+    if recipe is None:
+        if model is None:
+            raise ConfigError("no recipe was given: write `qerl plan --recipe NAME`, or name a model with --model")
+        recipe = DEFAULT_RECIPE
+        logger.info("no --recipe given: planning with %s, whose lengths are for math with long answers", recipe)
+    config = load_recipe(recipe, overrides or [], base=model)
+    expected = likely(config, mean_completion)
+    share = share_of(config, gpus)
+    made = plan_of(share, gpu, gpus=gpus)
+    if gpus > 1:
+        prompts = f"{share.rollout.prompts_per_step} of the {config.rollout.prompts_per_step} prompts of a step"
+        SafeConsole().print(f"One of {gpus} cards, with {prompts}, and its share of validations:", soft_wrap=True)
+    show(share, made, SafeConsole(), expected)
+    if made.problems:
+        sys.exit(1)
+
+
+def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None, gpus: int = 1) -> Plan:
+    """The plan for the card `gpu`. None means this machine's card, or one of 24 GiB where there is none.
+
+    `model`: where the recipe's model was found, if that is known already. Of `gpus` cards here the smallest counts.
+    """
+    from qerl.checkpoint.resolve import model_under
+    from qerl.plan.cards import card_of
+    from qerl.plan.kv_cache import check_kv_cache
+    from qerl.plan.plan import plan
+    from qerl.plan.sizes import read_sizes
+
+    base = model_under(model or config.model.base)
+    sizes = read_sizes(base)
+    check_kv_cache(config.rollout.kv_cache_dtype, sizes, base, config.rollout.calibrates_kv)
+    card = this_card(gpus) if gpu is None else card_of(gpu)
+    return plan(config, sizes, replace(card, ranks=gpus))
+
+
+def this_card(gpus: int = 1) -> Card:
+    """The card that a run would take here; of several the one with the least memory, which decides.
+
+    That is the known card of the same name and size. If only the name is known, it has that card's speed and the memory
+    that it reports (a laptop's 4090 has 16 GiB). Otherwise it is described by its memory alone.
+    """
+    from qerl.base.devices import best_card, visible_cards
+    from qerl.plan.cards import CARDS, card_of
+
+    seen = [card for card in visible_cards() if card.total_gib]
+    if not seen:
+        return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
+    found = best_card(seen) if gpus == 1 else min(seen[:gpus], key=lambda card: card.total_gib)
+    if len(seen) > 1:
+        logger.info("planning for card %s of %d visible ones", found, len(seen))
+    gib, words = round(found.total_gib, 1), found.name.lower().replace("-", " ").split()
+    named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
+    if not named:
+        return card_of(str(gib))
+    nearest = min(named, key=lambda card: abs(card.memory_gib - gib))
+    if abs(nearest.memory_gib - gib) <= SAME_SIZE * gib:
+        return nearest
+    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
+
+
+def show(config: RunConfig, made: Plan, console: SafeConsole, expected: Likely) -> None:
+    """Print the tables, what fits and how long it takes, or what to change if the run does not fit."""
+    console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
+    for table in tables(made):
+        console.print(table)
+    lines = sentences(config, made) + ([] if made.problems else duration(config, made, expected))
+    console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+
+
+def tables(made: Plan) -> list[Table]:
+    """Memory by phase and by what takes it and, for a run that fits, seconds per step by phase."""
+    from rich.table import Table
+
+    gib = 2**30
+    parts = list(dict.fromkeys(part for phase in made.memory.values() for part in phase))
+    memory = Table("GiB", *made.memory, box=None)
+    for part in parts:
+        memory.add_row(part, *(f"{phase[part] / gib:.2f}" if part in phase else "" for phase in made.memory.values()))
+    memory.add_row("all", *(f"{made.peak(phase) / gib:.2f}" for phase in made.memory), style="bold")
+    memory.add_row("limit", *(f"{made.limit / gib:.2f}" for _ in made.memory))
+    if made.problems:
+        return [memory]
+    seconds = Table("seconds per step", *made.seconds, "all", box=None)
+    values = [*made.seconds.values(), sum(made.seconds.values())]
+    seconds.add_row("", *(f"{value:.1f}" for value in values))
+    return [memory, seconds]
+
+
+def micro_batch_sentences(made: Plan) -> list[str]:
+    """What a micro-batch holds, in one sentence; none if nothing fits."""
+    if made.micro_batches is None or made.micro_batches.footprint is None:
+        return []
+    tokens, longest = made.micro_batches.micro_batch_tokens, made.longest
+    recomputed, more = (made.micro_batches.recomputed(count) for count in (tokens, longest))
+    return [
+        f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
+        "layers recompute their activations"
+        f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
+    ]
+
+
+def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
+    """What the experts are, and the adapter on them, in one sentence; none for a dense model."""
+    from qerl.config.rules_experts import adapts_experts, expert_rank
+
+    sizes, decoder = made.sizes, made.sizes.decoder
+    if not decoder.has_experts:
+        return []
+    unit, word = (1e9, "billion") if sizes.active > 5e7 else (1e6, "million")
+    adapted = "which get no adapter"
+    if adapts_experts(config.adapter):
+        how = "with shared outer factors" if config.adapter.experts == "shared" else "each with its own"
+        adapted = f"with adapters of rank {expert_rank(config.adapter)} on experts, {how}"
+    return [
+        f"Of {sizes.body / unit:.1f} {word} weights in the layers a token is multiplied by {sizes.active / unit:.1f}: "
+        f"{decoder.chosen} of {decoder.experts} experts in {len(decoder.sparse)} layers, {adapted}."
+    ]
+
+
+def sentences(config: RunConfig, made: Plan) -> list[str]:
+    """What fits, in words, or what to change."""
+    from qerl.plan.advice import advice, largest_completion
+    from qerl.plan.plan import START
+    from qerl.plan.trained import start_bytes
+    from qerl.plan.validation import validation_sentences
+
+    if made.problems:
+        fitting = advice(config, made.sizes, made.card)
+        lines = expert_sentences(config, made) + [f"Does not fit: {problem}." for problem in made.problems]
+        return lines + [f"Fits with {change}." for change in fitting]
+    if config.sft is not None:
+        alone = "Nothing is sampled, so that no engine and no KV cache is beside it."
+        return [*expert_sentences(config, made), *micro_batch_sentences(made), alone]
+    rollout = config.rollout
+    at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
+    lines = [
+        *expert_sentences(config, made),
+        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once.",
+        f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
+        f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
+    ]
+    lines += micro_batch_sentences(made)
+    if (start := start_bytes(config, made.sizes)) and START not in made.memory["rollout"]:
+        lines.append(
+            f"The 16-bit weights that the adapter is added to, {start / 2**30:.1f} GiB, lie in the machine's own "
+            "memory, and each sync streams them."
+        )
+    lines += validation_sentences(config, made)
+    lines += _about_activations(config, made)
+    return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]
+
+
+def _about_activations(config: RunConfig, made: Plan) -> list[str]:
+    from qerl.checkpoint.activations import GRPO_WARNING
+    from qerl.plan.activations import calibrated_tokens, calibrates, calibration_seconds, rounds_to_four_bits
+    from qerl.plan.seconds import TRAIN_RATE
+
+    lines = []
+    if calibrates(config):
+        length, rows = calibrated_tokens(config)
+        seconds = calibration_seconds(config, made.sizes, TRAIN_RATE * made.card.tflops * 1e12)
+        lines.append(
+            f"Before the first step the 16-bit model reads {rows} rows of {length} tokens at most to find the scales "
+            f"of activations: about {max(seconds, 1):.0f} s after it is loaded."
+        )
+    if config.distill is None and rounds_to_four_bits(config, made.sizes):
+        lines.append(f"Note: {GRPO_WARNING}.")
+    return lines

@@ -1,0 +1,232 @@
+"""`qerl train`: begin a run from a recipe, or continue one. torch is imported only when nothing speaks against it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl import formats
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.threads import choose_threads
+from qerl.cli.launch import check_gpus, launch, one_card_each
+from qerl.cli.next_step import after_training, say_next
+from qerl.cli.terminal import interrupts_counted
+from qerl.cli.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    from qerl.base.parallel import Parallel
+    from qerl.config.schema import RunConfig
+    from training.run import TrainResult
+
+logger = logging.getLogger(__name__)
+
+# Options that are keys.
+SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "environment", "tools", "steps", "seed")
+NOT_WITH_RESUME = (
+    "task",
+    "data",
+    "columns",
+    "system_prompt",
+    "prompt_template",
+    "grader",
+    "environment",
+    "tools",
+    "overrides",
+    "seed",
+    "quantize_first",
+    "dry",
+    "teacher",
+)  # what --resume refuses
+
+
+def train(options: TrainOptions) -> None:
+    """Train a LoRA adapter, or whole weights in 4 bits, by reinforcement learning, as a recipe says."""
+    check_gpus(options.gpu, options.gpus)
+    if options.resume is not None:
+        found = find_resumed(options, options.resume)
+        if options.gpus is not None and options.gpus > 1:
+            launch(options.gpus, sys.argv[1:])
+        _end(*go_on(*found, options))
+        return
+    if options.recipe is None:
+        command = options.section or "train"
+        raise ConfigError(f"no recipe was given: write `qerl {command} --recipe NAME`; `qerl recipes` lists the names")
+    if options.accept_changes:
+        raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
+    from qerl.config.recipe import recipe_label
+
+    config = config_of(options, options.recipe)
+    name = recipe_label(options.recipe)
+    check_new(config, name, options.gpus or 1)
+    if options.gpus is not None and options.gpus > 1 and not options.dry:
+        if not options.quantize_first:
+            _check_base(config, options.recipe, quantize_first=False)
+        launch(options.gpus, sys.argv[1:])
+    if options.dry:
+        with _ready(config, options.recipe, options) as parallel:
+            fits = parallel.broadcast(_dry_run(config) if parallel.first else None)
+        sys.exit(0 if fits else 1)
+    _end(*begin(config, options.recipe, options))
+
+
+def check_new(config: RunConfig, name: str, gpus: int = 1) -> Path:
+    """The directory of a new run of the recipe called `name`. Raises QerlError for what speaks against it, as far as
+    that can be known without torch."""
+    from qerl.plan.several import check_ranks
+    from training.preflight.checks import check_calibration, check_config
+    from training.run_dir.folder import new_run_dir
+
+    run_dir = new_run_dir(config.run.out, name)
+    check_config(config)
+    check_calibration(config)
+    check_ranks(config, gpus)
+    return run_dir
+
+
+def begin(config: RunConfig, recipe: str, options: TrainOptions) -> tuple[TrainResult, bool]:
+    """Train a recipe that `check_new` has accepted; and whether this is the process that speaks for the run. Of the
+    options, the card and whether the base is to be quantized first count."""
+    from qerl.config.recipe import recipe_label
+
+    with _ready(config, recipe, options) as parallel:
+        return _start(config, recipe_label(recipe), parallel), parallel.first
+
+
+@contextmanager
+def _ready(config: RunConfig, recipe: str, options: TrainOptions) -> Iterator[Parallel]:
+    """A card for each process, and a base that is there."""
+    with one_card_each(options.gpu) as parallel:
+        choose_threads(config.model.base)
+        if parallel.first:
+            _check_base(config, recipe, options.quantize_first)
+        parallel.barrier()  # rank 0 may have to quantize
+        yield parallel
+
+
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """The arguments, with `--resume=last` for a `--resume` that has no value: typer options always take one."""
+    following = [*arguments[1:], "--"]
+    return (
+        [
+            f"{word}=last" if word == "--resume" and after.startswith("--") else word
+            for word, after in zip(arguments, following, strict=True)
+        ]
+        if arguments
+        else []
+    )
+
+
+def config_of(options: TrainOptions, recipe: str) -> RunConfig:
+    """The recipe, with what the command and the options change of it. Raises ConfigError."""
+    from qerl.config.recipe import load_recipe
+
+    own = [(options.section, {}, f"qerl {options.section}")] if options.section is not None else []
+    overrides = [*own, *options.implied, *options.overrides]
+    if options.columns is not None:
+        overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
+    out = options.out and str(options.out)
+    same = {name: getattr(options, name) for name in SAME}
+    same["tools"] = options.tools and list(options.tools)
+    return load_recipe(recipe, overrides, base=options.model, teacher=options.teacher, out=out, **same)
+
+
+def _start(config: RunConfig, name: str, parallel: Parallel) -> TrainResult:
+    from qerl.engine.open import refuse_without_driver
+
+    refuse_without_driver(config.rollout.engine)
+    with interrupts_counted():
+        logger.info("loading torch, transformers and trl")
+        from training.run import start
+
+    return start(config, name, parallel)
+
+
+def _dry_run(config: RunConfig) -> bool:
+    """Show what the run would do, and return whether it would fit."""
+    from qerl.base.printable import SafeConsole
+
+    with interrupts_counted():
+        logger.info("loading torch and transformers")
+        from training.preflight.dry_run import dry_run
+
+    return dry_run(config, SafeConsole())
+
+
+def find_resumed(options: TrainOptions, resume: str) -> tuple[Path, int | None]:
+    """The run that `resume` means, and the step to continue from. Raises QerlError if it cannot continue so."""
+    if any(getattr(options, name) != getattr(TrainOptions, name) for name in NOT_WITH_RESUME):
+        raise ConfigError(
+            "--resume continues a run as it was configured; of the options that change it --steps goes with it, and "
+            "--model for a base that has moved: leave the others out"
+        )
+    from training.preflight.checks import check_resumed
+    from training.run_dir.resume import find_run
+
+    run_dir, step = find_run(resume, options.recipe, options.out)
+    check_resumed(run_dir, step, options.steps, options.model)
+    return run_dir, step
+
+
+def go_on(run_dir: Path, step: int | None, options: TrainOptions) -> tuple[TrainResult, bool]:
+    """Continue the run that `find_resumed` has found; and whether this is the process that speaks for it."""
+    with one_card_each(options.gpu) as parallel:
+        choose_threads(options.model or str(run_dir))
+        with interrupts_counted():
+            logger.info("loading torch, transformers and trl")
+            from training.run import resume as resume_run
+
+        result = resume_run(run_dir, step, options.steps, options.accept_changes, options.model, parallel)
+        return result, parallel.first
+
+
+def _end(result: TrainResult, first: bool) -> None:
+    """After a run that a signal stopped, exit as the shell reports the signal; the run has said how to continue.
+
+    After a finished run the `first` process names the next command.
+    """
+    if result.adapter is None:
+        sys.exit(128 + (result.stopped_by or signal.SIGINT))
+    if first:
+        from training.run_dir.terminal_gone import terminal_may_go
+
+        with terminal_may_go(result.run_dir):
+            say_next(after_training(result.run_dir))
+
+
+def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
+    """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
+    from qerl.checkpoint.chat_template import check_chat_template
+    from qerl.checkpoint.quantized_folder import default_quantized_dir, quantize_line
+    from qerl.checkpoint.resolve import resolve_model
+
+    base = config.model.base
+    if config.qat is not None:
+        from qerl.checkpoint.start import starting_model
+
+        if quantize_first:
+            raise ConfigError("--quantize is for an adapter's base; qat quantizes its own: leave it out")
+        starting_model(config)
+        return
+    try:
+        check_chat_template(resolve_model(base, config.model.format))
+    except CheckpointError as error:
+        format = formats.get(config.model.format)
+        made = default_quantized_dir(base, format)
+        missing = format.scheme is not None and not made.exists()
+        if not missing or resolve_model(base).kind != "base16":
+            raise
+        if not quantize_first:
+            raise CheckpointError(
+                f"recipe {recipe} trains on {made}, which does not exist: run `{quantize_line(base, format)}` first, "
+                "or add --quantize"
+            ) from error
+        from quantize.options import QuantizeOptions
+        from quantize.run import quantize_checkpoint
+
+        options = QuantizeOptions(scheme=format.name, trust_remote_code=config.model.trust_remote_code)
+        quantize_checkpoint(base, options=options)

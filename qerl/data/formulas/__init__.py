@@ -1,0 +1,1 @@
+"""Comparing answers as mathematics."""

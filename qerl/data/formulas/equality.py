@@ -1,0 +1,242 @@
+"""Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
+
+Relations are compared as relations and never solved: an equation equals another one if their differences of sides are
+proportional, and an inequality with a variable alone on its side is an interval. Values that
+qerl/data/formulas/expression.py does not understand (integrals, sets of other kinds) go to `fallback`, which is
+math-verify in its own process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from qerl.data.formulas.evaluate import as_real, close, is_zero, ratio
+from qerl.data.formulas.expression import Tree, variables
+from qerl.data.formulas.latex import TEXT_BOX
+from qerl.data.formulas.shape import Shape, is_assignment, is_name, read
+from qerl.data.formulas.values import (
+    DECIMAL,
+    Fallback,
+    UndecidedError,
+    Verdict,
+    endless,
+    equal_values,
+    points,
+    tree_of,
+    value_at,
+)
+
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
+_REALS = Shape("ordered", "()", (Shape("value", "-\\infty"), Shape("value", "\\infty")))
+
+
+def compare_math(answer: str, gold: str, fallback: Fallback) -> Verdict:
+    """The verdict on an answer. Raises nothing; takes milliseconds, apart from what `fallback` takes."""
+    try:
+        return "equal" if _equal(_canonical(read(gold)), _canonical(read(answer)), fallback) else "different"
+    except UndecidedError as error:
+        return error.verdict
+
+
+_MAX_WORDS = 6
+
+
+def unread_values(gold: str) -> list[str]:
+    """The values within an answer that are understood only by math-verify, if at all; and long texts in words."""
+    return list(_unread(_canonical(read(gold))))
+
+
+def _unread(shape: Shape) -> Iterator[str]:
+    if shape.kind == "value":
+        if tree_of(shape.text) is None and not endless(shape.text) and shape.text != "\\emptyset":
+            yield shape.text
+    elif shape.kind == "words" and len(shape.text.split()) > _MAX_WORDS:
+        yield shape.text
+    for item in shape.items:
+        yield from _unread(item)
+
+
+def _canonical(shape: Shape) -> Shape:
+    """The shape with simple inequalities as intervals, alternatives of intervals as unions, and \\mathbb{R} as one."""
+    if shape.kind == "value" and shape.text.strip("{}") in ("\\mathbb{R", "\\mathbb{R}"):
+        return _REALS
+    items = tuple(_canonical(item) for item in shape.items)
+    if shape.kind == "relation":
+        return _interval(Shape("relation", shape.text, items)) or Shape("relation", shape.text, items)
+    if shape.kind == "list" and all(
+        item.kind == "ordered" and one.kind == "relation" for item, one in zip(items, shape.items, strict=True)
+    ):
+        return Shape("union", items=items)
+    return Shape(shape.kind, shape.text, items)
+
+
+def _interval(relation: Shape) -> Shape | None:
+    """The interval that "x > 2" or "1 \\le x < 2" describes; None for any other relation."""
+    signs, sides = relation.text.split(), relation.items
+    if not set(signs) <= {"<", ">", "\\le", "\\ge"} or any(side.kind != "value" for side in sides):
+        return None
+    if signs[0] in (">", "\\ge"):
+        signs, sides = [_FLIPPED[sign] for sign in reversed(signs)], tuple(reversed(sides))
+    if not set(signs) <= {"<", "\\le"}:
+        return None
+    if len(sides) == 3 and is_name(sides[1].text) and _constant(sides[0]) and _constant(sides[2]):
+        low, high = sides[0], sides[2]
+    elif len(sides) == 2 and is_name(sides[0].text) and _constant(sides[1]):
+        low, high, signs = _REALS.items[0], sides[1], ["<", *signs]
+    elif len(sides) == 2 and is_name(sides[1].text) and _constant(sides[0]):
+        low, high, signs = sides[0], _REALS.items[1], [*signs, "<"]
+    else:
+        return None
+    if endless(low.text):
+        signs[0] = "<"
+    if endless(high.text):
+        signs[1] = "<"
+    return Shape("ordered", ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (low, high))
+
+
+def _constant(shape: Shape) -> bool:
+    tree = tree_of(shape.text)
+    return bool(endless(shape.text)) or (tree is not None and not variables(tree))
+
+
+def _equal(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
+    """Whether two shapes are equal; the gold decides what an answer without a name or brackets stands for."""
+    if "\\approx" in (gold.text, answer.text) and gold.text != answer.text:
+        return _equal_rounded(gold, answer, fallback)
+    gold, answer = _unnamed(gold, answer), _unnamed(answer, gold)
+    if gold.kind == "relation" or answer.kind == "relation":
+        return gold.kind == answer.kind and _equal_relations(gold, answer, fallback)
+    gold, answer = _single(gold, answer), _single(answer, gold)
+    kinds = {gold.kind, answer.kind}
+    if kinds <= {"list", "set"} or kinds == {"union"}:
+        one_name = not (gold.text or answer.text) or len(_names(gold) | _names(answer)) < 2
+        return one_name and _equal_unordered(gold.items, answer.items, fallback)
+    if kinds == {"list", "ordered"}:
+        return "()" in (gold.text, answer.text) and _equal_in_order(gold, answer, fallback)
+    if kinds == {"matrix", "ordered"} or kinds == {"matrix"} or kinds == {"ordered"} or kinds == {"parts"}:
+        return _equal_rows(gold, answer, fallback)
+    if kinds == {"words", "value"}:
+        return _letters(gold) == _letters(answer)
+    if kinds == {"words"}:
+        return _letters(gold) == _letters(answer)
+    if kinds == {"value"}:
+        return equal_values(gold.text, answer.text, fallback)
+    return kinds == {"parts", "value"} and _equal_mixed_parts(gold, answer, fallback)
+
+
+def _equal_rounded(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
+    """One of two answers is "exact \\approx rounded". Either side of the gold counts, but only one of the answer's."""
+    if gold.text == "\\approx":
+        return any(_equal(side, answer, fallback) for side in gold.items)
+    exact = gold.kind != "value" or not DECIMAL.search(gold.text)
+    return _equal(gold, answer.items[0 if exact and not is_name(answer.items[0].text) else -1], fallback)
+
+
+def _names(shape: Shape) -> set[str]:
+    """The names that a list gives to its values: one for all of them ("x = 2, 3"), or one for each."""
+    own = {item.items[0].text for item in shape.items if is_assignment(item) and is_name(item.items[0].text)}
+    return own | ({shape.text} - {""})
+
+
+def _unnamed(shape: Shape, other: Shape) -> Shape:
+    """The value of "x = 5" where the other answer is no relation; the shape itself elsewhere."""
+    return shape.items[-1] if is_assignment(shape) and other.kind != "relation" else shape
+
+
+def _single(shape: Shape, other: Shape) -> Shape:
+    """The only member of a set or list where the other answer is a value."""
+    alone = shape.kind in ("set", "list") and len(shape.items) == 1 and other.kind not in ("set", "list")
+    return shape.items[0] if alone else shape
+
+
+def _letters(shape: Shape) -> str:
+    text = TEXT_BOX.sub(r"\1", shape.text) if shape.kind == "value" else shape.text
+    return re.sub(r"[\s(){}]", "", text).casefold()
+
+
+def _equal_in_order(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
+    return len(gold.items) == len(answer.items) and all(
+        _equal(one, other, fallback) for one, other in zip(gold.items, answer.items, strict=True)
+    )
+
+
+def _equal_rows(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
+    """Tuples, intervals, matrices and quantities: same brackets, same units, equal parts. A column is no tuple."""
+    if gold.kind == answer.kind == "parts" and gold.text.split()[0] == answer.text.split()[0] == "clock":
+        halves = {*gold.text.split()[1:]}, {*answer.text.split()[1:]}
+        return (halves[0] == halves[1] or not all(halves)) and _equal_in_order(gold, answer, fallback)
+    if {gold.text.split(" ")[0], answer.text.split(" ")[0]} == {"clock", "ratio"}:
+        return False
+    return gold.kind == answer.kind and gold.text == answer.text and _equal_in_order(gold, answer, fallback)
+
+
+def _equal_mixed_parts(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
+    """A ratio of two may be written as a fraction."""
+    ratio, value = (gold, answer) if gold.kind == "parts" else (answer, gold)
+    if ratio.text != "ratio" or len(ratio.items) != 2 or any(item.kind != "value" for item in ratio.items):
+        return False
+    return equal_values(f"\\frac{{{ratio.items[0].text}}}{{{ratio.items[1].text}}}", value.text, fallback)
+
+
+def _equal_unordered(golds: Sequence[Shape], answers: Sequence[Shape], fallback: Fallback) -> bool:
+    """Whether each part of the one has an equal part of its own in the other."""
+    if len(golds) != len(answers):
+        return False
+    rest = list(answers)
+    for gold in golds:
+        index = next((i for i, answer in enumerate(rest) if _equal(gold, answer, fallback)), None)
+        if index is None:
+            return False
+        del rest[index]
+    return True
+
+
+def _equal_relations(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
+    """Relations with the same signs whose differences of sides are proportional, and assignments to one name."""
+    signs = gold.text.split(), answer.text.split()
+    sides = gold.items, answer.items
+    if is_assignment(gold) and is_assignment(answer):
+        names = [re.sub(r"\s", "", side[0].text) for side in sides]
+        functions = all("(" in name or name == "y" for name in names)
+        if names[0] == names[1] or (functions and "y" in names):
+            return _equal(gold.items[-1], answer.items[-1], fallback)
+    flipped = [_FLIPPED.get(sign, sign) for sign in reversed(signs[1])]
+    for their_signs, their_sides in ((signs[1], sides[1]), (flipped, tuple(reversed(sides[1])))):
+        if signs[0] == their_signs and len(sides[0]) == len(their_sides):
+            mine = Shape("ordered", "", sides[0]), Shape("ordered", "", their_sides)
+            if signs[0] != ["\\approx"] and all(side.kind == "value" for side in (*sides[0], *their_sides)):
+                if len(their_sides) == 2 and _proportional(
+                    sides[0], their_sides, equation=signs[0] in (["="], ["\\ne"])
+                ):
+                    return True
+                if len(their_sides) == 2 and all(tree_of(side.text) is not None for side in (*sides[0], *their_sides)):
+                    continue
+            if _equal_in_order(*mine, fallback):
+                return True
+    return False
+
+
+def _proportional(gold: Sequence[Shape], answer: Sequence[Shape], equation: bool) -> bool:
+    """Whether gold's left minus right side is a constant times answer's (of an inequality, a positive one)."""
+    trees = [tree_of(side.text) for side in (*gold, *answer)]
+    if None in trees:
+        return False
+    differences: list[Tree] = [("-", trees[0], trees[1]), ("-", trees[2], trees[3])]
+    names = [variables(tree) for tree in differences]
+    if names[0] != names[1]:
+        return False
+    ratios = []
+    for point in (*points(names[0], positive=True), *points(names[0], positive=False)):
+        values = [value_at(tree, point) for tree in differences]
+        if None in values:
+            continue
+        zeros = [is_zero(value) for value in values]
+        if zeros[0] != zeros[1]:
+            return False
+        if not zeros[0]:
+            ratios.append(ratio(*values))
+    if len(ratios) < 2 or not all(close(ratios[0], other) for other in ratios[1:]):
+        return False
+    real = as_real(ratios[0])
+    return equation or (real is not None and real > 0)

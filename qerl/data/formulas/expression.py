@@ -1,0 +1,288 @@
+"""Evaluating a LaTeX expression at given values of its variables, without any library for algebra.
+
+Two expressions are equal if their values agree at random points; qerl/data/formulas/equality.py compares them so.
+Values are exact fractions as long as the operations allow it, and numbers of 40 digits otherwise, so 10^{12}+1 differs
+from 10^{12}+2. Every token has to be understood: anything else raises ExpressionError, so no part of an answer is
+dropped. All sizes are bounded (powers, factorials, nesting), so that no expression takes longer than milliseconds.
+
+Conventions: letters are variables, except e, i and \\pi; upper and lower case differ; "xy" is a product; \\log without
+a base is the natural logarithm; "a/bc" is a/(bc); "2\\frac{1}{3}" is a mixed number; degrees count within trigonometric
+functions, and a degree sign elsewhere is a unit.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from qerl.data.formulas.tokens import ExpressionError, Token, tokens
+
+MAX_NESTING = 30  # evaluation recurses, and no real answer is nested so deeply
+
+Tree = tuple[Any, ...]  # (operation, operands...)
+
+
+_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "sec": "arcsec", "csc": "arccsc", "cot": "arccot"}
+_TRIGONOMETRIC = frozenset(_INVERSE)
+
+
+@lru_cache(4096)
+def parse_expression(text: str) -> Tree:
+    """The tree of an expression. Raises ExpressionError if any part of it is not understood."""
+    parser = _Parser(tokens(text))
+    tree = parser.sum()
+    if parser.next is not None:
+        raise ExpressionError(f"{parser.next.text!r} is not expected there")
+    return tree
+
+
+_PRODUCTS = {("symbol", "*"), ("command", "cdot"), ("command", "times"), ("command", "ast")}
+_QUOTIENTS = {("symbol", "/"), ("command", "div")}
+_CLOSED_BY = {"(": ")", "[": "]", "{": "}", "|": "|"}
+
+
+class _Parser:
+    """Recursive descent: a sum of products of implicit products of powers."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens = tokens
+        self._at = 0
+        self._depth = 0
+        self._bars = 0  # absolute values that are open
+        self._trigonometric = False
+
+    @property
+    def next(self) -> Token | None:
+        return self._tokens[self._at] if self._at < len(self._tokens) else None
+
+    def _next_is(self, kind: str, text: str | None = None) -> bool:
+        token = self.next
+        return token is not None and token.kind == kind and text in (None, token.text)
+
+    def _take(self) -> Token:
+        token = self.next
+        if token is None:
+            raise ExpressionError("the expression ends too early")
+        self._at += 1
+        return token
+
+    def _take_if(self, text: str, kind: str = "symbol") -> bool:
+        found = self._next_is(kind, text)
+        self._at += found
+        return found
+
+    def _expect(self, text: str, kind: str = "symbol") -> None:
+        if not self._take_if(text, kind):
+            raise ExpressionError(f"{text!r} is missing")
+
+    def sum(self) -> Tree:
+        """A sum of terms, up to a token that belongs to none."""
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise ExpressionError("the expression is nested too deeply")
+        tree = self._term()
+        while self._next_is("symbol", "+") or self._next_is("symbol", "-"):
+            operation = self._take().text
+            tree = (operation, tree, self._term())
+        self._depth -= 1
+        return tree
+
+    def _term(self) -> Tree:
+        sign = 1
+        while self._next_is("symbol", "+") or self._next_is("symbol", "-"):
+            sign *= -1 if self._take().text == "-" else 1
+        tree = self._implicit_product()
+        while (token := self.next) is not None:
+            if (token.kind, token.text) in _PRODUCTS:
+                self._take()
+                tree = ("*", tree, self._signed(self._implicit_product))
+            elif (token.kind, token.text) in _QUOTIENTS:
+                self._take()
+                tree = ("/", tree, self._signed(self._implicit_product))
+            else:
+                break
+        return tree if sign == 1 else ("neg", tree)
+
+    def _signed(self, read: Any) -> Tree:
+        sign = 1
+        while self._next_is("symbol", "-") or self._next_is("symbol", "+"):
+            sign *= -1 if self._take().text == "-" else 1
+        tree = read()
+        return tree if sign == 1 else ("neg", tree)
+
+    def _starts_factor(self) -> bool:
+        token = self.next
+        if token is None or token.kind == "degree":
+            return False
+        if token.kind == "command":
+            return token.text in ("frac", "sqrt", "pi", "binom", "lfloor", "lceil", "lvert", "infty")
+        if token.kind == "symbol":
+            return token.text in "({[" or (token.text == "|" and not self._bars)
+        return True
+
+    def _implicit_product(self, in_argument: bool = False) -> Tree:
+        """Factors without a sign between them. Two numbers in a row are no product, but may be a mixed number."""
+        first = self.next
+        tree = self._power()
+        while self._starts_factor() and not (in_argument and self.next.kind == "function"):
+            token = self.next
+            if token.kind == "number":
+                raise ExpressionError("two numbers stand side by side")
+            factor = self._power()
+            mixed = first is not None and first.kind == "number" and _is_integer(tree) and _is_proper(factor)
+            tree = ("+", tree, factor) if mixed else ("*", tree, factor)
+        return tree
+
+    def _power(self) -> Tree:
+        tree = self._postfix(self._atom())
+        if self._take_if("^"):
+            tree = ("^", tree, self._exponent())
+            tree = self._postfix(tree)
+        return tree
+
+    def _exponent(self) -> Tree:
+        if self._take_if("{"):
+            inside = self.sum()
+            self._expect("}")
+            return inside
+        return self._signed(self._atom)
+
+    def _postfix(self, tree: Tree) -> Tree:
+        while True:
+            if self._take_if("!"):
+                tree = ("!", tree)
+            elif self._next_is("degree"):
+                self._take()
+                tree = ("degree", tree) if self._trigonometric else tree
+            else:
+                return tree
+
+    def _atom(self) -> Tree:
+        token = self._take()
+        if token.kind == "number":
+            return ("number", _number(token.text))
+        if token.kind == "letter":
+            return self._variable(token.text)
+        if token.kind == "function":
+            return self._function(token.text)
+        if token.kind == "symbol" and token.text in "({[":
+            return self._until(_CLOSED_BY[token.text])
+        if token.kind == "symbol" and token.text == "|":
+            self._bars += 1
+            tree = ("abs", self.sum())
+            self._expect("|")
+            self._bars -= 1
+            return tree
+        if token.kind == "command":
+            return self._command(token.text)
+        raise ExpressionError(f"{token.text!r} is not expected there")
+
+    def _until(self, closing: str) -> Tree:
+        bars, self._bars = self._bars, 0
+        tree = self.sum()
+        self._expect(closing)
+        self._bars = bars
+        return tree
+
+    def _variable(self, name: str) -> Tree:
+        while self._take_if("'"):
+            name += "'"
+        if self._take_if("_"):
+            name += f"_{self._subscript()}"
+        if name in ("e", "i"):
+            return ("constant", name)
+        given = self._tokens[self._at : self._at + 3]
+        if [token.text for token in given[::2]] == ["(", ")"] and given[1].kind == "number":
+            self._at += 3  # "I(0)" is the value of a function, not zero
+            name += f"({given[1].text})"
+        return ("variable", name)
+
+    def _subscript(self) -> str:
+        if not self._take_if("{"):
+            return self._take().text
+        parts = []
+        while not self._take_if("}"):
+            parts.append(self._take().text)
+        return "".join(parts)
+
+    def _function(self, name: str) -> Tree:
+        base = None
+        power = None
+        if self._take_if("_"):
+            base = self._exponent()
+        if self._take_if("^"):
+            power = self._exponent()
+            if power == ("neg", ("number", Fraction(1))) and name in _INVERSE:
+                name, power = _INVERSE[name], None
+        before, self._trigonometric = self._trigonometric, name in _TRIGONOMETRIC
+        if self._next_is("symbol", "(") or self._next_is("symbol", "{") or self._next_is("symbol", "["):
+            argument = self._postfix(self._until(_CLOSED_BY[self._take().text]))
+        else:
+            argument = self._signed(lambda: self._implicit_product(in_argument=True))
+        self._trigonometric = before
+        tree = ("call", name, argument) if base is None else ("/", ("call", "ln", argument), ("call", "ln", base))
+        if base is not None and name != "log":
+            raise ExpressionError(f"{name} has no base")
+        return tree if power is None else ("^", tree, power)
+
+    def _command(self, name: str) -> Tree:
+        if name == "pi":
+            return ("constant", "pi")
+        if name in ("frac", "binom"):
+            top, bottom = self._argument(), self._argument()
+            return ("/" if name == "frac" else "binom", top, bottom)
+        if name == "sqrt":
+            root: Tree = ("number", Fraction(2))
+            if self._take_if("["):
+                root = self._until("]")
+            if self._take_if("("):
+                return ("root", self._until(")"), root)
+            return ("root", self._argument(), root)
+        for opening, closing, operation in (("lfloor", "rfloor", "floor"), ("lceil", "rceil", "ceil")):
+            if name == opening:
+                inside = self.sum()
+                self._expect(closing, "command")
+                return (operation, inside)
+        if name == "lvert":
+            inside = self.sum()
+            self._expect("rvert", "command")
+            return ("abs", inside)
+        raise ExpressionError(f"\\{name} is not understood")
+
+    def _argument(self) -> Tree:
+        """A group in braces, or one token; of a number, TeX takes only its first digit."""
+        if self._take_if("{"):
+            return self._until("}")
+        token = self.next
+        if token is not None and token.kind == "number" and len(token.text) > 1:
+            if not token.text.isdigit():
+                raise ExpressionError("a decimal needs braces here")
+            self._tokens[self._at] = Token("number", token.text[1:])
+            return ("number", Fraction(int(token.text[0])))
+        return self._atom()
+
+
+def _is_integer(tree: Tree) -> bool:
+    return tree[0] == "number" and tree[1].denominator == 1
+
+
+def _is_proper(tree: Tree) -> bool:
+    return tree[0] == "/" and _is_integer(tree[1]) and _is_integer(tree[2]) and tree[1][1] < tree[2][1]
+
+
+def _number(text: str) -> Fraction:
+    if "\\" in text:
+        whole, _, rest = text.partition(".")
+        fixed, _, repeat = rest.partition("\\overline{")
+        repeat = repeat.rstrip("}")
+        scale = 10 ** len(fixed)
+        return Fraction(int((whole + fixed) or "0"), scale) + Fraction(int(repeat), (10 ** len(repeat) - 1) * scale)
+    return Fraction(text.rstrip(".") or "0")
+
+
+def variables(tree: Tree) -> frozenset[str]:
+    """The names of the variables of an expression."""
+    if tree[0] == "variable":
+        return frozenset([tree[1]])
+    return frozenset().union(*(variables(part) for part in tree[1:] if isinstance(part, tuple)))

@@ -1,0 +1,1 @@
+"""Grading a completion: finding its answer and comparing it."""

@@ -1,0 +1,187 @@
+"""The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
+
+Numbers are compared as exact fractions. If the answers of a task are mathematics, an answer that is not a number is
+compared part by part and at random points (qerl/data/formulas/equality.py), and what this does not understand goes to
+math-verify, in a worker process with a time limit. Answers are compared as text only if neither has any mathematics in
+it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/data/formulas/copied.py). A
+task whose answers are text compares them as such (qerl/data/grading/text.py), and a task with a grader of the user's
+own leaves all of this to it (qerl/data/grading/own_grader.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from qerl.data.formulas.copied import is_copied
+from qerl.data.formulas.equality import compare_math, unread_values
+from qerl.data.formulas.latex import strip_math
+from qerl.data.formulas.number import Number, parse_number
+from qerl.data.formulas.tidy import tidy
+from qerl.data.formulas.values import is_prose
+from qerl.data.grading import math_pool
+from qerl.data.grading.extract import MAX_ANSWER_CHARS, extract
+from qerl.data.grading.own_grader import CORRECT_FROM, scores
+from qerl.data.grading.text import is_same_text, stated_text
+from qerl.data.tasks import Task
+
+Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
+
+_PER_WORKER = 32  # pairs that justify one more worker: it takes two seconds to start, a comparison up to 0.07
+_MAX_NESTING = 30  # parsing time grows steeply with the nesting, and no real answer is nested so deeply
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The judgement on one completion.
+
+    `extracted` is the answer that the completion states. `reason` is "correct", or why it is not: "wrong"; "no_answer"
+    (it states none); "unparsable" (what it states is not a number or formula); "too_long" (the answer or the completion
+    is longer than any real one); "timeout" (no verdict in time); "bad_answer" (the task's own answer cannot be read).
+    `score` is the number from 0 to 1 that a grader of the user's own gave; None without one.
+    """
+
+    correct: bool
+    extracted: str | None
+    reason: Reason
+    score: float | None = None
+
+    @property
+    def value(self) -> float:
+        """What the completion is worth in training."""
+        return float(self.correct) if self.score is None else self.score
+
+
+def grade(task: Task, completion: str, answer: str, question: str | None = None) -> Grade:
+    """Judge one completion. Never raises, whatever a model wrote, and takes less than a second of processor time.
+
+    With the question, an answer that only repeats an expression of the question, instead of evaluating it, is wrong. A
+    task with a grader is judged by `grade_many` alone.
+    """
+    if task.answer_kind == "text":
+        return _grade_text(completion, answer)
+    found = extract(completion, task.answer_kind, task.last_number)
+    if found.text is None:
+        return Grade(False, None, "too_long" if found.too_long else "no_answer")
+    reason = compare(found.text, answer, task.answer_kind)
+    if reason == "correct" and question is not None and is_copied(found.text, answer, question):
+        reason = "wrong"
+    return Grade(reason == "correct", found.text, reason)
+
+
+def grade_many(
+    task: Task,
+    completions: Sequence[str],
+    answers: Sequence[str],
+    questions: Sequence[str | None] | None = None,
+    columns: Mapping[str, Any] | None = None,
+) -> list[Grade]:
+    """Judge many completions; several worker processes share the formulas of a large batch.
+
+    `columns` is what a grader of the user's own gets beside: lists with a value per completion, and what is the same
+    for all of them. Raises OwnFunctionError or ReturnedError (qerl/base/own/) if such a grader fails.
+    """
+    if task.grader is not None:
+        return _grade_by_own(task, completions, {"answer": answers, "question": questions, **(columns or {})})
+    rows = list(zip(completions, answers, questions or [None] * len(answers), strict=True))
+    workers = min(math_pool.MAX_WORKERS, 1 + len(rows) // _PER_WORKER)
+    if task.answer_kind != "math" or workers == 1:
+        return [grade(task, *row) for row in rows]
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(lambda row: grade(task, *row), rows))
+
+
+def _grade_by_own(task: Task, completions: Sequence[str], given: Mapping[str, Any]) -> list[Grade]:
+    if not completions:
+        return []
+    columns = {name: list(values) for name, values in given.items() if isinstance(values, list | tuple)}
+    fixed = {"task": task, **{name: value for name, value in given.items() if name not in columns}}
+    values = scores(task, {**columns, "completions": list(completions)}, fixed)
+    correct = [value >= CORRECT_FROM for value in values]
+    return [
+        Grade(right, None, "correct" if right else "wrong", value) for right, value in zip(correct, values, strict=True)
+    ]
+
+
+def _grade_text(completion: str, answer: str) -> Grade:
+    stated = stated_text(completion)
+    if stated is None:
+        return Grade(False, None, "too_long" if completion.strip() else "no_answer")
+    correct = is_same_text(completion, answer)
+    return Grade(correct, stated, "correct" if correct else "wrong")
+
+
+def can_be_graded(answer: str, kind: Literal["number", "math"]) -> bool:
+    """Whether a task's answer can be read, so that a right completion would be accepted however it is written."""
+    if parse_number(answer, kind == "math") is not None:
+        return True
+    if kind == "number" or not tidy(answer) or len(answer) > MAX_ANSWER_CHARS or _nesting(answer) > _MAX_NESTING:
+        return False
+    unread = unread_values(answer)
+    return not any(is_prose(value) or math_pool.compare(value, "0") in ("bad_answer", "timeout") for value in unread)
+
+
+def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason:
+    """Compare a stated answer with the task's answer."""
+    if not stated.strip():
+        return "no_answer"
+    if max(len(stated), len(answer)) > MAX_ANSWER_CHARS:
+        return "too_long"
+    algebra = kind == "math"
+    mine, theirs = parse_number(stated, algebra), parse_number(answer, algebra)
+    if kind == "number":
+        if theirs is None:
+            return "bad_answer"
+        return _verdict(mine.equals(theirs)) if mine else "unparsable"
+    if mine and theirs and (mine.equals(theirs) or _both_exact(mine, theirs)):
+        return _verdict(mine.equals(theirs))
+    return _compare_math(_written(stated, mine), _written(answer, theirs))
+
+
+def _written(text: str, number: Number | None) -> str:
+    """A number as math-verify reads it best; a decimal stays a decimal, which shows that it may be rounded."""
+    if number is None or number.percent:
+        return text
+    value = number.value
+    if value.denominator == 1:
+        return str(value)
+    return text if number.terminates() else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _both_exact(mine: Number, theirs: Number) -> bool:
+    """Whether comparing the fractions is conclusive: 0.333333 may stand for 1/3, but 18.5 only for itself."""
+    return mine.terminates() and theirs.terminates()
+
+
+def _compare_math(stated: str, answer: str) -> Reason:
+    if not tidy(answer):
+        return "bad_answer"
+    based = _based(stated), _based(answer)
+    if None not in based:
+        return _verdict(based[0] == based[1])
+    if _nesting(stated) > _MAX_NESTING:
+        return "unparsable"
+    verdict = compare_math(stated, answer, math_pool.compare)
+    return {"equal": "correct", "different": "wrong"}.get(verdict, verdict)
+
+
+def _verdict(correct: bool) -> Reason:
+    return "correct" if correct else "wrong"
+
+
+def _nesting(text: str) -> int:
+    """The largest number of brackets that are open at once."""
+    depths = itertools.accumulate((char in "({[") - (char in ")}]") for char in text)
+    return max(depths, default=0)
+
+
+def _based(text: str) -> tuple[str, str] | None:
+    """The digits and the base of a number such as "1011_2"; None for anything else."""
+    match = re.fullmatch(
+        r"(?:\\text\{)?([0-9A-Fa-f]+)\}?_\{?(?:\\text\{)?(\d+|[a-z]+)\}*", strip_math(text).replace(" ", "")
+    )
+    return (match[1].upper(), match[2]) if match else None

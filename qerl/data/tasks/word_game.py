@@ -1,0 +1,54 @@
+"""The word game: find a word of a short alphabetical list. Rows are computed from (split, index), without any file.
+
+The game is played against the environment `word_game` (qerl/episodes/word_game.py), which knows the row's answer
+and says whether it comes before or after a guess. Which split a list of words belongs to is decided by a hash of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from qerl.data.tasks import Task
+from qerl.data.tasks.arith import split_of
+from qerl.data.tasks.arith_kinds import THINGS
+
+WORDS = 7  # three guesses are always enough: the middle word, the middle of what is left, and the last one
+TASK_ROWS = {"train": 4096, "test": 512}
+QUESTION = "Find my word: {words}."
+
+
+def row(split: str, index: int) -> dict[str, Any]:
+    """The row with this number: the first draw whose list of words belongs to `split`."""
+    for attempt in range(10_000):
+        rng = random.Random(f"word_game/{index}/{attempt}")
+        words = sorted(rng.sample(THINGS, WORDS))
+        question = QUESTION.format(words=", ".join(words))
+        if split_of(question) == split:
+            return {"id": f"word_game-{split}-{index}", "question": question, "answer": rng.choice(words)}
+    raise AssertionError("10,000 draws without a list of this split")
+
+
+def rows(split: str) -> Iterator[dict[str, Any]]:
+    """All rows of a split, each list of words once."""
+    seen: set[str] = set()
+    for index in itertools.count():
+        made = row(split, index)
+        if made["question"] in seen:
+            continue
+        seen.add(made["question"])
+        yield made
+        if len(seen) == TASK_ROWS[split]:
+            return
+
+
+TASK = Task(
+    name="word_game",
+    hub=None,
+    splits={"train": "train", "test": "test"},
+    answer_kind="text",
+    generate=rows,
+    prompt_template="{question}",
+)

@@ -1,1 +1,0 @@
-"""`qerl doctor`: what this machine has and which kernels work on it."""

@@ -1,0 +1,134 @@
+"""How the transformers engine samples: which rows together, the filters, the logprobs, the end of a row, its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from transformers import LogitsProcessor
+from transformers.generation import (
+    MinPLogitsWarper,
+    StoppingCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from qerl.base.errors import EngineError
+from qerl.engine.interface import Completion, SamplingParams
+
+
+class OwnLimits(StoppingCriteria):
+    """Ends each row after its own number of new tokens."""
+
+    def __init__(self, prompt_width: int, limits: Sequence[int]) -> None:
+        self._lengths = prompt_width + torch.tensor(limits)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        self._lengths = self._lengths.to(input_ids.device)
+        return input_ids.shape[1] >= self._lengths
+
+
+class Ended(StoppingCriteria):
+    """Says which rows have ended, after each token, and ends all of them if the answer is True."""
+
+    def __init__(
+        self, prompt_width: int, limits: Sequence[int], stop: Collection[int], told: Callable[[list[int]], bool]
+    ) -> None:
+        self.rows: set[int] = set()
+        self._lengths = [prompt_width + limit for limit in limits]
+        self._stop, self._told = frozenset(stop), told
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        width, last = input_ids.shape[1], input_ids[:, -1].tolist()
+        new = [
+            row
+            for row, token in enumerate(last)
+            if row not in self.rows and (token in self._stop or width >= self._lengths[row])
+        ]
+        self.rows.update(new)
+        over = bool(new) and self._told(new)
+        return torch.full((len(last),), over, device=input_ids.device)
+
+
+class LogprobRecorder(LogitsProcessor):
+    """The last of the logits processors: records, step by step, the scores from which each token is drawn."""
+
+    def __init__(self, prompt_width: int) -> None:
+        self._prompt_width = prompt_width
+        self._scores: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > self._prompt_width:
+            self._take(input_ids[:, -1])
+        if not scores.amax(-1).isfinite().all():
+            raise EngineError(
+                "the model gave a token a logit that is not finite: weights, adapter or noise hold inf or nan"
+            )
+        self._scores = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def logprobs(self, new_tokens: torch.Tensor) -> torch.Tensor:
+        """Logprobs (rows, tokens) of `new_tokens`, of which the last column was drawn after the last call."""
+        if new_tokens.shape[1] > len(self._chosen):
+            self._take(new_tokens[:, -1])
+        return torch.stack(self._chosen[: new_tokens.shape[1]], dim=1)
+
+    def _take(self, tokens: torch.Tensor) -> None:
+        self._chosen.append(self._scores.gather(1, tokens[:, None])[:, 0])
+
+
+def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
+    """Temperature and filters, in the order of transformers (vLLM applies min_p before top_k and top_p)."""
+    if sampling.temperature <= 0:
+        return []
+    found: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    if sampling.top_k > 0:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        found.append(MinPLogitsWarper(sampling.min_p))
+    return found
+
+
+def batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
+    """Rows that are sampled together, at most `size`: their parameters differ only in the number of new tokens."""
+    alike: dict[SamplingParams, list[int]] = {}
+    for row, one in enumerate(each):
+        alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
+    for rows in alike.values():
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+    """Drop the padding after the first stop token. Without a stop token the completion was truncated."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
+    return Completion(tokens, logprobs, "length")
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, width) token ids and attention mask, int64, padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = torch.tensor(row)
+        mask[index, width - len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+@contextmanager
+def forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Sample from `seed` and leave the global generators as they were; None samples from the global ones."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,99 @@
+"""What qerl registers with vLLM 0.25 through its own extension points; no file or function of vLLM is replaced.
+
+1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
+   LoRA, updated in place (`linear.py`), and the experts of a mixture with another (`experts.py`).
+2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
+3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
+   allocator that replaces it from the first engine on (`sleep.py`).
+4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
+   (`worker.py`).
+5. `register_backend`: FlashAttention with our kernel for decode steps (`attention.py`).
+
+The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
+entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
+as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm; the rest acts only when asked for by name.
+
+When a plugin fails vLLM only logs it, so `check` looks at the model that was built. Remove parts of this when vLLM
+brings them itself: an in-memory update of a single LoRA adapter (without the multi-adapter path), and sleep by tag.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from qerl.base.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+SLEEP_BACKEND = "qerl_kv"
+CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
+
+ASKED = "QERL_VLLM_PLUGIN"  # environment variable that the engine sets for the processes that vLLM starts
+
+_registered = False
+
+
+def register() -> None:
+    """Register everything, once per process."""
+    global _registered
+    if _registered:
+        return
+    os.environ[ASKED] = "1"
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from qerl.engine.vllm import attention, norm, quantization
+
+    quantization.register()
+    norm.register()
+    attention.register()
+    SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "qerl.engine.vllm.sleep", "KVCacheBackend")
+    _registered = True
+
+
+def register_if_asked() -> None:
+    """What vLLM calls as a plugin, in each of its processes."""
+    if os.environ.get(ASKED):
+        register()
+
+
+def check(model, runner, own_attention: bool) -> None:
+    """Raise EngineError unless the linears, experts and norms of vLLM's decoder layers are ours.
+
+    Only warns where vLLM uses its own sampler, or its own attention although ours was asked for (`own_attention`): that
+    is right but slower.
+    """
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from qerl.engine.vllm.attention import attends_by_ours
+    from qerl.engine.vllm.experts import products
+    from qerl.engine.vllm.linear import AdapterLinearMethod
+    from qerl.engine.vllm.norm import NoisyRMSNorm
+    from qerl.engine.vllm.sampling import FusedSampler
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
+    foreign = [name for name, module in linears.items() if not isinstance(module.quant_method, AdapterLinearMethod)]
+    foreign += [name for name, module in norms.items() if not isinstance(module, NoisyRMSNorm)]
+    if foreign or not linears or not norms:
+        raise EngineError(
+            f"vLLM built {len(linears)} linears and {len(norms)} norms of which these are not qerl's: {foreign[:4]}; "
+            "adapter and noise would not act there. Another vLLM plugin may interfere (VLLM_PLUGINS= switches plugins "
+            "off), or this vLLM is not the supported version 0.25.1"
+        )
+    products(model)
+    sampler = getattr(runner, "sampler", None)
+    if not isinstance(sampler, FusedSampler):
+        _warn("sampler", sampler, runner)
+    if own_attention and not attends_by_ours(model):
+        _warn("attention", next((m.impl for m in model.modules() if hasattr(m, "impl")), None), runner)
+
+
+def _warn(what: str, found: object, runner: object) -> None:
+    logger.warning(
+        "vLLM took its own %s (%s; runner %s) in place of qerl's: results are right and rollouts slower. Another vLLM "
+        "plugin or a variable such as VLLM_USE_V2_MODEL_RUNNER may be the cause",
+        what,
+        *(f"{type(thing).__module__}.{type(thing).__name__}" for thing in (found, runner)),
+    )

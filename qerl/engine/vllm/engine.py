@@ -1,0 +1,345 @@
+"""The rollout engine on vLLM, in the trainer's process and on the trainer's own tensors. It takes one CUDA device.
+
+vLLM 0.25.1 runs with CUDA graphs. We use it only through its API and through what `qerl.engine.vllm` registers. A sync
+or noise overwrites, in place, buffers that the captured graphs read; then the prefix cache is dropped. Nothing is
+captured again.
+
+Determinism: a repeated call with the same seed can differ in the last bits, because a warm prefix cache changes the
+shapes of the prefill, and because Humming, if asked for, adds its stream-K slices in the order in which they finish.
+With `deterministic` each call starts with an empty prefix cache, Humming runs without stream-K, and kernels are not
+chosen by measured times. Our own kernels and Marlin always add in the same order. The random numbers of a request
+depend only on (seed, position in the call, token position).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl import formats
+from qerl.base.errors import CAP_GIB, MEMORY, EngineError
+from qerl.checkpoint.activations import check_placed, read_activations
+from qerl.checkpoint.base_modules import set_start_
+from qerl.checkpoint.load import local_folder
+from qerl.engine.interface import (
+    UNCALIBRATED,
+    Completion,
+    Conversations,
+    Finished,
+    Request,
+    SamplingParams,
+    Supply,
+    check_context,
+    check_tokens,
+    each_sampling,
+)
+from qerl.engine.outgrown import outgrown
+from qerl.engine.seeds import request_seed
+from qerl.engine.update import Update
+from qerl.engine.vllm import found, kernel_choice, opening, requests
+from qerl.engine.vllm.cap import Cap
+from qerl.engine.vllm.kv_scales import attention_layers, set_scales_
+from qerl.engine.vllm.startup import Parts, line, whole
+from qerl.engine.vllm.supplied import run_supplied
+from qerl.engine.vllm.take import take_
+from qerl.plan.kv_cache import check_kv_cache
+from qerl.plan.sizes import read_sizes
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from qerl.engine.kv_scales import KVScales
+    from qerl.engine.options import EngineOptions
+    from qerl.engine.vllm.chosen import Reader
+    from qerl.engine.vllm.found import Found
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMEngine:
+    """See `qerl.engine.interface.Engine`."""
+
+    name = "vllm"
+    llm: Any = None  # vLLM's own LLM; None once the engine is closed
+    found: Found | None = None  # what the engine uses of vLLM's model
+    _reader: Reader | None = None  # of the experts that were chosen; None if they are not recorded
+
+    def __init__(self, base: str, format: str, options: EngineOptions) -> None:
+        """Open the weights in folder `base`.
+
+        Raises EngineError for what cannot run, before anything is loaded where possible.
+        """
+        opening.check_vllm()
+        self._device = opening.check_device(options.dtype)
+        opening.check_kv_cache_dtype(options.kv_cache_dtype)
+        self._cap = Cap(self._device, options.cap_gib)
+        self._began = time.monotonic()
+        base = str(local_folder(base))
+        if options.kv_cache_dtype == "fp8":
+            check_kv_cache("fp8", read_sizes(base), base, options.calibrates_kv)
+        self._uncalibrated = options.calibrates_kv  # then nothing is sampled before it has scales
+        self._base, self.options = base, options
+        settings = opening.Settings(base, format, options)
+        self.end_token_ids = settings.stop_token_ids()
+        try:
+            self._start(settings)
+        except BaseException as error:
+            from qerl.engine.vllm import closing
+
+            closing.clear_frames_(error)
+            self.close()
+            closing.abandon_()
+            raise
+
+    def _start(self, settings: opening.Settings) -> None:
+        """Open vLLM. If this raises, the caller frees whatever was taken until then."""
+        parts = Parts()
+        kernel = kernel_choice.choose_kernel(self.options.kernel, settings.format)
+        format = formats.get(settings.format)
+        format.check_for_vllm(Path(settings.base), kernel)
+        expected = read_activations(Path(settings.base), format) if format.rounds_inputs else {}
+        with parts.part("imports"):
+            kernel_choice.compile_ahead(settings, kernel)
+            opening.import_vllm()
+        self.llm = opening.open_llm(settings, kernel)
+        self._asleep = self._cache_warned = False
+        self.found = found.find(self.llm, self.options)
+        rounded = check_placed(self.found.linears, expected) if expected else ""
+        self.kernel, self.attention = self.found.kernel + rounded, self.found.attention
+        self.max_context, self._model_len = settings.context, settings.model_len
+        self._vocabulary = settings.config.vocab_size
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # how many the KV cache holds at once
+        self._start_factors = self._write_start() if self.options.start else {}
+        self._policy: PreTrainedModel | None = None
+        self._cap.count_outside_()
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        self._reader = worker.reader()
+        self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
+        self.compiled_from_cache = worker.compiled_from_cache()
+        logger.info("vllm engine open: %s, kernel %s, attention %s", settings.base, self.kernel, self.attention)
+        compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
+        logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int | None = None,
+        finished: Finished | None = None,
+        first_index: int = 0,
+    ) -> list[Completion]:
+        llm = self._open_awake()
+        each = each_sampling(sampling, len(prompts))
+        check_context(prompts, [one.max_new_tokens for one in each], self.max_context)
+        check_tokens(prompts, self._vocabulary)
+        if not prompts:
+            return []
+        params = [
+            requests.sampling_params(one, self.end_token_ids, request_seed(seed, index))
+            for index, one in enumerate(each, first_index)
+        ]
+        if self.options.deterministic:
+            requests.drop_prefix_cache(llm)
+
+        def take(index: int, output: Any) -> Completion:
+            completion = self._completion(output)
+            if finished is not None:
+                finished(index, completion)
+            return completion
+
+        completions = requests.run(llm, prompts, params, take)
+        pairs = zip(prompts, completions, strict=True)
+        self._check_cache([len(prompt) + len(completion.token_ids) for prompt, completion in pairs])
+        return completions
+
+    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
+        """Each turn is a request of its own, whose earlier turns vLLM has in its prefix cache."""
+        llm = self._open_awake()
+        lengths: dict[int, int] = {}  # of each conversation, after its latest turn
+        together = self.options.deterministic  # what else is sampled then does not depend on the environments' speed
+        if together:
+            requests.drop_prefix_cache(llm)
+
+        def ready(wait: bool) -> list[tuple[int, Sequence[int], Any]]:
+            if together and not wait:
+                return []
+            found = conversations.ready(wait, everyone=together)
+            lengths.update({one.index: len(one.prompt) for one in found})
+            return self._turns(found, seed)
+
+        def take(index: int, output: Any) -> None:
+            completion = self._completion(output)
+            lengths[index] = lengths.get(index, 0) + len(completion.token_ids)
+            conversations.finished(index, completion)
+
+        requests.converse(llm, ready, take)
+        self._check_cache([*lengths.values()])
+
+    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
+        llm = self._open_awake()
+        if self.options.deterministic:
+            requests.drop_prefix_cache(llm)
+
+        def begin() -> list[tuple[int, Sequence[int], Any]] | None:
+            return None if (new := supply.begin()) is None else self._turns(new, seed)
+
+        told = supply.finished
+        return run_supplied(llm, begin, lambda index, done: told(index, self._completion(done)), supply.ended)
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        llm = self._open_awake()
+        rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        check_context(rows, [1] * len(rows), self._model_len)
+        if not rows:
+            return []
+        # vLLM computes prompt logprobs at temperature 1 only. The scale of the logits is a public field of its logits
+        # processor and is read outside the CUDA graphs, so it can stand in for the temperature.
+        processor = self.found.model.logits_processor
+        before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
+
+        def take(index: int, output: Any) -> list[float]:
+            values = requests.first_at_each_position(output.prompt_logprobs)
+            return values[len(values) - len(completions[index]) :]
+
+        try:
+            return requests.run(llm, rows, requests.scoring_params(), take)
+        finally:
+            processor.scale = before
+
+    def sync(self, update: Update) -> int:
+        llm = self._open()
+        take_(update, self.found, self.options.max_rank, self._device)
+        requests.drop_prefix_cache(llm)
+        return len(update)
+
+    def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
+        llm = self._open()
+        count = set_scales_(attention_layers(self.found.model), scales)
+        requests.drop_prefix_cache(llm)
+        self._uncalibrated = False
+        return count
+
+    def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
+        llm = self._open()
+        noise = noise or {}
+        self.found.gains.set_noise_(noise)
+        requests.drop_prefix_cache(llm)
+        return len(noise)
+
+    def sleep(self) -> None:
+        import torch
+
+        llm = self._open()
+        if self._asleep:
+            return
+        llm.sleep(level=1)
+        self._asleep = True
+        torch.cuda.empty_cache()  # what sampling or opening left in the cache would lie beside training's memory
+        if self._cap.is_set:
+            from qerl.engine.vllm.sleep import kv_cache_bytes
+
+            self._cap.limit_(released=kv_cache_bytes())
+
+    def wake(self) -> None:
+        import torch
+
+        from qerl.engine.vllm.sleep import kv_cache_bytes
+        from qerl.formats.nvfp4.kernel_linear import release_work_buffers
+
+        llm = self._open()
+        if not self._asleep:
+            return
+        release_work_buffers()
+        gc.collect()
+        torch.cuda.empty_cache()
+        needed, free = kv_cache_bytes(), self._cap.free_bytes()
+        if needed > free:
+            raise EngineError(
+                "the KV cache needs %.2f GiB for the rollout and %.2f GiB are free: lower %s, or raise %s",
+                *(needed / 2**30, free / 2**30, MEMORY, CAP_GIB),
+            )
+        self._cap.limit_()
+        llm.wake_up()  # without tags: the scheduler stays paused until vLLM believes that everything is awake
+        self._asleep = False
+
+    def policy_model(self) -> PreTrainedModel:
+        from qerl.engine.vllm.policy import build_policy
+
+        self._open()
+        if self._policy is None:
+            self._policy = build_policy(self._base, self.found.model, self.options.trust_remote_code)
+            set_start_(self._policy, self._start_factors)
+        return self._policy
+
+    def close(self) -> None:
+        """Give the card's memory back. It may be called at any time, also asleep or twice.
+
+        The policy model holds the same weights, which are freed when the caller drops it. A shutdown that fails inside
+        vLLM is only a warning, because the results of the engine are already there.
+        """
+        if self.llm is None:
+            return
+        from qerl.engine.vllm import closing
+
+        llm, self.llm = self.llm, None
+        self.found = self._policy = self._reader = None
+        self._start_factors = {}
+        try:
+            closing.shut_down_(llm)
+        except Exception:
+            logger.warning("vLLM could not be shut down: what it holds goes with the process", exc_info=True)
+        del llm
+        closing.give_back_()
+        self._cap.limit_()  # while the cache slept, the limit allowed for it
+
+    def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Put the base's start beside its weights; returns where its factors lie, by base linear."""
+        from qerl.checkpoint.base_start import read_start
+        from qerl.engine.vllm.sync import write_start_
+
+        logger.info("beside the base acts its start %s", self.options.start)
+        return write_start_(read_start(self.options.start), self.found.slots)
+
+    def _completion(self, output: Any) -> Completion:
+        """vLLM's complete output as our value, with the experts that were chosen if they are recorded."""
+        made = requests.completion(output.outputs[0])
+        return made if self._reader is None else replace(made, experts=self._reader.of_output(output))
+
+    def _turns(self, found: Sequence[Request], seed: int | None) -> list[tuple[int, Sequence[int], Any]]:
+        """(index, token ids, vLLM's parameters) of each request. Raises EngineError if one does not fit."""
+        check_context([one.prompt for one in found], [one.sampling.max_new_tokens for one in found], self.max_context)
+        check_tokens((one.prompt for one in found), self._vocabulary)
+
+        def params(one: Request) -> Any:
+            return requests.sampling_params(one.sampling, self.end_token_ids, request_seed(seed, one.stream))
+
+        return [(one.index, one.prompt, params(one)) for one in found]
+
+    def _check_cache(self, lengths: Sequence[int]) -> None:
+        """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
+        found = outgrown(lengths, self.options.max_sequences, self.cache_tokens)
+        if found is not None and not self._cache_warned:
+            self._cache_warned = True
+            logger.warning(*found)
+
+    def _open(self) -> Any:
+        if self.llm is None:
+            raise EngineError("this engine was closed: open a new one")
+        return self.llm
+
+    def _open_awake(self) -> Any:
+        llm = self._open()
+        if self._asleep:
+            raise EngineError("the engine sleeps: call wake() before sampling or scoring")
+        if self._uncalibrated:
+            raise EngineError(UNCALIBRATED)
+        return llm

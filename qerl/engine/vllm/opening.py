@@ -1,0 +1,258 @@
+"""Open vLLM on a checkpoint. Whatever can be refused is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl import formats
+from qerl.base.devices import FP8_CAPABILITY
+from qerl.base.errors import ENGINE, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, EngineError, MissingExtraError
+from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.own_head import KEY, has_own_head
+from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.engine.vllm.checkpoint import check_experts_served
+from qerl.engine.vllm.exhausted import cannot_open
+from qerl.engine.vllm.kernel_choice import has_module, linear_backend
+from qerl.engine.vllm.startup import capture_sizes
+from qerl.plan.engine_memory import KV_CACHE_DTYPES
+
+if TYPE_CHECKING:
+    from qerl.engine.options import EngineOptions
+
+MIN_CAPABILITY = (8, 0)  # bfloat16
+ATTENTION = "attention_config"
+MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
+MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
+
+
+class Settings:
+    """What the checkpoint's files say and the sizes that follow from it, read before vLLM is imported."""
+
+    def __init__(self, base: str, format: str, options: EngineOptions) -> None:
+        from transformers import AutoConfig
+
+        self.base, self.format, self.options = base, format, options
+        self.config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code).get_text_config()
+        packed = getattr(self.config, "quantization_config", None) is not None
+        if packed != formats.get(format).quantized:
+            raise EngineError(
+                f"{base} holds {'quantized' if packed else '16-bit'} weights but format {format!r} was asked for: "
+                "set model.format to match, or run `qerl quantize` first"
+            )
+        declared, max_context = self.config.max_position_embeddings, options.max_context
+        if max_context is not None and max_context > declared:
+            raise EngineError(
+                "a context of %d tokens was asked for, and %s declares %d: lower %s or %s",
+                *(max_context, base, declared, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS),
+            )
+        self.context = max_context or declared
+        self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
+        self.decoder = decoder_of(read_json(Path(base) / "config.json"), base)
+        check_experts_served(Path(base), formats.get(format), self.decoder)
+        self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
+
+    def overrides(self) -> dict[str, bool]:
+        """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`."""
+        folder = Path(self.base)
+        own_head = has_own_head(read_json(folder / "config.json"), read_tensors(folder))
+        return {KEY: False} if own_head else {}
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion, the same as for the transformers engine."""
+        from qerl.checkpoint.load import end_token_ids, load_tokenizer
+
+        return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.options.trust_remote_code))
+
+    def memory_arguments(self, total: int) -> dict[str, Any]:
+        """vLLM's arguments for the budget. The KV cache gets at most what `max_sequences` full contexts can fill."""
+        from qerl.plan.engine_memory import (
+            chosen_bytes,
+            engine_bytes,
+            kv_bytes_per_token,
+            kv_cache_bytes,
+            outside_bytes,
+            plan_memory,
+        )
+
+        options = self.options
+        outside = outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
+        plan = plan_memory(
+            total, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
+        )
+        tokens = options.max_sequences * self.model_len
+        per_token = kv_bytes_per_token(self.config, options.kv_cache_dtype)
+        wanted = kv_cache_bytes(plan, self.weights, tokens, per_token)
+        chosen = self.decoder.choice_bytes if options.records_experts else 0
+        left = plan.budget - chosen_bytes(plan, self.weights, per_token, chosen)
+        needed = left if wanted is None else engine_bytes(self.weights, wanted)
+        return {"gpu_memory_utilization": plan.utilization(total, needed), "kv_cache_memory_bytes": wanted}
+
+
+def import_vllm() -> None:
+    """Import vLLM, with the environment variables that it reads then, and register our plugin.
+
+    A function of its own, because importing takes long and is timed as a part of the start.
+    """
+    _set_environment_()
+    from vllm import LLM  # noqa: F401
+
+    from qerl.engine import vllm as vllm_plugin
+
+    vllm_plugin.register()
+
+
+def open_llm(settings: Settings, kernel: str) -> Any:
+    """vLLM's LLM in this process, with our plugin in it. `kernel` is what `kernel_choice.choose_kernel` returned."""
+    import torch
+
+    from qerl.engine import vllm as vllm_plugin
+
+    import_vllm()
+    if settings.decoder.has_experts:
+        _take_new_runner_()
+    options = settings.options
+    arguments = {
+        **_arguments(settings, kernel),
+        **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory),
+        "linear_backend": linear_backend(kernel),
+        "seed": options.seed,
+        "enforce_eager": options.enforce_eager,
+    }
+    if not options.enforce_eager:
+        arguments["cudagraph_capture_sizes"] = capture_sizes(options.max_sequences)
+    from vllm import LLM
+
+    try:
+        llm = LLM(**arguments)
+    except (torch.OutOfMemoryError, ValueError) as error:
+        raise cannot_open(settings, error) from error
+    # EngineArgs 0.25.1 does not pass this field of vLLM's own config on; it is read at the first sleep.
+    worker = llm.llm_engine.model_executor.driver_worker
+    worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
+    return llm
+
+
+def _take_new_runner_() -> None:
+    """Have vLLM 0.25.1 take its newer model runner for a mixture of experts, as it does for other models.
+
+    Our sampler and the record of chosen experts are made for that one. vLLM keeps variables that an earlier engine of
+    this process has read, until it is told to read them again.
+    """
+    from vllm.envs import disable_envs_cache
+
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    disable_envs_cache()
+
+
+def _set_environment_() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not has_module("flashinfer"):
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
+    """The arguments of vLLM's LLM, except for those of memory, kernel choice, seed and CUDA graphs."""
+    from qerl.engine import vllm as vllm_plugin
+
+    options = settings.options
+    for_plugin = {"max_rank": options.linear_rank, "deterministic": options.deterministic, "kernel": kernel}
+    if settings.decoder.has_experts and options.expert_rank > MOST_EXPERT_RANK:
+        raise EngineError(
+            f"adapter.expert_rank {options.expert_rank}: the engine's kernels take at most {MOST_EXPERT_RANK}: write "
+            f"adapter.expert_rank: {MOST_EXPERT_RANK}, or less"
+        )
+    if settings.decoder.has_experts:  # other models keep the graphs that were compiled under the earlier options
+        for_plugin["expert_rank"] = options.expert_rank if options.linear_rank else 0
+        for_plugin["shares_outer"] = options.experts == "shared"
+        for_plugin["records_experts"] = options.records_experts
+    return {
+        "model": settings.base,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "quantization": vllm_method(settings.format),
+        "trust_remote_code": options.trust_remote_code,
+        "max_model_len": settings.model_len,
+        "max_num_seqs": options.max_sequences,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": True,
+        "worker_cls": f"qerl.engine.vllm.worker.{'MeasuringWorker' if options.tune_kernels else 'QerlWorker'}",
+        "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
+        **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
+        **_for_hopper(options.kv_cache_dtype),
+    }
+
+
+def vllm_method(format: str) -> str:
+    """The quantization method of our plugin that serves a format. Raises EngineError if there is none."""
+    if (method := formats.get(format).vllm_method) is None:
+        raise EngineError("the vllm engine does not serve %s: write %s", format, ENGINE.set_to("transformers"))
+    return method
+
+
+def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
+    """On Hopper, our kernel for attention in decode steps, and programmatic dependent launch for Inductor's kernels.
+
+    With the latter a kernel starts before the one before it ends and itself waits for what that writes, which saves
+    3 us per layer of a 7B.
+    """
+    import torch
+
+    from qerl.formats.cuda.nvrtc import has_kernels
+
+    if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
+        return {}
+    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
+    return early | ({ATTENTION: {"backend": "CUSTOM"}} if kv_cache_dtype in ("auto", "fp8") else {})
+
+
+def asks_for_own_attention(kv_cache_dtype: str) -> bool:
+    """Whether vLLM is told to use our attention on this card."""
+    return ATTENTION in _for_hopper(kv_cache_dtype)
+
+
+def check_vllm() -> None:
+    """Raise MissingExtraError if vLLM is not installed."""
+    if not has_module("vllm"):
+        raise MissingExtraError("vllm", "gpu")
+
+
+def check_device(dtype: str) -> int:
+    """The index of the current CUDA device. Raises EngineError if vLLM cannot run there, or not in `dtype`."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EngineError(
+            "%s needs an NVIDIA GPU, torch sees none: set %s", ENGINE.set_to("vllm"), ENGINE.set_to("transformers")
+        )
+    if dtype not in ("auto", "bfloat16"):
+        raise EngineError(
+            "%s computes in bfloat16: set model.dtype to auto or bfloat16, not %s", ENGINE.set_to("vllm"), dtype
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        raise EngineError(
+            "%s has compute capability %s, bfloat16 needs %s: set %s",
+            *(torch.cuda.get_device_name(), capability, MIN_CAPABILITY, ENGINE.set_to("transformers")),
+        )
+    return torch.cuda.current_device()
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
+    """Raise EngineError for a type that is not known or that the card cannot compute with."""
+    import torch
+
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise EngineError(f"rollout.kv_cache_dtype={kv_cache_dtype!r} is not known: write {', '.join(KV_CACHE_DTYPES)}")
+    capability = FP8_CAPABILITY if kv_cache_dtype == "auto" else torch.cuda.get_device_capability()
+    if capability < FP8_CAPABILITY:
+        raise EngineError(
+            f"rollout.kv_cache_dtype={kv_cache_dtype} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) "
+            f"and {torch.cuda.get_device_name()} has {capability}: write rollout.kv_cache_dtype: auto"
+        )

@@ -1,0 +1,150 @@
+"""The quantization methods that qerl registers with vLLM: which method each linear and each layer's experts get.
+
+A checkpoint with 4-bit activations is opened as one with 16-bit ones, so that vLLM chooses no kernel by its own idea of
+them (without 4-bit hardware it would leave them in 16 bits); the products round their input themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+
+from qerl.base.errors import EngineError
+from qerl.engine.vllm.experts import DenseExpertsMethod, NVFP4ExpertsMethod
+from qerl.engine.vllm.fp8 import FP8BlockMethod
+from qerl.engine.vllm.kernel import QerlNvFp4LinearKernel
+from qerl.engine.vllm.linear import AdapterLinearMethod, RouterMethod, is_router
+from qerl.engine.vllm.options import Options
+from qerl.formats import BF16, FP8_BLOCK, NVFP4
+from qerl.formats.fp8.format import OTHER_METHOD, rounds_input, unquantized_modules
+from qerl.formats.fp8.layout import SCALE
+
+
+class ChosenByName:
+    """A configuration that vLLM takes where its option `quantization` names `method`, whatever the checkpoint says."""
+
+    method: ClassVar[str]
+
+    def get_name(self) -> str:
+        return self.method
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
+        return cls.method if user_quant == cls.method else None
+
+
+class OwnConfig(QuantizationConfig):
+    """What vLLM asks of every configuration, for those that are not made from one of vLLM's."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+
+@register_quantization_config(NVFP4.vllm_method)
+class QerlNVFP4Config(ChosenByName, CompressedTensorsConfig):
+    """compressed-tensors' `nvfp4-pack-quantized`; each linear, quantized or not, has its adapter."""
+
+    method = NVFP4.vllm_method
+    activations = "none"  # how quantized linears round their input
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QerlNVFP4Config:
+        groups = {name: {**group, "input_activations": None} for name, group in config["config_groups"].items()}
+        made = super().from_config({**config, "config_groups": groups})
+        made.activations = NVFP4.activations(config)
+        return made
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        options = Options.current()
+        if isinstance(layer, RoutedExperts):
+            return self._experts_method(layer, prefix, options)
+        if isinstance(layer, LinearBase) and is_router(prefix):
+            return RouterMethod(UnquantizedLinearMethod(), options)
+        method = super().get_quant_method(layer, prefix)
+        if not isinstance(layer, LinearBase):
+            return method
+        scheme = getattr(layer, "scheme", None)
+        if options.kernel == "qerl" and isinstance(getattr(scheme, "kernel", None), NvFp4LinearKernel):
+            scheme.kernel = QerlNvFp4LinearKernel()
+        return AdapterLinearMethod(method, options, "none" if scheme is None else self.activations)
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str, options: Options) -> QuantizeMethodBase:
+        """All experts of a layer are quantized, or none is. Raises EngineError if only some are, or round their
+        input."""
+        leaves = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        kept = {should_ignore_layer(f"{prefix}.0.{leaf}", self.ignore) for leaf in leaves}
+        if kept == {True}:
+            return DenseExpertsMethod(layer, options)
+        if kept == {False} and self.activations == "none":
+            return NVFP4ExpertsMethod(layer, options)
+        raise EngineError(
+            f"{prefix} has experts that are quantized in part, or that round their input, which qerl does not serve "
+            "with vLLM: run `qerl quantize` on the 16-bit model"
+        )
+
+
+@register_quantization_config(BF16.vllm_method)
+class QerlBF16Config(OwnConfig):
+    """A model that is not quantized; each linear has its adapter."""
+
+    def get_name(self) -> str:
+        return BF16.vllm_method
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QerlBF16Config:
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return DenseExpertsMethod(layer, Options.current())
+        if isinstance(layer, LinearBase):
+            kind = RouterMethod if is_router(prefix) else AdapterLinearMethod
+            return kind(UnquantizedLinearMethod(), Options.current())
+        return None
+
+
+@register_quantization_config(FP8_BLOCK.vllm_method)
+class QerlFP8Config(ChosenByName, OwnConfig):
+    """FP8 in blocks, as compressed-tensors or as DeepSeek and Qwen lay it out; each linear has its adapter."""
+
+    method = FP8_BLOCK.vllm_method
+
+    def __init__(self, rounds_input: bool, scale_name: str, unquantized: list[str]) -> None:
+        super().__init__()
+        self.rounds_input, self.scale_name, self.unquantized = rounds_input, scale_name, unquantized
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QerlFP8Config:
+        others = config.get("quant_method") == OTHER_METHOD
+        return cls(rounds_input(config), f"{SCALE}_inv" if others else SCALE, unquantized_modules(config))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            raise EngineError(
+                f"{prefix}: experts in FP8 are not served: quantize the model with `--scheme {NVFP4.scheme}`"
+            )
+        if not isinstance(layer, LinearBase):
+            return None
+        kept = should_ignore_layer(prefix, self.unquantized, self.packed_modules_mapping)
+        method = UnquantizedLinearMethod() if kept else FP8BlockMethod(self.rounds_input, self.scale_name)
+        return AdapterLinearMethod(method, Options.current())
+
+
+def register() -> None:
+    """Nothing is left to do: the decorators above have registered the methods on import."""

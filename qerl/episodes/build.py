@@ -1,0 +1,185 @@
+"""What a recipe or a caller names -> what makes an environment for each episode, and the schemas of its tools.
+
+    calculator, word_game        ship with qerl
+    file.py:Name                 a class, or a function that returns an object; also package.module:Name
+    file.py:function             with an argument `base_url`: a program that asks a model (endpoint.py)
+    http://...                   a server (qerl/episodes/remote.py)
+    tools                        functions, each named as file.py:name or package.module:name
+
+An object with `reset` and `step` is an environment of the user's own. One with `reset` and no `step` is one as TRL's
+`environment_factory` makes it, whose public methods are tools.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qerl.episodes.calculator import calculate
+from qerl.episodes.driven import Driven, Stepped, Tooled, methods_of
+from qerl.episodes.endpoint import Programmed, is_program, schemas_of
+from qerl.episodes.remote import Remote
+from qerl.episodes.values import Schema
+from qerl.episodes.word_game import WordGame
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is asked for: an environment by name, plain functions as tools, or both."""
+
+    name: str | None = None
+    tools: tuple[str, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def own_code(self) -> bool:
+        """Whether it runs code of the user's, which then gets a process of its own."""
+        named = self.name is not None and self.name not in KNOWN and not is_url(self.name)
+        return named or any(tool not in KNOWN for tool in self.tools)
+
+    def __str__(self) -> str:
+        return ", ".join([*([self.name] if self.name else []), *self.tools])
+
+
+@dataclass(frozen=True)
+class Built:
+    """`make` gives the environment of one episode; `files` are those of the user's code, its own first."""
+
+    make: Callable[[], Driven]
+    schemas: tuple[Schema, ...]
+    files: tuple[str, ...] = ()
+
+
+class UnfitError(Exception):
+    """Why an environment or a tool cannot be used, and what to write instead."""
+
+
+# By name: functions are tools, all else makes an environment.
+KNOWN: dict[str, Callable[..., Any]] = {"calculator": calculate, "word_game": WordGame}
+TOOLS = {"calculator"}
+
+
+def register(name: str, make: Callable[..., Any], tool: bool = False) -> None:
+    """Let recipes of this process name an environment, or a `tool`, that is an object of Python."""
+    KNOWN[name] = make
+    (TOOLS.add if tool else TOOLS.discard)(name)
+
+
+def build(source: Source) -> Built:
+    """Load what the source names and make one environment, which shows what it is. Raises UnfitError."""
+    files: list[str] = []
+    names = [*source.tools, *([source.name] if source.name in TOOLS else [])]
+    functions = [_found(name, files) for name in names]
+    name = None if source.name in TOOLS else source.name
+    if name is None:
+        return Built(lambda: Tooled(functions), tuple(map(schema_of, functions)), tuple(files))
+    if is_url(name):
+        if functions:
+            raise UnfitError(f"environment {name} is a server, which brings its own tools: leave out tools")
+        _made(name, partial(Remote, name), source.args)
+        return Built(lambda: Remote(name, **source.args), ())
+    factory = _found(name, files)
+    if is_program(factory):
+        if functions:
+            raise UnfitError(
+                f"environment {name} is a program, whose tools stand in its attribute `tools`: leave out tools"
+            )
+        return Built(lambda: Programmed(factory, source.args), tuple(schemas_of(factory)), tuple(files))
+    first = _made(name, factory, source.args)
+    methods = methods_of(first)
+    if callable(getattr(first, "env_response", None)):
+        raise UnfitError(
+            f"environment {name} is one of verifiers, which samples by itself: write solve(base_url, example), a "
+            "function that has it ask that URL and returns its reward (docs/environments.md)"
+        )
+    if not callable(getattr(first, "reset", None)):
+        raise UnfitError(f"environment {name} has no reset: write reset(self, example), which begins an episode")
+    if callable(getattr(first, "step", None)):
+        if functions:
+            raise UnfitError(f"environment {name} has a step, which takes the model's turn: leave out tools")
+        return Built(lambda: Stepped(_made(name, factory, source.args)), (), tuple(files))
+    if not methods and not functions:
+        raise UnfitError(
+            f"environment {name} has neither step nor a method that could be a tool: write step(self, action), which "
+            "returns (observation, reward, done)"
+        )
+    schemas = tuple(map(schema_of, [*functions, *methods]))
+    return Built(lambda: Tooled(functions, _made(name, factory, source.args)), schemas, tuple(files))
+
+
+def schema_of(function: Callable[..., Any]) -> Schema:
+    """The JSON schema of a tool, of its type hints and docstring. Raises UnfitError for a tool without them."""
+    from transformers.utils import chat_template_utils as templates
+
+    try:
+        return templates.get_json_schema(function)
+    except Exception as error:
+        name, why = getattr(function, "__name__", function), " ".join(str(error).split())[:160]
+        raise UnfitError(
+            f"tool {name} has no schema ({why}): give each argument a type hint and a line in the docstring under Args:"
+        ) from error
+
+
+def is_url(name: str) -> bool:
+    """Whether the name is that of a server."""
+    return name.startswith(("http://", "https://"))
+
+
+def _made(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
+    try:
+        return factory(**args)
+    except TypeError as error:
+        given = ", ".join(args) or "none"
+        raise UnfitError(
+            f"environment {name} cannot be made with args {given} ({error}): set environment.args to what it takes"
+        ) from error
+
+
+def _found(name: str, files: list[str]) -> Callable[..., Any]:
+    """The class or function of that name; its module's file is added to `files`."""
+    if name in KNOWN:
+        return KNOWN[name]
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place or not attribute.isidentifier():
+        raise UnfitError(
+            f"{name!r} names no environment and no tool: write {', '.join(KNOWN)}, path/to/file.py:Name, or "
+            "package.module:Name"
+        )
+    module = _module(place)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        near = difflib.get_close_matches(attribute, [key for key, one in vars(module).items() if callable(one)], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "give one that is there"
+        raise UnfitError(f"{place} has no class or function {attribute!r}: {hint}")
+    if getattr(module, "__file__", None):
+        files.append(module.__file__)
+    return found
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise UnfitError(f"file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole")
+    name = f"qerl_own_{path.stem}"
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look up the module of a class here
+    spec.loader.exec_module(module)
+    return module
+
+
+def sources(files: Sequence[str]) -> list[Path]:
+    """The files of the user's code, each once."""
+    return list(dict.fromkeys(map(Path, files)))

@@ -1,0 +1,219 @@
+"""The one form that every kind of environment takes: reset with a row, step with what the model wrote, end.
+
+`Stepped` drives a class of the user's own, which has `reset` and `step`:
+
+    class Guess:
+        def reset(self, example, seed):          # either may be left out
+            self.secret = example["answer"]
+            return "Guess."                       # text for the end of the prompt; messages in place of it; or None
+
+        def step(self, action):                   # text; with a parameter called `message`, the assistant's message
+            return "Higher.", 0.0, False          # observation (text, messages or None), reward, done
+
+`Tooled` drives plain functions as tools, and the methods of an object as TRL's `environment_factory` takes it: public
+methods are tools, `reset(**row)` begins an episode, and `get_reward()`, if there is one, is its reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from qerl.base.own.returned import LARGEST
+from qerl.episodes.awaited import awaited
+from qerl.episodes.values import Action, Call, Message, Reply
+
+NO_TOOLS = ("reset", "step", "close", "get_reward")
+
+
+class BadEnvironmentError(Exception):
+    """What an environment returned cannot be used. Says what it was, beginning with a verb."""
+
+
+class Driven(Protocol):
+    """One environment in one episode. A call may raise anything."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
+        """Begin an episode."""
+
+    def step(self, action: Action) -> Reply:
+        """Take a turn of the model."""
+
+    def end(self) -> float:
+        """What the episode earns beside the rewards of its steps; called once, when it has ended."""
+
+
+class Stepped:
+    """See the module docstring."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment = environment
+        names = inspect.signature(environment.step).parameters
+        self._by_message = "message" in names
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
+        return first_reply(called(self.environment.reset, row, seed))
+
+    def step(self, action: Action) -> Reply:
+        given = {"message": action.message} if self._by_message else {}
+        returned = awaited(self.environment.step(**given) if given else self.environment.step(action.text))
+        observation, reward, done = _three(returned)
+        return Reply(messages_of(observation), reward, done, len(action.calls), len(action.mistakes))
+
+    def end(self) -> float:
+        return _final(self.environment)
+
+
+class Tooled:
+    """See the module docstring. An episode ends with the first turn that asks for no tool."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], environment: Any = None) -> None:
+        self._tools = {function.__name__: function for function in [*functions, *methods_of(environment)]}
+        self.environment = environment
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
+        if self.environment is None:
+            return Reply()
+        return first_reply(called(self.environment.reset, row, seed))
+
+    def step(self, action: Action) -> Reply:
+        results = [_whole(self._result(call)) for call in action.calls]
+        results += [("unknown", {"error": mistake}, True) for mistake in action.mistakes]
+        messages = tuple({"role": "tool", "name": _shown(name), "content": str(text)} for name, text, _ in results)
+        failed = sum(wrong for _, _, wrong in results)
+        return Reply(messages, 0.0, not results, len(results), failed)
+
+    def end(self) -> float:
+        return _final(self.environment)
+
+    def _result(self, call: Call) -> tuple[str, Any, bool]:
+        """(name, what the tool returned, whether it failed). An error is told to the model, which may do better."""
+        try:
+            if call.name not in self._tools:
+                raise ValueError(f"there is no tool {call.name}; the tools are {', '.join(self._tools)}")
+            return call.name, awaited(self._tools[call.name](**call.arguments)), False
+        except Exception as error:
+            return call.name, {"error": str(error) or type(error).__name__}, True
+
+
+def _whole(result: tuple[str, Any, bool]) -> tuple[str, Any, bool]:
+    """A tool's result, or an error in its place if its text is none: a model can write half a character in a call."""
+    name, returned, failed = result
+    text = str(returned)
+    if _shown(text) == text:
+        return name, text, failed
+    return name, {"error": "the result holds half a character" if not failed else _shown(text)}, True
+
+
+def _shown(text: str) -> str:
+    """The text with a question mark for each half of a character."""
+    return text.encode(errors="replace").decode()
+
+
+def methods_of(environment: Any) -> list[Callable[..., Any]]:
+    """The tools of an object as TRL finds them: the public methods of its class, but for what begins and ends it."""
+    if environment is None:
+        return []
+    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)  # on the class: no property is called
+    names = [name for name, _ in found if not name.startswith("_") and name not in NO_TOOLS]
+    return [getattr(environment, name) for name in names]
+
+
+def called(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
+    """What `reset` returns for the arguments that it names, of the row's columns, the row (`example`) and the seed."""
+    given = {**row, "example": dict(row), "seed": seed}
+    parameters = inspect.signature(reset).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [name for name in named if name in given]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = list(dict.fromkeys([*names, *row]))
+    return awaited(reset(**{name: given[name] for name in names}))
+
+
+def messages_of(observation: Any, role: str = "user") -> tuple[Message, ...]:
+    """An observation as messages: text is one of the user, None is none. Raises BadEnvironmentError."""
+    if observation is None or observation == "":
+        return ()
+    if isinstance(observation, str):
+        return ({"role": role, "content": observation},)
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if isinstance(messages, list | tuple) and all(map(_is_message, messages)):
+        return tuple(dict(message) for message in messages)
+    raise BadEnvironmentError(
+        f"returned {_short(observation)} as its observation: return text, None, or messages with role and content"
+    )
+
+
+def checked(reply: Reply) -> Reply:
+    """A reply whose messages every chat template can be given: contents are text. Raises BadEnvironmentError."""
+    messages = tuple(map(_checked, reply.messages))
+    return replace(reply, messages=messages, prompt=reply.prompt and tuple(map(_checked, reply.prompt)))
+
+
+def _checked(message: Message) -> Message:
+    text = message.get("content")
+    if text is None:
+        text = ""
+    if isinstance(text, list | tuple):  # as peers write text: parts, without pictures
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in text]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else text
+    if not isinstance(text, str):
+        raise BadEnvironmentError(f"returned a message with the content {_short(text)}: write text, or parts of text")
+    found = {**message, "content": text}
+    try:
+        json.dumps(found, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise BadEnvironmentError("returned text with half a character (a lone surrogate): write whole ones") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadEnvironmentError(f"returned a message that is no JSON ({error}): write role and content") from None
+    return found
+
+
+def first_reply(returned: Any) -> Reply:
+    """What a reset returned: text is added to the prompt, and messages stand in its place."""
+    messages = messages_of(returned)
+    if isinstance(returned, str) or returned is None:
+        return Reply(messages)
+    return Reply(prompt=messages)
+
+
+def _three(returned: Any) -> tuple[Any, float, bool]:
+    """Observation, reward and done, of a tuple or a mapping."""
+    if isinstance(returned, Mapping):
+        if "done" not in returned:
+            raise BadEnvironmentError(f"returned {_short(returned)}: a mapping needs observation, reward and done")
+        returned = returned.get("observation"), returned.get("reward", 0.0), returned["done"]
+    if not isinstance(returned, list | tuple) or len(returned) != 3:
+        raise BadEnvironmentError(f"returned {_short(returned)}: return (observation, reward, done)")
+    observation, reward, done = returned
+    return observation, number(reward), bool(done)
+
+
+def number(value: Any) -> float:
+    """A reward, of which None is 0. Raises BadEnvironmentError for what is no finite number, or above LARGEST."""
+    try:
+        found = 0.0 if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not abs(found) <= LARGEST or isinstance(value, str):
+        most = f" of at most {LARGEST:g}" if math.isfinite(found) else ""
+        raise BadEnvironmentError(f"returned {_short(value)} as its reward: return a finite number{most}")
+    return found
+
+
+def _final(environment: Any) -> float:
+    get_reward = getattr(environment, "get_reward", None)
+    return 0.0 if get_reward is None else number(awaited(get_reward()))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+
+
+def _short(value: Any) -> str:
+    text = " ".join(_shown(repr(value)).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

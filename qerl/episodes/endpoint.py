@@ -1,0 +1,248 @@
+"""A program that asks its model over OpenAI's protocol, as an environment: what it asks for is what the policy writes.
+
+    async def solve(base_url, example):                     # recognised by its argument `base_url`
+        client = AsyncOpenAI(base_url=base_url, api_key="none")
+        ...                                                 # asks as often as it likes
+        return reward
+
+So agents, and environments of libraries that sample by themselves (verifiers), run as they are. A program's first
+request has the messages that stand in place of the row's prompt; each further one has to go on from the one before: the
+same messages, the model's turn, and what is new. What a request says of sampling is not followed: the recipe says it.
+Tools are those whose schemas the program has in an attribute `tools`, as OpenAI writes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any
+
+from qerl.episodes.driven import BadEnvironmentError, called, number
+from qerl.episodes.values import Action, Message, Reply, Schema
+
+LARGEST = 16 * 2**20  # bytes of a request
+PATH = "/v1/chat/completions"
+USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # is not counted here
+MODEL = "policy"  # the name that answers give the model; requests may name any
+
+_starting = threading.Lock()
+_running: _Server | None = None
+
+
+def is_program(found: Callable[..., Any]) -> bool:
+    """Whether a function that an environment names asks a model by a URL."""
+    return inspect.isroutine(found) and "base_url" in inspect.signature(found).parameters
+
+
+def schemas_of(program: Callable[..., Any]) -> list[Schema]:
+    """The tools that a program says its requests have."""
+    return list(getattr(program, "tools", ()))
+
+
+class Programmed:
+    """One episode: the program runs in a thread of its own, and waits there while the model writes."""
+
+    def __init__(self, program: Callable[..., Any], args: Mapping[str, Any]) -> None:
+        self._program, self._args, self._schemas = program, args, schemas_of(program)
+        self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # what the program did last
+        self._turns: SimpleQueue[Action | None] = SimpleQueue()  # None: there will be no more
+        self._seen: list[Message] = []
+        self._id = uuid.uuid4().hex
+        self._server: _Server | None = None  # once the episode has begun
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
+        self._server = server = _server()
+        server.episodes[self._id] = self
+        given = {**row, **self._args, "base_url": f"http://127.0.0.1:{server.server_port}/{self._id}/v1"}
+        threading.Thread(target=self._run, args=(given, seed), name="environment", daemon=True).start()
+        what, value = self._events.get()
+        if what != "asked":
+            self._over(what, value)
+            raise BadEnvironmentError("ended without asking the model: nothing could be trained")
+        self._seen = value
+        return Reply(prompt=tuple(value))
+
+    def step(self, action: Action) -> Reply:
+        self._turns.put(action)
+        what, value = self._events.get()
+        counts = {"tool_calls": len(action.calls) + len(action.mistakes), "tool_errors": len(action.mistakes)}
+        if what != "asked":
+            return Reply(reward=self._over(what, value), done=True, **counts)
+        new = value[len(self._seen) + 1 :]
+        if not _goes_on(self._seen, value):
+            self.abandon()
+            raise BadEnvironmentError(
+                "asked with messages that do not go on from those before: send the same messages, the model's turn, "
+                "and what is new"
+            )
+        self._seen = value
+        return Reply(tuple(new), **counts)
+
+    def end(self) -> float:
+        self.abandon()
+        return 0.0
+
+    def abandon(self) -> None:
+        """Let a program that still waits for the model fail, so that its thread ends."""
+        self._turns.put(None)
+        if self._server is not None:
+            self._server.episodes.pop(self._id, None)
+
+    def asked(self, body: Mapping[str, Any]) -> Message | None:
+        """The model's turn after the messages of a request; None if there is none. Raises ValueError for a bad one."""
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("a request needs messages")
+        if (body.get("n") or 1) != 1:
+            raise ValueError("there is one answer: leave out n")
+        if (tools := [tool.get("function", {}).get("name") for tool in body.get("tools") or ()]) != (
+            own := [schema["function"]["name"] for schema in self._schemas]
+        ):
+            raise ValueError(f"the request has the tools {tools}, and the program's attribute `tools` names {own}")
+        self._events.put(("asked", _plain(messages)))
+        action = self._turns.get()
+        return None if action is None else _openai(action)
+
+    def _run(self, given: Mapping[str, Any], seed: int) -> None:
+        try:
+            event = ("returned", called(self._program, given, seed))
+        except BaseException as error:
+            event = ("raised", error)
+        self._events.put(event)
+
+    def _over(self, what: str, value: Any) -> float:
+        """The reward of a program that has ended. Raises what it raised."""
+        self.abandon()
+        if what == "raised":
+            raise value
+        return number(value)
+
+
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """OpenAI's messages as chat templates take them: text in place of parts, tools by name, arguments as mappings."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+        plain: Message = {"role": str(message.get("role")), "content": content or ""}
+        for call in message.get("tool_calls") or ():
+            names[call.get("id", "")] = call["function"]["name"]
+        if plain["role"] == "tool":
+            plain["name"] = message.get("name") or names.get(message.get("tool_call_id", ""), "tool")
+        plain["role"] = "system" if plain["role"] == "developer" else plain["role"]
+        found.append(plain)
+    return found
+
+
+def _goes_on(before: Sequence[Message], now: Sequence[Message]) -> bool:
+    """Whether `now` is `before`, a turn of the assistant, and more. Turns of the assistant may be shown in part."""
+    if len(now) < len(before) + 2 or now[len(before)]["role"] != "assistant":
+        return False
+    pairs = zip(before, now, strict=False)
+    return all(old == new or old["role"] == new["role"] == "assistant" for old, new in pairs)
+
+
+def _openai(action: Action) -> Message:
+    """A turn of the model as OpenAI writes it."""
+    message: Message = {"role": "assistant", "content": action.text}
+    if action.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:12]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
+            for call in action.calls
+        ]
+    return message
+
+
+def _reason(message: Message) -> str:
+    return "tool_calls" if "tool_calls" in message else "stop"
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _chunks(message: Message) -> list[dict[str, Any]]:
+    """A turn for a request that streams: all of it at once, how it ended, and its usage."""
+    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", ()))]
+    delta = {**message, **({"tool_calls": calls} if calls else {})}
+    head = _head("chat.completion.chunk")
+    choices = [
+        {"index": 0, "delta": delta, "finish_reason": None},
+        {"index": 0, "delta": {}, "finish_reason": _reason(message)},
+    ]
+    return [*({**head, "choices": [choice]} for choice in choices), {**head, "choices": [], "usage": USAGE}]
+
+
+def _event(data: object) -> bytes:
+    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.episodes: dict[str, Programmed] = {}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers POST /EPISODE/v1/chat/completions with what the policy writes in that episode."""
+
+    def do_POST(self) -> None:
+        episode, _, rest = self.path.strip("/").partition("/")
+        found = self.server.episodes.get(episode)
+        if found is None or f"/{rest}" != PATH:
+            self._send(404, {"error": {"message": f"there is no {self.path} here: POST to {PATH} of an open episode"}})
+            return
+        try:
+            length = int(self.headers.get("Content-Length", 0))
+            if length > LARGEST:
+                raise ValueError(f"a request may have {LARGEST} bytes")
+            body = json.loads(self.rfile.read(length))
+            message = found.asked(body)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            self._send(400, {"error": {"message": str(error)}})
+            return
+        if message is None:
+            self._send(410, {"error": {"message": "the episode is over"}})
+        elif body.get("stream"):
+            self._write(200, "text/event-stream", b"".join(map(_event, [*_chunks(message), "[DONE]"])))
+        else:
+            choice = {"index": 0, "message": message, "finish_reason": _reason(message), "logprobs": None}
+            self._send(200, {**_head("chat.completion"), "choices": [choice], "usage": USAGE})
+
+    def _send(self, status: int, body: Mapping[str, Any]) -> None:
+        self._write(status, "application/json", json.dumps(body).encode())
+
+    def _write(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is written to stderr."""
+
+
+def _server() -> _Server:
+    """The server of this process, which begins with the first episode."""
+    global _running
+    with _starting:
+        if _running is None:
+            _running = _Server()
+            threading.Thread(target=_running.serve_forever, name="endpoint", daemon=True).start()
+    return _running

@@ -1,0 +1,317 @@
+"""The episodes of one rollout: what the engine samples next, and what the environments answer meanwhile.
+
+An episode is one growing list of token ids: its prompt, what the model sampled, what the environment said in the chat
+template, what the model sampled next. Nothing in it is ever tokenized again, so that each turn's logprobs are those of
+the tokens that train, and the engine finds all earlier turns in its prefix cache.
+
+    reset ─> ready ─ engine ─> finished ─> step ─> ready ─> ...   until the environment is done, or a limit is reached
+
+The engine asks for what is `ready` between its steps and tells what is `finished`. Environments answer from threads, so
+a slow one keeps nobody but its own episode waiting, unless the engine asks to wait for all (which repeats to the bit).
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from qerl.base.errors import CheckpointError
+from qerl.base.printable import printable
+from qerl.data.tasks.environment import ASKS
+from qerl.engine.interface import Completion, Request, SamplingParams
+from qerl.episodes.values import Ending, Episode, Limits, Message, Start, Turn
+
+if TYPE_CHECKING:
+    import torch
+
+    from qerl.episodes.chat import Chat
+    from qerl.episodes.host import Answer
+    from qerl.episodes.runner import Runner
+
+CUT = "\n[... the rest is not shown]"
+
+
+@dataclass
+class _Open:
+    """An episode under way."""
+
+    index: int
+    number: int  # of the runner
+    start: Start
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    spoken: int = 0  # turns of the model
+    answer: str = ""
+    reward: float = 0.0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    cut: int = 0
+    waited_s: float = 0.0
+    call: int | None = None  # the question that the environment has not answered
+    asked: float = 0.0
+    ended: Ending | None = None
+    truncated: bool = False
+    error: str | None = None
+    closed: bool = False  # nothing more happens in it
+    environment: Any = None
+    experts: torch.Tensor | None = None  # chosen for the tokens so far, where an engine says so
+
+
+class Episodes:
+    """What `Engine.converse` asks; `finish` gives the episodes once it has returned."""
+
+    def __init__(
+        self, runner: Runner, chat: Chat, limits: Limits, sampling: SamplingParams, starts: Sequence[Start]
+    ) -> None:
+        self._runner, self._chat, self._limits, self._sampling = runner, chat, limits, sampling
+        self._episodes = [
+            _Open(index, runner.episode(), start, list(start.prompt_ids)) for index, start in enumerate(starts)
+        ]
+        self._by_call: dict[int, _Open] = {}
+        self._ready: list[_Open] = []
+        for episode in self._episodes:
+            row = {**episode.start.row, "prompt": list(episode.start.messages)}
+            self._ask(episode, "reset", row=row, seed=episode.start.seed)
+
+    def ready(self, wait: bool, everyone: bool = False) -> list[Request]:
+        """The next turns to sample, each once, in the order of the episodes.
+
+        With `wait` it waits until there is one, or until no environment is left to answer; with `everyone` for all of
+        them. An empty list then means that all episodes have ended.
+        """
+        self._take_answers(block=False)
+        while self._by_call and (everyone or (wait and not self._ready)):
+            self._take_answers(block=True)
+        ready, self._ready = sorted(self._ready, key=lambda episode: episode.index), []
+        return [self._request(episode) for episode in ready]
+
+    def finished(self, index: int, completion: Completion) -> None:
+        """The model's turn in episode `index`."""
+        episode = self._episodes[index]
+        action = self._chat.action(completion.token_ids)
+        episode.token_ids += completion.token_ids
+        episode.logprobs += completion.logprobs
+        episode.written += [True] * len(completion.token_ids)
+        if completion.experts is not None:
+            from qerl.engine.recorded import extended
+
+            episode.experts = extended(episode.experts, completion.experts)
+        episode.answer = self._chat.decode(completion.token_ids)
+        episode.turns.append(Turn("assistant", action.text, len(completion.token_ids)))
+        episode.spoken += 1
+        if completion.finish_reason == "length":
+            self._end(episode, "tokens")
+        else:
+            self._ask(episode, "step", action=action)
+
+    def finish(self) -> list[Episode]:
+        """The episodes in the order of their starts. No environment is open any more."""
+        self.drop()
+        return [_closed(episode, self._limits, self._chat) for episode in self._episodes]
+
+    def drop(self) -> None:
+        """Leave what is open; after an error there may be some."""
+        for episode in self._episodes:
+            if not episode.closed or episode.error is not None:
+                self._runner.ask("drop", episode.number)
+        self._by_call.clear()
+        self._runner.settle()
+
+    # -- what environments answer
+
+    def _ask(self, episode: _Open, do: str, **given: Any) -> None:
+        episode.asked = time.monotonic()
+        episode.call = self._runner.ask(do, episode.number, **given)
+        self._by_call[episode.call] = episode
+
+    def _take_answers(self, block: bool) -> None:
+        """Take what has been answered; with `block`, wait for one answer or for the next deadline."""
+        while True:
+            self._end_late()
+            if not self._by_call:
+                return
+            try:
+                answer = self._runner.answers.get(block, self._until_deadline() if block else None)
+            except queue.Empty:
+                if block:
+                    continue
+                return
+            if (episode := self._by_call.pop(answer["id"], None)) is not None:  # else it came too late
+                episode.waited_s += time.monotonic() - episode.asked
+                episode.call = None
+                self._answered(episode, answer)
+                block = False
+
+    def _until_deadline(self) -> float:
+        first = min(episode.asked for episode in self._by_call.values())
+        return max(0.0, first + self._limits.timeout_s - time.monotonic()) + 0.001
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        late = [one for one in self._by_call.values() if now - one.asked > self._limits.timeout_s]
+        for episode in late:
+            del self._by_call[episode.call]
+            episode.waited_s += now - episode.asked
+            self._runner.late(episode.number)
+            self._fail(episode, f"did not answer within {self._limits.timeout_s:g} s")
+
+    def _answered(self, episode: _Open, answer: Answer) -> None:
+        episode.environment = answer.get("environment", episode.environment)
+        if "raised" in answer:
+            self._fail(episode, answer["raised"])
+            return
+        episode.reward += answer["reward"]
+        episode.tool_calls += answer["tool_calls"]
+        episode.tool_errors += answer["tool_errors"]
+        if episode.ended is not None:  # this was the answer to its end
+            episode.closed = True
+        elif not episode.spoken:
+            self._begin(episode, answer)
+        else:
+            self._go_on(episode, answer)
+
+    def _begin(self, episode: _Open, answer: Answer) -> None:
+        """The first turn, with what the reset has said in the prompt."""
+        said = [self._shown(episode, message) for message in answer["messages"]]
+        asks = episode.start.row.get(ASKS) and answer["prompt"] is None
+        if asks and not said:
+            self._fail(episode, "returned no prompt, and the task environment has no other: return it from reset")
+            return
+        if answer["prompt"] is not None:
+            messages = [dict(message) for message in answer["prompt"]]
+        else:
+            messages = [dict(message) for message in episode.start.messages]
+            if said:
+                own = [] if asks else [messages[-1]["content"]]
+                parts = [*own, *(message["content"] for message in said)]
+                messages[-1] = {**messages[-1], "content": "\n\n".join(part for part in parts if part)}
+        if said or answer["prompt"] is not None:
+            most, size = self._chat.most_characters(self._limits.context), _characters(messages)
+            if size > most:
+                self._fail(episode, f"makes a prompt of {size} characters, for which there is no room")
+                return
+            if (ids := self._rendered(episode, self._chat.prompt, messages)) is None:
+                return
+            episode.prompt_ids = ids
+        room = self._limits.context - len(episode.prompt_ids)
+        if room < 1:
+            self._fail(episode, f"makes a prompt of {len(episode.prompt_ids)} tokens, for which there is no room")
+        else:
+            self._ready.append(episode)
+
+    def _go_on(self, episode: _Open, answer: Answer) -> None:
+        messages = [self._shown(episode, message) for message in answer["messages"]]
+        texts = [Turn(m["role"], _beginning(m["content"], self._most(episode)), 0) for m in messages]
+        if answer["done"] or episode.spoken >= self._limits.max_turns:
+            episode.turns += texts
+            if answer["done"]:
+                episode.ended, episode.closed = "done", True
+            else:
+                self._end(episode, "turns")
+            return
+        if _characters(messages) > self._most(episode):  # it has no room, which takes long to find out by its tokens
+            episode.turns += texts
+            self._end(episode, "tokens")
+            return
+        last = episode.token_ids[-1] if episode.token_ids else None
+        if (ids := self._rendered(episode, self._chat.suffix, messages, last)) is None:
+            return
+        if texts:
+            texts[0] = replace(texts[0], tokens=len(ids))
+        episode.turns += texts
+        if self._room(episode) <= len(ids):
+            self._end(episode, "tokens")
+            return
+        episode.token_ids += ids
+        episode.logprobs += [0.0] * len(ids)
+        episode.written += [False] * len(ids)
+        self._ready.append(episode)
+
+    def _shown(self, episode: _Open, message: Message) -> Message:
+        limit = self._limits.max_observation_tokens
+        if limit is None:
+            return message
+        # A longer beginning would have more tokens than are shown.
+        head = self._chat.cut(message["content"][: self._chat.most_characters(limit + 1)], limit)
+        if head is None:
+            return message
+        episode.cut += 1
+        return {**message, "content": head + CUT}
+
+    def _most(self, episode: _Open) -> int:
+        """More characters than the rest of an episode can hold."""
+        return self._chat.most_characters(self._room(episode))
+
+    def _rendered(self, episode: _Open, render: Callable[..., list[int]], *said: Any) -> list[int] | None:
+        """Token ids of what an environment said; None, and the episode has failed, if it is what the template refuses.
+
+        Raises CheckpointError if the template refuses everything.
+        """
+        try:
+            return render(*said)
+        except CheckpointError as error:
+            self._chat.check()
+            self._fail(episode, f"returned messages that cannot be shown: {error}")
+            return None
+
+    # -- how it ends
+
+    def _end(self, episode: _Open, why: Ending) -> None:
+        """A limit ends it: the environment is asked for what the episode earns."""
+        episode.ended, episode.truncated = why, why == "tokens"
+        self._ask(episode, "end")
+
+    def _fail(self, episode: _Open, error: str) -> None:
+        episode.call, episode.error, episode.ended, episode.closed = None, printable(error), "failed", True
+        episode.reward = self._limits.failure_reward
+
+    # -- what the engine samples
+
+    def _room(self, episode: _Open) -> int:
+        """Tokens that the episode may still have."""
+        most = min(self._limits.max_tokens, self._limits.context - len(episode.prompt_ids))
+        return most - len(episode.token_ids)
+
+    def _request(self, episode: _Open) -> Request:
+        room, own = self._room(episode), self._limits.max_turn_tokens
+        sampling = replace(self._sampling, max_new_tokens=room if own is None else min(own, room))
+        stream = episode.spoken * len(self._episodes) + episode.index
+        return Request(episode.index, [*episode.prompt_ids, *episode.token_ids], sampling, stream)
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages if isinstance(message["content"], str))
+
+
+def _beginning(text: str, most: int) -> str:
+    """The text as people read it, which is not kept whole if it is longer than any observation that fits."""
+    return text if len(text) <= most else text[:most] + CUT
+
+
+def _closed(episode: _Open, limits: Limits, chat: Chat) -> Episode:
+    if not episode.token_ids:  # its environment failed at once: one token without a loss stands for it
+        episode.token_ids, episode.logprobs, episode.written = [chat.end_id], [0.0], [False]
+    return Episode(
+        prompt_ids=episode.prompt_ids,
+        token_ids=episode.token_ids,
+        logprobs=episode.logprobs,
+        written=episode.written,
+        turns=tuple(episode.turns),
+        answer=episode.answer,
+        reward=episode.reward,
+        ended=episode.ended or "failed",
+        truncated=episode.truncated,
+        error=episode.error,
+        tool_calls=episode.tool_calls,
+        tool_errors=episode.tool_errors,
+        cut=episode.cut,
+        waited_s=episode.waited_s,
+        environment=episode.environment,
+        experts=episode.experts,
+    )

@@ -1,0 +1,160 @@
+"""Sample episodes: an engine, environments, and where each episode begins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qerl.base.own.columns import ENVIRONMENTS, EPISODE_COLUMNS
+from qerl.episodes.build import Source, is_url
+from qerl.episodes.chat import Chat
+from qerl.episodes.episodes import Episodes
+from qerl.episodes.remote import check_reachable
+from qerl.episodes.runner import Runner
+from qerl.episodes.values import Episode, Limits, Start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.config.environment import EnvironmentConfig
+    from qerl.data.tasks import Example
+    from qerl.engine.interface import Completion, Engine, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Environments:
+    """What the episodes of a run or an evaluation are played with."""
+
+    runner: Runner
+    chat: Chat
+    limits: Limits
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The further columns that rewards of episodes get."""
+        return (*EPISODE_COLUMNS, *([] if self.runner.source.own_code else [ENVIRONMENTS]))
+
+    def close(self) -> None:
+        """End the processes of the user's environments."""
+        self.runner.close()
+
+
+def open_environments(
+    config: EnvironmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    max_tokens: int,
+    context: int,
+    switches: Mapping[str, Any] | None = None,
+) -> Environments:
+    """The environments of a recipe, for the model in `folder`; `limits_of` says what the numbers are, and
+    `switches` are variables of the chat template.
+
+    Raises ConfigError for an environment that cannot be used, and CheckpointError for a template without its tools.
+    """
+    from transformers import AutoConfig
+
+    from qerl.checkpoint.load import end_token_ids
+
+    if config.name is not None and is_url(config.name):
+        check_reachable(config.name)
+    runner = Runner(source_of(config), config.processes)
+    try:
+        end_ids = end_token_ids(folder, AutoConfig.from_pretrained(folder).get_text_config(), tokenizer)
+        chat = Chat(tokenizer, runner.schemas, end_ids, switches)
+    except BaseException:
+        runner.close()
+        raise
+    return Environments(runner, chat, limits_of(config, max_tokens, context))
+
+
+def source_of(config: EnvironmentConfig) -> Source:
+    """What a recipe names."""
+    return Source(config.name, tuple(config.tools), dict(config.args))
+
+
+def limits_of(config: EnvironmentConfig, max_tokens: int, context: int) -> Limits:
+    """The limits of a recipe's episodes; `max_tokens` is that of a completion, `context` with its prompt."""
+    return Limits(
+        max_turns=config.max_turns,
+        max_tokens=max_tokens,
+        context=context,
+        max_turn_tokens=config.max_turn_tokens,
+        max_observation_tokens=config.max_observation_tokens,
+        timeout_s=config.timeout_s,
+        failure_reward=config.failure_reward,
+    )
+
+
+def row_of(example: Example) -> dict[str, Any]:
+    """The columns of a row as environments see them."""
+    return {**example.extra, "question": example.question, "answer": example.answer, "id": example.id}
+
+
+def play(
+    engine: Engine,
+    environments: Environments,
+    starts: Sequence[Start],
+    sampling: SamplingParams,
+    seed: int,
+    told: Callable[[int, Completion], object] | None = None,
+) -> list[Episode]:
+    """The episodes, in the order of their starts. `told` is called with each of the model's turns as it ends."""
+    episodes = Episodes(environments.runner, environments.chat, environments.limits, sampling, starts)
+    try:
+        engine.converse(_Told(episodes, told) if told else episodes, seed)
+    except BaseException:
+        episodes.drop()
+        raise
+    finished = episodes.finish()
+    _say_failures(finished)
+    return finished
+
+
+class _Told:
+    """Episodes of which another hears as well."""
+
+    def __init__(self, episodes: Episodes, told: Callable[[int, Completion], object]) -> None:
+        self.ready, self._episodes, self._told = episodes.ready, episodes, told
+
+    def finished(self, index: int, completion: Completion) -> None:
+        self._told(index, completion)
+        self._episodes.finished(index, completion)
+
+
+def _say_failures(episodes: Sequence[Episode]) -> None:
+    errors = [episode.error for episode in episodes if episode.error is not None]
+    if errors:
+        logger.warning(
+            "%d of %d episodes were ended by their environment, the first of which %s",
+            *(len(errors), len(episodes), errors[0]),
+        )
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The metrics of a rollout's episodes: means over them, shares of them, and seconds of waiting."""
+    count = len(episodes)
+
+    def mean(values: Mapping[Any, float] | Sequence[float]) -> float:
+        return sum(values) / count
+
+    calls = sum(episode.tool_calls for episode in episodes)
+    return {
+        "environment/reward": mean([episode.reward for episode in episodes]),
+        "environment/turns": mean([episode.model_turns for episode in episodes]),
+        "environment/tokens": mean([episode.written.count(False) for episode in episodes]),
+        "environment/tool_calls": calls / count,
+        "environment/tool_errors_share": sum(episode.tool_errors for episode in episodes) / max(calls, 1),
+        "environment/turn_limit_share": mean([episode.ended == "turns" for episode in episodes]),
+        "environment/cut_observations": mean([episode.cut for episode in episodes]),
+        "environment/failed_share": mean([episode.ended == "failed" for episode in episodes]),
+        "time/environment_s": mean([episode.waited_s for episode in episodes]),
+        "time/environment_longest_s": max(episode.waited_s for episode in episodes),
+    }

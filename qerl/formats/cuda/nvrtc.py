@@ -1,0 +1,231 @@
+"""Compile a CUDA source of this package for the card at hand, cache the result, and launch its kernels.
+
+torch's CUDA builds bring NVRTC and the bindings of the driver (`cuda-bindings` is a dependency of torch 2.11), so no
+compiler has to be installed. Compiled sources are cached in the user's cache folder, under a hash of everything that
+they depend on. NVRTC releases the GIL, so `compile_ahead` can compile several sources at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.base.disk import write_shared
+from qerl.base.errors import EngineError
+from qerl.formats.cuda.ahead import Jobs
+
+FOLDER = Path(__file__).parent / "sources"
+
+Variant = tuple[str, tuple[str, ...]]  # a source in `FOLDER`, and the macros it is compiled with ("TILES=2")
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether our CUDA kernels run on `device`: it must be a Hopper card, with the CUDA bindings that torch brings."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is started."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1  # blocks of a cluster, along y
+    early: bool = False  # may start while the launch before it is finishing; the kernel waits for its results itself
+
+
+class Kernel:
+    """One entry function of a compiled source, for the current device."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        self.name = name
+        self._function = function
+        self._shared_limit = 48 * 1024
+
+    def __call__(self, launch: Launch, *arguments: torch.Tensor | int | float | ctypes.Structure | None) -> None:
+        """Start the kernel on torch's current stream.
+
+        A tensor is passed as a pointer, None as a null pointer, int as int32, float as float32, a structure by value.
+        """
+        from cuda.bindings import driver
+
+        _bind_context_()
+        if launch.shared_bytes > self._shared_limit:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, launch.shared_bytes), self.name)
+            self._shared_limit = launch.shared_bytes
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+        config.sharedMemBytes = launch.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs = _attributes(launch)
+        config.numAttrs = len(config.attrs)
+        values, kinds = zip(*(_argument(value) for value in arguments), strict=True)
+        _check(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0), self.name)
+
+
+@cache
+def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
+    """The kernel `name` of `sources/<source>`, compiled with the macros `defines` ("TILES=2").
+
+    Raises EngineError if it cannot be compiled or loaded.
+    """
+    from cuda.bindings import driver
+
+    binary = BINARIES.get(source, defines)
+    _bind_context_()
+    library = _check(driver.cuLibraryLoadData(binary, [], [], 0, [], [], 0), source)
+    function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode()), name)), name)
+    return Kernel(function, name)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels and measured times are kept: $QERL_CACHE, or `qerl` in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
+    return Path(os.environ.get("QERL_CACHE") or default)
+
+
+@cache
+def version() -> tuple[int, int]:
+    """The version of NVRTC. The first call loads its library, so that this happens before any thread compiles."""
+    from cuda.bindings import nvrtc
+
+    result = nvrtc.nvrtcVersion()
+    _check(result, "nvrtc")
+    return result[1:]
+
+
+def compile_source(text: str, source: str, options: list[str]) -> bytes:
+    """The binary of `text`, which is the content of the file `source`. Raises EngineError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []), source)
+    options = [option.encode() for option in ("--std=c++17", "-default-device", f"--include-path={FOLDER}", *options)]
+    if nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), source)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise EngineError(f"NVRTC cannot compile {source} for {options}: {log.decode(errors='replace').strip()}")
+    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), source)
+    _check(nvrtc.nvrtcGetCUBIN(program, binary), source)
+    nvrtc.nvrtcDestroyProgram(program)
+    return binary
+
+
+class Binaries:
+    """The compiled sources of `FOLDER` for the current card, each kept in a file of `cache_folder()`.
+
+    `compile_` makes the binary of (text, name of the source, options), and the files' names depend on `version_`.
+    """
+
+    def __init__(
+        self,
+        compile_: Callable[[str, str, list[str]], bytes] = compile_source,
+        version_: Callable[[], tuple[int, int]] = version,
+    ) -> None:
+        self._compile, self._compiler_version = compile_, version_
+        self._jobs: Jobs[Path, bytes] = Jobs()  # by cache file
+
+    def begin(self, variants: Iterable[Variant]) -> None:
+        """Start compiling, in threads, what has no file yet. `get` takes the results, and raises the errors."""
+        works = dict(self._work(source, defines) for source, defines in variants)
+        self._jobs.begin({path: work for path, work in works.items() if not path.exists()})
+
+    def get(self, source: str, defines: tuple[str, ...]) -> bytes:
+        """The binary, from its file or compiled now. Raises EngineError."""
+        return self._jobs.result(*self._work(source, defines))
+
+    def _work(self, source: str, defines: tuple[str, ...]) -> tuple[Path, Callable[[], bytes]]:
+        """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
+        capability = torch.cuda.get_device_capability()
+        text = (FOLDER / source).read_text(encoding="utf-8")
+        headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
+        architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
+        key = hashlib.sha256(
+            repr((text, headers, defines, architecture, self._compiler_version())).encode()
+        ).hexdigest()[:24]
+        options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)]
+        path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
+        return path, partial(self._read_or_compile, path, text, source, options)
+
+    def _read_or_compile(self, path: Path, text: str, source: str, options: list[str]) -> bytes:
+        if path.exists():
+            return path.read_bytes()
+        binary = self._compile(text, source, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_shared(path, binary)  # another process may write the same
+        return binary
+
+
+BINARIES = Binaries()
+
+
+def compile_ahead(variants: Iterable[Variant]) -> None:
+    """Start compiling, in threads, what the cache lacks. `kernel` takes the results, and raises the errors."""
+    BINARIES.begin(variants)
+
+
+_thread = threading.local()
+
+
+def _bind_context_() -> None:
+    """Make torch's CUDA context current in this thread, which the driver's calls require.
+
+    torch binds its context lazily: a thread of autograd has none until it launches its first kernel through torch.
+    """
+    from cuda.bindings import driver
+
+    if getattr(_thread, "bound", False):
+        return
+    if int(_check(driver.cuCtxGetCurrent(), "context")) == 0:
+        device = _check(driver.cuDeviceGet(torch.cuda.current_device()), "device")
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device), "context")), "context")
+    _thread.bound = True
+
+
+def _attributes(launch: Launch) -> list[Any]:
+    from cuda.bindings import driver
+
+    kinds, attributes = driver.CUlaunchAttributeID, []
+    if launch.cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 1, launch.cluster, 1
+        attributes.append(attribute)
+    if launch.early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    return attributes
+
+
+def _argument(value: torch.Tensor | int | float | ctypes.Structure | None) -> tuple[Any, Any]:
+    if value is None:
+        return 0, ctypes.c_void_p
+    if isinstance(value, ctypes.Structure):
+        return value, None
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    return (value, ctypes.c_float) if isinstance(value, float) else (value, ctypes.c_int)
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    """Return the value of a call of the CUDA bindings. Raises EngineError with the driver's name for a failure."""
+    if int(result[0]) != 0:
+        raise EngineError(f"CUDA refused {what}: {result[0]!r}")
+    return result[1] if len(result) > 1 else None

@@ -1,0 +1,115 @@
+"""The linear of an NVFP4 checkpoint in the trainer: `PackedLinear` over the three tensors of `layout.py`.
+
+`DEQUANTIZERS` maps a device type to a faster twin of `reference.dequantize_unchecked`. A subclass that keeps its weight
+in the layout of a kernel overrides `unpack`, which forward, backward and `.weight` all use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from qerl.base.errors import CheckpointError, EngineError
+from qerl.formats.linear import PackedLinear
+from qerl.formats.nvfp4 import layout, reference
+
+Dequantizer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+
+DEQUANTIZERS: dict[str, Dequantizer] = {}  # device type -> faster twin of reference.dequantize_unchecked, bit-exact
+STORAGE = (torch.uint8, torch.float8_e4m3fn, torch.float32)  # dtypes of layout.TENSORS
+
+
+def dequantizer(device: torch.device) -> Dequantizer:
+    """The function that turns packed tensors on `device` into a dense weight. Only here is it chosen."""
+    return DEQUANTIZERS.get(device.type, reference.dequantize_unchecked)
+
+
+class NVFP4Linear(PackedLinear):
+    """See `PackedLinear`.
+
+    Raises CheckpointError if in_features is not a multiple of 16, or if tensors do not fit when they are loaded.
+    """
+
+    @classmethod
+    def from_tensors(
+        cls,
+        packed: torch.Tensor,
+        block_scale: torch.Tensor,
+        global_scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> NVFP4Linear:
+        """See `PackedLinear.of_buffers`."""
+        tensors = reference.NVFP4Tensor(packed, block_scale, global_scale).named()
+        shape = layout.check_tensors(tensors)
+        layout.check_values(tensors)
+        return cls.of_buffers(tensors, shape, bias, compute_dtype)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, global_scale: torch.Tensor | None = None) -> NVFP4Linear:
+        """Quantize a dense linear as llm-compressor would; `global_scale` is that of `reference.quantize`."""
+        packed = reference.quantize(linear.weight.detach(), global_scale)
+        return cls.from_tensors(*packed, bias=linear.bias, compute_dtype=linear.weight.dtype)
+
+    def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        specs = layout.tensor_specs(self.out_features, self.in_features)
+        tensors = {
+            name: torch.zeros(spec.shape, dtype=dtype, device=device)
+            for (name, spec), dtype in zip(specs.items(), STORAGE, strict=True)
+        }
+        tensors[layout.GLOBAL_SCALE].fill_(1.0)
+        return tensors
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
+        return dequantizer(self.weight_packed.device)(*tensors, dtype)
+
+    @property
+    def fixed_scale(self) -> float:
+        """The global scale. It never changes, because captured CUDA graphs contain it as a number."""
+        return float(self.weight_global_scale)
+
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
+        """See `PackedLinear.write_`: the bits are those of `reference.quantize` with the fixed scale.
+
+        The faults are those of `reference.faults`. A matrix with inf or NaN is not written.
+        """
+        matrix = matrix.to(self.weight_packed.device)
+        faults = reference.faults(matrix, self.weight_global_scale)
+        if not faults[0]:
+            tensors = reference.quantize(matrix, self.weight_global_scale)
+            rows = slice(row_start, row_start + len(matrix))
+            self.weight_packed[rows].copy_(tensors.packed)
+            self.weight_scale[rows].copy_(tensors.block_scale)
+            self.drop_cached()
+        return faults
+
+    def refuse(self, faults: Sequence[int], name: str) -> None:
+        """Raise EngineError if the matrix has inf or NaN, or has grown beyond the fixed scale."""
+        unfit, saturated = faults
+        if unfit:
+            raise EngineError(
+                f"the update of {name} holds inf or NaN: lower optim.learning_rate, and resume from the last checkpoint"
+            )
+        if saturated:
+            raise EngineError(
+                f"{saturated} of {self.out_features * self.in_features // layout.BLOCK} block scales of {name} "
+                f"saturate: its weights have grown beyond the global scale {self.fixed_scale:g}, which is fixed for a "
+                "run; quantize the base with more head room, or lower optim.learning_rate"
+            )
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        """Load, but make scales of another dtype an error, which torch would cast silently, and NaN scales too."""
+        errors: list[str] = rest[-1]
+        for tensor_name, spec in layout.tensor_specs(self.out_features, self.in_features).items():
+            tensor = state_dict.get(prefix + tensor_name)
+            try:
+                if tensor is not None:
+                    layout.check_tensor(tensor, spec, prefix + tensor_name)
+                    layout.check_values({} if tensor.is_meta else {tensor_name: tensor}, prefix.rstrip("."))
+            except CheckpointError as error:
+                errors.append(str(error))
+                return
+        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -1,0 +1,161 @@
+"""How a product with an NVFP4 weight and its adapter is computed, by shape and number of tokens. No torch.
+
+    fused    base and adapter in one launch of our kernel (`gemm.py`), or in launches of 256 tokens if there are more
+    kernel   the GEMM kernel in whose layout the weight is stored (ours, Humming, Marlin), then the adapter
+    decoded  the weight decoded into a buffer for cuBLAS, then the adapter
+
+Without a measurement `default_way` decides, from times on an H200 (Humming, Marlin: benchmarks/gemm-7b.json). `measure`
+times every way that gives right results for a shape. The times are kept in the kernels' cache folder, in a file whose
+name depends on the card, the driver and the versions. Humming 0.1.10 is right only up to 512 tokens: see
+`vllm_plugin/products.py`. A way that an engine found wrong when it opened is not used either: `vllm_plugin/tune.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl.base.disk import write_shared
+from qerl.formats.nvfp4.tiling import MAX_TOKENS, fits
+
+logger = logging.getLogger(__name__)
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; others go the way of the next larger one
+KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most tokens for which the kernel may be used
+KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # the most for which it was the fastest on an H200
+DECODED_FROM = 32  # with fewer tokens, decoding is not worth a measurement
+# Up to GRAPH_TOKENS tokens run in CUDA graphs, whose memory would keep the decoded weight: GRAPH_DENSE bytes at most.
+GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29
+WRONG = 0.015  # relative error from which a product counts as wrong; rounding gives 0.002 to 0.005
+MARGIN = 1.03  # how much faster than the default another way has to be, because times scatter
+
+Times = dict[str, dict[str, dict[str, float]]]  # shape -> tokens -> way -> microseconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A (fused) linear: its weight (rows, columns), its adapter's rank over all parts (0: none), and its kernel."""
+
+    rows: int
+    columns: int
+    ranks: int
+    kernel: str  # "qerl", "humming" or "marlin"
+    fused: bool  # whether the weight is in our kernel's layout, and our kernel takes the adapter's parts
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.columns} rank {self.ranks} {self.kernel}"
+
+    def right_ways(self, tokens: int) -> tuple[str, ...]:
+        """The ways that give the right result."""
+        small = tokens > GRAPH_TOKENS or 2 * self.rows * self.columns <= GRAPH_DENSE
+        ways = ["decoded"] if tokens >= DECODED_FROM and small else []
+        ways += ["kernel"] * (tokens <= KERNEL_RIGHT[self.kernel])
+        return (*ways, *["fused"] * self._fits_fused(tokens))
+
+    def _fits_fused(self, tokens: int) -> bool:
+        launched = min(tokens, MAX_TOKENS)  # tokens of the largest launch; if it fits, smaller ones do
+        return self.fused and tokens <= KERNEL_RIGHT["qerl"] and fits(self.rows, self.columns, launched, self.ranks)
+
+    def default_way(self, tokens: int) -> str:
+        if self._fits_fused(tokens):
+            return "fused"
+        return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
+
+    def ways(
+        self, times: Times, wrong_kernel: Container[int] = (), wrong_fused: Container[int] = ()
+    ) -> tuple[str, ...]:
+        """The way for each of TOKENS: the fastest measured or the default, avoiding those found wrong at that size.
+
+        `wrong_kernel` and `wrong_fused` are the sizes at which those ways gave wrong results.
+        """
+        measured = times.get(self.name, {})
+        ways = []
+        for tokens in TOKENS:
+            way = self._way(tokens, measured.get(str(tokens), {}))
+            if way == "kernel" and tokens in wrong_kernel:
+                way = "fused" if self._fits_fused(tokens) else "decoded"
+            ways.append("decoded" if way == "fused" and tokens in wrong_fused else way)
+        return tuple(ways)
+
+    def _way(self, tokens: int, times: Mapping[str, float]) -> str:
+        default = self.default_way(tokens)
+        right = {way: time for way, time in times.items() if way in self.right_ways(tokens) and time > 0}
+        if default not in right:
+            return default
+        best = min(right, key=right.__getitem__)
+        return best if right[default] > MARGIN * right[best] else default
+
+
+def bucket(tokens: int) -> int:
+    """The member of TOKENS that stands for this number."""
+    return TOKENS[bisect_left(TOKENS, tokens)]
+
+
+def unchecked(sizes: Sequence[int]) -> set[int]:
+    """The members of TOKENS above all checked sizes: prompts that long run outside graphs, at any length."""
+    return {tokens for tokens in TOKENS if tokens > max(sizes, default=0)}
+
+
+def way_of(ways: Sequence[str], tokens: int) -> str:
+    """The way for a call with this many tokens, given the `ways` that `Shape.ways` returned."""
+    place = bisect_left(TOKENS, tokens)
+    return ways[place] if place < len(TOKENS) else "decoded"
+
+
+def wrong_sizes(name: str, errors: Mapping[int, float], what: str = "the kernel") -> list[int]:
+    """The sizes whose relative error is more than rounding can explain; logs a warning about them."""
+    wrong = [size for size, error in errors.items() if not error < WRONG]
+    if wrong:
+        worst = max(errors.values())
+        at = ", ".join(map(str, wrong))
+        logger.warning("%s is wrong by %.1f%% for %s at %s tokens: it is not used there", what, 100 * worst, name, at)
+    return wrong
+
+
+def measure(shape: Shape, time_us: Callable[[str, int], float]) -> dict[str, dict[str, float]]:
+    """Microseconds of every right way for each of TOKENS; `time_us(way, tokens)` measures one."""
+    return {str(tokens): {way: round(time_us(way, tokens), 2) for way in shape.right_ways(tokens)} for tokens in TOKENS}
+
+
+def table_path(folder: Path, facts: Mapping[str, str]) -> Path:
+    """The file for times measured under these `facts`: the card, the driver, versions."""
+    key = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"ways-{key}.json"
+
+
+def read_table(path: Path) -> Times:
+    """The times in a file; none if it is missing, or damaged (which is logged)."""
+    try:
+        times = json.loads(path.read_text(encoding="utf-8"))["times_us"]
+        return {
+            shape: {tokens: {way: float(time) for way, time in each.items()} for tokens, each in by_tokens.items()}
+            for shape, by_tokens in times.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): kernels are chosen by default", path, error)
+        return {}
+
+
+def write_table(path: Path, facts: Mapping[str, str], times: Times) -> None:
+    """Add `times` to those in the file. It is replaced by a rename, as another process may be reading or writing it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**facts, "times_us": {**read_table(path), **times}}, indent=1)
+    write_shared(path, f"{text}\n".encode())
+
+
+def summary(shapes: Mapping[Shape, Sequence[str]]) -> str:
+    """One line per shape: up to how many tokens each way is taken."""
+    return "\n".join(f"{shape.name}: " + ", ".join(_ends(ways)) for shape, ways in shapes.items())
+
+
+def _ends(ways: Sequence[str]) -> list[str]:
+    following = [*ways[1:], None]
+    return [f"{way} to {n}" for way, n, after in zip(ways, TOKENS, following, strict=True) if way != after]

@@ -1,0 +1,228 @@
+"""Decode-step attention on Hopper: one new token per sequence, over a paged KV cache that its key and value go into.
+
+The fast twin of `reference_attend_`; `qerl/formats/cuda/sources/attend.cu` explains how it works. Its limit is the size
+of the keys and values, 4 * tokens * key heads * head_dim bytes (half of it for a cache in 8 bits), divided by the
+memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+from typing import NamedTuple
+
+import torch
+
+from qerl.formats.cuda.nvrtc import Kernel, Launch, Variant, kernel
+from qerl.formats.fp8.kv import decode, encode
+
+HEAD_DIMS = (32, 64, 128)
+GROUP = 8  # the most query heads that may share a key head
+TILE = 16  # tokens that a warp handles at a time; a page holds a multiple of it
+MAX_SEQUENCES = 1024
+MAX_SHARERS = 64  # the most blocks that one head of one sequence is divided among
+SLACK = 6  # tiles by which a range may exceed an equal share, if that spares every block a second item
+NONE = -1
+
+
+class Split(NamedTuple):
+    """How the warps of a multiprocessor are grouped into blocks."""
+
+    warps: int  # per block
+    blocks: int  # per multiprocessor
+
+
+class Splits(NamedTuple):
+    """With `few` key heads more warps share a head; with `many` a block waits less for its slowest warp."""
+
+    few: Split
+    many: Split
+
+
+# By the bits of the cache: codes take fewer registers than bfloat16, so that more warps have loads in flight.
+SPLITS = {16: Splits(Split(4, 3), Split(2, 6)), 8: Splits(Split(4, 4), Split(2, 8))}
+MANY_HEADS = 512  # key heads, counted over all sequences, from which `many` is faster
+
+
+def split_for(sequences: int, key_heads: int, bits: int = 16) -> Split:
+    return SPLITS[bits].many if sequences * key_heads >= MANY_HEADS else SPLITS[bits].few
+
+
+class Space:
+    """Kernels and work space of `attend_`, shared by all layers of a model. Create it before a graph is captured.
+
+    `bits` are those of an element of the cache, 16 or 8.
+    """
+
+    def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device, bits: int = 16) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.key_heads, self.head_dim, self.bits = key_heads, head_dim, bits
+        few, many = SPLITS[bits]
+        self.blocks = {split: split.blocks * processors for split in (few, many)}
+        self.kernels = {split: _load("attend", head_dim, split, bits) for split in (few, many)}
+        self._write_plans = _load("attend_plan", head_dim, few, bits)
+        most = 2 * self.blocks[many] * GROUP
+        plans = torch.zeros(sum(self.blocks.values()) + 2, 4, dtype=torch.int32, device=device)
+        self._plans = plans
+        self.plans = {few: plans[: self.blocks[few] + 1], many: plans[self.blocks[few] + 1 :]}
+        self.parts = torch.empty(most * head_dim, dtype=torch.float32, device=device)
+        self.scales = torch.empty(most * 2, dtype=torch.float32, device=device)
+        self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)
+
+    def plan_(self, lengths: torch.Tensor) -> None:
+        """Divide the sequences' tiles among the blocks, for both splits, and clear the counters.
+
+        Call it once per step, before the layers run. `lengths` may have more sequences than the step, because a CUDA
+        graph is captured for a fixed number. Nothing has to survive from one step to the next: vLLM allocates this
+        space in the memory of its KV cache, which a sleep gives back.
+        """
+        of_splits = (number for split in SPLITS[self.bits] for number in (self.blocks[split], split.warps))
+        sizes = (len(lengths), self.key_heads, *of_splits, MAX_SHARERS, SLACK)
+        self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, self.done, lengths, *sizes)
+
+
+def _load(entry: str, head_dim: int, split: Split, bits: int) -> Kernel:
+    source, defines = variant(head_dim, split, bits)
+    return kernel(source, entry, defines)
+
+
+class Plan(NamedTuple):
+    """What `Space.plan_` writes for one split. An item is one key head of one sequence: sequence * key_heads + head."""
+
+    blocks: list[tuple[int, int, int, int]]  # (first item or NONE, its first tile, tokens of its sequence, range size)
+    items: int
+    filled: bool  # whether every item is padded to whole ranges
+
+
+def reference_plan(lengths: list[int], key_heads: int, blocks: int, warps: int) -> Plan:
+    """The same plan in plain Python: the tiles of all items in a row, cut into equal ranges.
+
+    A sequence without tokens counts as one tile.
+    """
+    tiles = [max(1, -(-length // TILE)) for length in lengths]
+    least = max(-(-sum(tiles) * key_heads // blocks), warps, -(-max(tiles) // MAX_SHARERS))
+    sizes = range(least, least + SLACK + 1)
+    filling = [size for size in sizes if sum(-(-count // size) for count in tiles) * key_heads <= blocks]
+    size = filling[0] if filling else least
+    of_item = [-(-count // size) * size if filling else count for count in tiles]
+    row = [(item, tile) for item in range(len(tiles) * key_heads) for tile in range(of_item[item // key_heads])]
+    first = [row[block * size] if block * size < len(row) else (NONE, 0) for block in range(blocks)]
+    entries = [(item, tile, 0 if item == NONE else lengths[item // key_heads], size) for item, tile in first]
+    return Plan(entries, len(tiles) * key_heads, bool(filling))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A layer's part of the KV cache: keys and values (pages, tokens per page, key heads, head_dim).
+
+    They are bfloat16, or e4m3 codes (uint8) with `scales`: of the keys and of the values, float32 of one element each,
+    powers of two.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the sequences' tokens lie in the cache.
+
+    `pages` (sequences, n) int32: the pages of each sequence in order; a page holds a multiple of TILE tokens. `lengths`
+    (sequences,) int32: tokens including the new one, 0 for an unused row. `slots` (sequences,) int64: where the new
+    token goes, as page * tokens per page + its place in the page, or -1 if it is not to be written.
+    """
+
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+
+
+def takes(heads: int, key_heads: int, head_dim: int) -> bool:
+    return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
+
+
+def variants(head_dim: int, bits: int = 16) -> list[Variant]:
+    return [variant(head_dim, split, bits) for split in SPLITS[bits]]
+
+
+def variant(head_dim: int, split: Split, bits: int) -> Variant:
+    sizes = {"HEAD_DIM": head_dim, "KV_BITS": bits, "WARPS": split.warps, "BLOCKS": split.blocks}
+    sizes["MAX_SEQUENCES"] = MAX_SEQUENCES
+    return "attend.cu", tuple(f"{name}={size}" for name, size in sizes.items())
+
+
+def attend_(
+    out: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: Cache,
+    batch: Batch,
+    scale: float,
+    space: Space,
+) -> torch.Tensor:
+    """Fill `out` (sequences, heads, head_dim) and the slots of `cache` from the new tokens, one per sequence.
+
+    `new` is (query, key, value), each (sequences, heads or key heads, head_dim), bfloat16, with contiguous heads. In a
+    cache of 8 bits the new key and value are rounded before they are attended to. `space.plan_` must have been called
+    with these lengths.
+    """
+    query, key, value = new
+    split = split_for(len(query), space.key_heads, space.bits)
+    space.kernels[split](
+        Launch((space.blocks[split], 1, 1), 32 * split.warps, early=True),
+        *(query, key, value),
+        *(cache.keys, cache.values),
+        out,
+        *cache.scales,
+        *(batch.pages, batch.lengths, batch.slots),
+        *(space.plans[split], space.parts, space.scales, space.done),
+        *(query.stride(0), key.stride(0), value.stride(0)),
+        *(batch.pages.stride(0), cache.page_tokens, *cache.keys.stride()[:3]),
+        *(space.key_heads, query.shape[1] // space.key_heads),
+        scale * log2(e),
+    )
+    return out
+
+
+def reference_attend_(
+    out: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: Cache,
+    batch: Batch,
+    scale: float,
+) -> torch.Tensor:
+    """The same as `attend_` in plain torch and float64, one sequence at a time."""
+    query, key, value = new
+    for index, (length, slot) in enumerate(zip(batch.lengths.tolist(), batch.slots.tolist(), strict=True)):
+        out[index] = 0
+        if not length:
+            continue
+        places = torch.arange(length, device=query.device)
+        pages = batch.pages[index].long()[places // cache.page_tokens]
+        stored = [_stored(one, by) for one, by in zip((key[index], value[index]), cache.scales, strict=True)]
+        keys, values = (
+            torch.cat([part[pages, places % cache.page_tokens][:-1], one[None]])
+            for part, one in zip((cache.keys, cache.values), stored, strict=True)
+        )
+        keys, values = (_read(part, by) for part, by in zip((keys, values), cache.scales, strict=True))
+        group = query.shape[1] // key.shape[1]
+        scores = torch.einsum("hd,thd->ht", query[index].double(), keys.repeat_interleave(group, 1)) * scale
+        out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).to(out.dtype)
+        if slot >= 0:
+            for part, one in zip((cache.keys, cache.values), stored, strict=True):
+                part[slot // cache.page_tokens, slot % cache.page_tokens] = one
+    return out
+
+
+def _stored(new: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """A key or value as the cache holds it."""
+    return new if scale is None else encode(new, scale.item()).view(torch.uint8)
+
+
+def _read(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What the cache holds, in float64."""
+    return stored.double() if scale is None else decode(stored, scale.item(), torch.float64)

@@ -1,0 +1,115 @@
+"""Find a model's block norms by their structure, and add noise to them in float32 without touching their weights.
+
+A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`); the next
+linears read its output. Norms inside attention (QK-norms) and the final norm are not block norms. Class names play no
+part: each candidate is called once to check that it computes weight * x / sqrt(mean(x^2) + eps).
+
+The noisy norm computes (weight + noise) * x_hat in float32 and rounds once, because a sum stored in bfloat16 would
+swallow noise below 1e-3. The model gets nothing but an instance attribute `forward`, so deleting that attribute
+restores the clean norm exactly.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Mapping, MutableSet
+from typing import TYPE_CHECKING
+
+from qerl.base.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_DIRECT_CHILD = re.compile(r"(^|\.)layers\.\d+\.[^.]+$")
+_WRAPPERS = re.compile(r"(^base_model\.model\.)|(\.modules_to_save\.default$)")
+
+
+def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) -> dict[str, nn.Module]:
+    """Block norms by base module name, in the model's order. Raises EngineError if there are none.
+
+    Norms in `checked` are taken to compute the right formula; the others are added to it once they have passed.
+    """
+    checked = set() if checked is None else checked
+    norms = {}
+    for name, module in model.named_modules():
+        base_name = _WRAPPERS.sub("", name)
+        if _DIRECT_CHILD.search(base_name) and _looks_like_norm(module):
+            norms[base_name] = module  # for a trained norm the last one is PEFT's copy (modules_to_save), which runs
+    if not norms:
+        raise EngineError(
+            "no RMSNorm was found among the decoder layers' children, so noise would change nothing: "
+            "set noise.enabled=false for this architecture"
+        )
+    for name, module in norms.items():
+        if module not in checked:
+            _check_formula(name, module)
+            checked.add(module)
+    return norms
+
+
+def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Tensor] | None) -> int:
+    """Add `noise`, one float32 (d,) per name, to the norms from now on; None removes it. Returns how many are noisy.
+
+    Raises EngineError if a name is not among `norms` or a shape differs from that of the norm's weight.
+    """
+    for module in norms.values():
+        module.__dict__.pop("forward", None)
+    if noise is None:
+        return 0
+    if unknown := sorted(set(noise) - set(norms)):
+        raise EngineError(f"noise was given for norms that the model does not have: {unknown[:4]}")
+    for name, vector in noise.items():
+        module = norms[name]
+        if vector.shape != module.weight.shape:
+            raise EngineError(f"noise for {name} has shape {tuple(vector.shape)}, not {tuple(module.weight.shape)}")
+        module.forward = types.MethodType(_noisy_forward(vector.to(module.weight.device)), module)
+    return len(noise)
+
+
+def _noisy_forward(noise: torch.Tensor):
+    from qerl.model.elementwise import RMSNorm, rms_norm
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype = self.dtype_of(hidden_states) if isinstance(self, RMSNorm) else None
+        return rms_norm(hidden_states, self.weight.float() + noise, _eps(self), dtype)
+
+    return forward
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.float()
+    return weight * (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt())
+
+
+def _eps(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return (
+        not any(True for _ in module.children())
+        and set(parameters) == {"weight"}
+        and parameters["weight"].dim() == 1
+        and isinstance(_eps(module), float)
+    )
+
+
+def _check_formula(name: str, module: nn.Module) -> None:
+    import torch
+
+    weight = module.weight
+    if weight.is_meta:
+        return
+    with torch.no_grad():
+        x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
+        out = type(module).forward(module, x)
+        expected = _rms(x, weight.float(), _eps(module))
+    tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2  # by the output: a trained weight may be wider than it
+    if not torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance):
+        raise EngineError(
+            f"{name} ({type(module).__name__}) is not weight * x / sqrt(mean(x^2) + eps): noise is defined for "
+            "that norm only; set noise.enabled=false for this architecture"
+        )

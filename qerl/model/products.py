@@ -1,0 +1,179 @@
+"""The product of a linear's own weight and its gradients, in 16 bits, in the weight's own way, or by an FP8 recipe.
+
+A recipe (`qerl.formats.fp8.training`) rounds the trainer's products alone: while an engine is `serving` the model with
+the trainer's modules, they multiply as the engine does.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from qerl.formats.fp8.linear import FP8Linear, joined
+from qerl.formats.fp8.reference import FP8Tensor
+from qerl.formats.fp8.training import Blockwise, Both, Recipe, Scaled, Tensorwise, scaled_product
+from qerl.formats.linear import PackedLinear
+from qerl.formats.nvfp4 import to_fp8
+from qerl.formats.nvfp4.kernel_linear import adjacent, unscaled
+from qerl.model.master import add_gradient_, master_of, place_of, served_of
+
+RECIPE = "fp8_recipe"
+
+
+def set_recipe_(model: nn.Module, linears: Sequence[nn.Module], recipe: Recipe) -> None:
+    """Let the trainer's products of these linears of `model`, which is trained next, be rounded by `recipe`."""
+    served = served_of(model)
+    for linear in linears:
+        setattr(linear, RECIPE, (recipe, served))
+        if master_of(linear) is None:  # called as a module it takes the path of the fused layers, too
+            linear.forward = types.MethodType(_forward, linear)
+
+
+def recipe_of(base: nn.Module) -> Recipe | None:
+    """The recipe by which the products of this linear are rounded now."""
+    recipe, served = getattr(base, RECIPE, (None, ()))
+    return None if served else recipe
+
+
+def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """x W^T (T, out of all), if that is not a product with the dense weight in 16 bits, else None.
+
+    None, too, for several linears whose weights do not follow one another.
+    """
+    base, *others = bases
+    if (recipe := recipe_of(base)) is None or not recipe.rounds_output or _is_own(recipe, base):
+        return base.own_product(x, others) if isinstance(base, PackedLinear) else None
+    if (found := _weight_of(bases, x.dtype)) is None:
+        return None
+    weight, alpha = found
+    y = recipe.output(x, recipe.weight(weight))
+    return y if alpha == 1.0 else y.mul_(alpha)
+
+
+class Upstream:
+    """dy (T, out of all `bases`), the gradient of what linears with one input have computed.
+
+    Where one recipe rounds both the gradient to the input and those of masters (`trains`), dy is rounded once for all
+    of them, under one scale, and so is the input. `largest`: the largest magnitude of dy where it is known, as
+    `qerl.formats.fp8.kernels.round_matrix` takes it.
+    """
+
+    def __init__(
+        self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool, largest: torch.Tensor | None = None
+    ) -> None:
+        self.grad, self.largest, recipe = grad, largest, recipe_of(bases[0])
+        shares = trains and isinstance(recipe, Tensorwise) and all(recipe_of(base) == recipe for base in bases)
+        self.recipe = recipe if shares else None
+        self._rounded: Both | None = None
+
+    def rounded(self) -> Both | None:
+        """None if nothing is shared."""
+        if self.recipe is not None and self._rounded is None:
+            self._rounded = self.recipe.upstream(self.grad, self.largest)
+        return self._rounded
+
+    def input_is_done(self) -> None:
+        """Free what only the gradient to the input needs."""
+        if self._rounded is not None:
+            self._rounded = self._rounded._replace(plain=None)
+
+
+def input_gradient(
+    upstream: Upstream, columns: slice, bases: Sequence[nn.Linear], addend: torch.Tensor | None = None
+) -> torch.Tensor:
+    """dx (T, in) = dy W for these columns of dy, which belong to `bases`, plus `addend`, which is overwritten.
+
+    The bases are `one_weight`.
+    """
+    grad, rounded = upstream.grad[:, columns], upstream.rounded()
+    if (recipe := recipe_of(bases[0])) is None:
+        matrix, alpha = matrix_of(bases, grad.dtype)
+        dx = grad.new_empty(len(grad), matrix.shape[1]) if addend is None else addend
+        return torch.addmm(dx, grad, matrix, beta=int(addend is not None), alpha=alpha, out=dx)
+    weight, alpha = _turned_of(bases, recipe, grad.dtype)
+    if rounded is None:
+        product = recipe.to_input(grad, weight)
+    else:
+        codes, scale = rounded.plain
+        product = scaled_product(Scaled(codes[:, columns], scale), weight, grad.dtype)
+    if addend is not None:
+        return addend.add_(product, alpha=alpha)
+    return product if alpha == 1.0 else product.mul_(alpha)
+
+
+def one_weight(bases: Sequence[nn.Linear]) -> bool:
+    """Whether one product gives the gradient to the input of all: their weights are rows of one tensor."""
+    if adjacent(bases):
+        return True
+    rounded = recipe_of(bases[0])
+    return rounded is not None and isinstance(bases[0], FP8Linear) and joined(bases) is not None
+
+
+def summed_input(x: torch.Tensor, upstream: Upstream, largest: torch.Tensor | None = None) -> torch.Tensor | Scaled:
+    """x (T, in) as `add_weight_gradient_` takes it, for all masters that read it; `largest` is that of x if known."""
+    return x if upstream.rounded() is None else upstream.recipe.summed(x, largest)
+
+
+def add_weight_gradient_(
+    master: nn.Parameter, upstream: Upstream, columns: slice, x: torch.Tensor | Scaled, base: nn.Linear
+) -> None:
+    """The gradient of the master behind `base`, dy^T x for its columns of dy and what `summed_input` gave, added to its
+    own."""
+    if (rounded := upstream.rounded()) is not None:
+        codes, scale = rounded.turned
+        with place_of(master) as place:  # a product in a wider dtype would only take longer to write and to add
+            place.add_(scaled_product(Scaled(codes[columns], scale), x, place.dtype))
+        return
+    grad, recipe = upstream.grad[:, columns], recipe_of(base)
+    if isinstance(recipe, Tensorwise):
+        with place_of(master) as place:
+            place.add_(recipe.to_weight(grad, x, place.dtype))
+    else:
+        add_gradient_(master, grad, x)
+
+
+def matrix_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """The weight (rows, in) of one linear, or of several that are `adjacent`, up to a scalar factor, and that factor.
+
+    Valid until the next call.
+    """
+    if adjacent(bases):
+        return unscaled(bases, dtype), bases[0].kernel_weight.alpha
+    base = bases[0]
+    return (base.dense(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)), 1.0
+
+
+def decoded(base: PackedLinear) -> torch.Tensor:
+    """The packed weight (out, in) in float32, by the fast kernel if there is one, which writes bfloat16, exactly."""
+    matrix, factor = matrix_of([base], torch.bfloat16 if adjacent([base]) else torch.float32)
+    return matrix.float() * factor
+
+
+def _is_own(recipe: Recipe, base: nn.Linear) -> bool:
+    """Whether the recipe's output is what the linear computes anyway, as its engine does."""
+    return isinstance(recipe, Blockwise) and isinstance(base, FP8Linear) and base.rounds_input
+
+
+def _weight_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[FP8Tensor | torch.Tensor, float] | None:
+    """The weight of all `bases` for a recipe, up to a scalar factor, and that factor."""
+    if isinstance(base := bases[0], FP8Linear):
+        weight = joined(bases) if len(bases) > 1 else FP8Tensor(base.weight_codes, base.weight_scale)
+        return None if weight is None else (weight, 1.0)
+    return matrix_of(bases, dtype) if len(bases) == 1 or adjacent(bases) else None
+
+
+def _turned_of(bases: Sequence[nn.Linear], recipe: Recipe, dtype: torch.dtype) -> tuple[FP8Tensor | Scaled, float]:
+    """As `_weight_of`, the transpose in 8 bits that the product for dx takes."""
+    if isinstance(recipe, Tensorwise) and to_fp8.takes(bases):
+        return to_fp8.turned(bases), 1.0
+    weight, alpha = _weight_of(bases, dtype)
+    return recipe.turned(weight), alpha
+
+
+def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    from qerl.model.lora import Part, lora_linear
+
+    return lora_linear(x, [Part(self)])

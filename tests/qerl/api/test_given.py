@@ -1,0 +1,106 @@
+"""Functions that a program gives, called in its own process."""
+
+import asyncio
+import inspect
+import random
+
+import pytest
+import torch
+
+from qerl.api.given import GivenFunction, given, given_function, given_rows, write_given_rows
+from qerl.base.errors import ConfigError, RewardError
+from qerl.base.own.function import OwnFunctionError
+from qerl.base.own.returned import ReturnedError
+from qerl.data.tasks import Example, get_task
+from training.rewards.guarded import FAILED
+from training.rewards.rewards import build_rewards, fixed_columns
+from training.run_dir.inputs import inputs_of
+
+
+def lengths(completions, scale=1):
+    return [scale * len(text) for text in completions]
+
+
+async def later(completions):
+    await asyncio.sleep(0)
+    return [1.0 for _ in completions]
+
+
+def one(completion, answer):
+    return completion == answer
+
+
+COLUMNS = {"completions": ["a", "bb"]}
+
+
+def test_a_given_function_is_called_as_an_own_one():
+    assert GivenFunction("lengths", lengths)(2, 1.0, {"scale": 3}, **COLUMNS) == [3.0, 6.0]
+    assert GivenFunction("later", later)(2, 1.0, {}, **COLUMNS) == [1.0, 1.0]
+    alone = GivenFunction("one", one)
+    assert alone(2, 1.0, {}, **COLUMNS, answer=["a", "b"]) == [1.0, 0.0]
+    assert list(inspect.signature(alone).parameters) == ["completions", "answer"]
+
+
+def test_a_coroutine_is_awaited_where_a_loop_runs_already():
+    async def notebook():
+        return GivenFunction("later", later)(2, 1.0, {}, **COLUMNS)
+
+    assert asyncio.run(notebook()) == [1.0, 1.0]
+
+
+def test_a_given_function_changes_no_rows_and_no_random_numbers():
+    def greedy(completion_ids, step):
+        drawn = random.random(), torch.rand(()).item()
+        for ids in completion_ids:
+            ids.clear()
+        return drawn
+
+    ids, states = [[1], [2]], (random.getstate(), torch.get_rng_state())
+    function = GivenFunction("greedy", greedy)
+    first, second = (function(2, 1.0, {"step": 1}, completion_ids=ids) for _ in range(2))
+    assert first == second != function(2, 1.0, {"step": 2}, completion_ids=ids)
+    assert ids == [[1], [2]]
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_what_a_given_function_does_wrong_is_said():
+    with pytest.raises(OwnFunctionError, match="raised ZeroDivisionError: division by zero") as raised:
+        GivenFunction("bad", lambda completion: 1 / len(completion))(2, 1.0, {}, completions=["a", ""])
+    assert raised.value.index == 1
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ReturnedError, match="returned 1 values"):
+        GivenFunction("few", lambda completions: [1])(2, 1.0, {}, **COLUMNS)
+    with pytest.raises(ConfigError, match="cannot grade"):
+        GivenFunction("type", type)
+
+
+def rewards(name, folder):
+    config = type("Reward", (), {"name": name, "weight": 1.0, "args": {}, "timeout_s": None})()
+    fixed = fixed_columns(get_task("own"), 8)
+    return build_rewards([config], fixed, [Example("q", "b", "1")], folder), config
+
+
+def test_a_recipe_names_a_given_function(tmp_path):
+    with given({"one": one}, {}):
+        built, config = rewards("python:one", tmp_path)
+        columns = {"row": [0], "completion_ids": [[1]], "prompts": ["q"]}
+        assert built.names == ["one"]
+        assert built.functions[0](["b"], **columns) == [1.0]
+        before = inputs_of([], get_task("own"), [config])
+    with given({"one": lambda completion: 1 / 0}, {}):
+        built, config = rewards("python:one", tmp_path)
+        with pytest.raises(RewardError, match="reward one raised ZeroDivisionError"):
+            built.functions[0](["b"], **columns)
+        assert inputs_of([], get_task("own"), [config]) != before
+    assert (tmp_path / FAILED).is_file()
+    with pytest.raises(ConfigError, match=r"go on there, with qerl.train\(resume=RUN, reward=one\)"):
+        given_function("reward", "one")
+
+
+def test_given_rows_are_written_into_their_folder_alone(tmp_path):
+    with given({}, {str(tmp_path / "rows.jsonl"): [{"prompt": "é"}], "python:data": [{"prompt": "b"}]}):
+        assert given_rows("python:data") == [{"prompt": "b"}]
+        write_given_rows(tmp_path)
+    assert given_rows("python:data") is None
+    assert (tmp_path / "rows.jsonl").read_text(encoding="utf-8") == '{"prompt": "é"}\n'

@@ -1,0 +1,329 @@
+"""The command line as users type it: the commands, their errors (one line, exit 2, nothing written), and speed."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import REWARD, SETTINGS
+from typer.testing import CliRunner
+
+import qerl.cli.main
+from qerl.cli.main import app
+from qerl.config.recipe import load_recipe, save_config
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*arguments, cwd=None, timeout=280):
+    """Run `python -m qerl.cli.main ...` in a separate process. Returns (exit code, stdout, stderr)."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "160"}
+    command = [sys.executable, "-m", "qerl.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+def refusal(monkeypatch, capsys, *arguments):
+    """The error line of a command that has to be refused; it runs in this process."""
+    monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        qerl.cli.main.main()
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert "Traceback" not in "\n".join(lines)
+    return lines[-1]
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def small_train(*more):
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    return ["train", "--recipe", "tiny", "--steps", 4, *settings, "--set=rewards=[{name: 'reward.py:digits'}]", *more]
+
+
+def test_help_answers_at_once():
+    """Counted in processor time, which other processes do not use up."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, out, _ = run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert code == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # 0.5; with torch 3 s and more
+    assert all(f"  {command} " in out for command in ("quantize", "train", "eval", "plan", "recipes", "doctor"))
+    assert "..." not in out.partition("Commands:")[2]  # no line of help is cut off
+
+
+TRAIN_TINY = "train --recipe tiny --set model.format=bf16"
+MISTAKES = {  # arguments -> what the error says
+    "train --recipe tiny --quantize --set rewards=[{name:\0acuracy}]": "acuracy",
+    f"{TRAIN_TINY} --set rewards=[{{name:\0format,args:\0{{styl:\0tags}}}}]": "styl",
+    f"{TRAIN_TINY} --set rewards=[{{name:\0'mine.py:nothing'}}]": "nothing",
+    "train --recipe tiny --quantize --data rwos.jsonl": r"'rwos.jsonl' \(did you mean rows.jsonl\?\)",
+    f"{TRAIN_TINY} --data rows.jsonl": "no column 'question'",
+    f"{TRAIN_TINY} --data rows.jsonl --columns question=q,answer=aa": "no column 'aa' for the answer",
+    f"{TRAIN_TINY} --data gsm8k": "'gsm8k' is neither a file nor a hub id",
+    f"{TRAIN_TINY} --data empty.jsonl": "holds no rows",
+    f"{TRAIN_TINY} --task aime24": "no split 'train', only test",
+    f"{TRAIN_TINY} --dry-run --data none.jsonl": "'none.jsonl'",
+    "train --resume runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
+    "train --resume runs": "runs is not a run: it has no config.yaml",
+    "train --resume 30": "no checkpoint of step 30: there are steps 20",
+    "train --resume --out runs/nothing": "no folder runs/nothing",
+    "train --resume runs/old": "no folder ./gone",
+    "train --resume runs/lost": "'lost.jsonl'",
+    "eval arith --model tiny --data none.jsonl": "'none.jsonl'",
+    "eval arith --model tiny --data rows.jsonl": "no column 'question'",
+    "eval arith --run runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
+}
+
+
+RUN_ALL = """
+import contextlib, io, json, sys, qerl.cli.main
+found = {}
+for line in json.load(sys.stdin):
+    sys.argv = ["qerl", *(word.replace("\\0", " ") for word in line.split(" "))]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            qerl.cli.main.main()
+        except SystemExit as end:
+            code = end.code
+    heavy = [name for name in ("torch", "transformers", "numpy", "datasets") if name in sys.modules]
+    found[line] = code, said.getvalue(), heavy
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """Exit code, output and loaded modules for each of MISTAKES, which one process runs in turn."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_mistakes(folder)
+    before = sorted(folder.rglob("*"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", RUN_ALL]
+    told = {"cwd": folder, "env": environment, "input": json.dumps([*MISTAKES])}
+    done = subprocess.run(command, **told, capture_output=True, text=True, check=True, timeout=240)
+    assert sorted(folder.rglob("*")) == before
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_refused_before_anything_heavy_is_imported(refusals, line):
+    code, said, heavy = refusals[line]
+    error = said.strip().splitlines()[-1]
+    assert (code, heavy) == (2, [])
+    assert error.startswith("error: ")
+    assert re.search(MISTAKES[line], error), error
+
+
+def write_mistakes(folder):
+    """A reward file without the function, data without the columns, runs without their base or their data."""
+    (folder / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
+    (folder / "rows.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n')
+    (folder / "empty.jsonl").write_text("")
+    for name, recipe in {
+        "lost": load_recipe("tiny", ["model.format=bf16"], data="lost.jsonl"),
+        "old": load_recipe("tiny", [], base="./gone"),
+    }.items():
+        run_dir = folder / "runs" / name
+        (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
+        save_config(recipe, run_dir / "config.yaml")
+        (run_dir / "metrics.jsonl").write_text("")
+    os.utime(folder / "runs" / "lost" / "metrics.jsonl", (1e9, 1e9))
+
+
+def test_a_command_says_so_before_it_loads_torch(workdir, monkeypatch, caplog):
+    """Users take five seconds without a message for a hang."""
+    (workdir / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sys, "argv", ["qerl", *TRAIN_TINY.split(), "--data", "rows.jsonl", "--dry-run"])
+    with pytest.raises(SystemExit):
+        qerl.cli.main.main()
+    assert caplog.messages[0] == "loading torch and transformers"
+
+
+def test_the_three_commands_as_typed(workdir, here):
+    """quantize without --out, train on its output, eval without --model: each finds what the one before wrote.
+
+    Other tests start commands as a shell does.
+    """
+    (workdir / "reward.py").write_text(REWARD.read_text())
+    code, _, err = here("quantize", "--model", "tiny")
+    assert code == 0, err
+    assert (workdir / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json").is_file()
+    code, _, err = here(*small_train())
+    assert code == 0, err
+    (run_dir,) = (workdir / "runs").iterdir()
+    assert run_dir.name.startswith("tiny-")
+    code, out, err = here("eval", "arith", "--limit", 8, "--max-new-tokens", 32, "--load", "nvfp4")
+    assert code == 0, err
+    assert str(run_dir.relative_to(workdir)) in out + err  # it names the model that it chose
+    (result,) = run_dir.glob("eval/*/result.json")
+    assert json.loads(result.read_text())["questions"] == 8
+    code, _, err = here("report", run_dir, "--before", result.parent, "--after", result.parent)
+    assert code == 0, err
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    text = (run_dir / "report.md").read_text()
+    assert "| **accuracy** |" in text
+    assert "After training: cannot tell. +0.0 points" in text  # an evaluation is compared with itself
+    code, _, err = here("grade", result.parent / "completions.jsonl", "--task", "arith")
+    assert code == 0, err
+
+
+def test_train_says_what_to_type_if_the_base_is_not_quantized(workdir, monkeypatch, capsys):
+    (workdir / "reward.py").write_text(REWARD.read_text())
+    line = refusal(monkeypatch, capsys, *small_train())
+    assert "checkpoints/tiny-NVFP4A16, which does not exist: run `qerl quantize --model tiny` first" in line
+    assert "--quantize" in line
+    assert not (workdir / "runs").exists()
+
+
+def test_gsm8k_rows_go_through_the_tiny_recipe(workdir, here):
+    """Real rows, the task's own prompt, a base quantized on demand. The reward of so small a model does not matter."""
+    (workdir / "reward.py").write_text(REWARD.read_text())
+    shutil.copy(next((ROOT / "tests" / "data" / "gsm8k").glob("*.jsonl")), workdir / "rows.jsonl")
+    options = ["--task", "gsm8k", "--data", "rows.jsonl", "--quantize", "--set=run.steps=3"]
+    code, _, err = here(*small_train(*options))
+    assert code == 0, err
+    (run_dir,) = (workdir / "runs").iterdir()
+    sample = (run_dir / "completions" / "step-000002.jsonl").read_text()
+    assert "put your final answer within" in sample
+
+
+REFUSALS = {
+    "no recipe": (["train"], "no recipe was given: write `qerl train --recipe NAME`"),
+    "unknown recipe": (["train", "--recipe", "dapo_8b"], "did you mean dapo_"),
+    "unknown key": (["train", "--recipe", "tiny", "--set", "run.step=3"], "run.steps"),
+    "no value": (["train", "--recipe", "tiny", "--set", "run.steps"], "run.steps"),
+    "not a number": (["train", "--recipe", "tiny", "--set", "run.steps=many"], "run.steps"),
+    "missing data": (["train", "--recipe", "tiny", "--quantize", "--data", "no.jsonl"], "no.jsonl"),
+    "missing model": (["train", "--recipe", "tiny", "--model", "./nowhere"], "nowhere"),
+    "columns": (["train", "--recipe", "tiny", "--columns", "question"], "question=problem,answer=solution"),
+    "reward": (["train", "--recipe", "tiny", "--set", "rewards=[{name: acuracy}]"], "write rewards.0.name: accuracy"),
+    "reward's argument": (
+        ["train", "--recipe", "tiny", "--set", "rewards=[{name: format, args: {styl: tags}}]"],
+        "reward format takes no argument 'styl'; did you mean 'style'? (its arguments: style)",
+    ),
+    "reward's value": (
+        ["train", "--recipe", "tiny", "--set", "rewards=[{name: format, args: {style: tag}}]"],
+        "has no style 'tag': write one of boxed, tags, think",
+    ),
+    "reward's file": (["train", "--recipe", "tiny", "--set", "rewards=[{name: 'no.py:f'}]"], "'no.py' does not exist"),
+    "resume nothing": (["train", "--resume", "nowhere"], "no folder nowhere"),
+    "resume and more": (
+        ["train", "--resume", "x", "--seed", "3"],
+        "for a base that has moved: leave the others",
+    ),
+    "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
+    "awq without rows": (
+        ["quantize", "--model", "tiny", "--method", "awq", "--calibration", "none"],
+        "--calibration",
+    ),
+    "eval without model": (["eval", "gsm8k"], "qerl quantize"),
+    "eval of no task": (["eval", "gsm9k", "--model", "tiny"], "gsm8k"),
+    "grade nothing": (["grade", "no.jsonl", "--task", "gsm8k"], "no.jsonl"),
+    "report nothing": (["report", "nowhere"], "nowhere"),
+    "recipe to show": (["recipes", "show", "dapo7b"], "dapo_7b"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_mistakes_give_one_line_and_write_nothing(workdir, monkeypatch, capsys, name):
+    arguments, expected = REFUSALS[name]
+    line = refusal(monkeypatch, capsys, *arguments)
+    assert line.startswith("error: ")
+    assert expected in line
+    assert not list(workdir.rglob("*.yaml"))
+    assert not (workdir / "runs").exists()
+
+
+def test_recipes_lists_every_recipe_with_its_purpose():
+    result = CliRunner().invoke(app, ["recipes"])
+    names = [line.split()[0] for line in result.output.splitlines()]
+    assert {"tiny", "dapo_7b", "dapo_7b_bf16", "grpo_gsm8k_7b", "llama3_8b", "qwen3_8b"} <= set(names)
+    assert all(len(line.split()) > 4 for line in result.output.splitlines())
+    assert "rollout.group_size" in CliRunner().invoke(app, ["recipes", "keys"]).output
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["qerl", "recipes"])
+    monkeypatch.setattr("qerl.config.recipe.recipe_names", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        qerl.cli.main.main()
+
+
+@pytest.mark.parametrize("option", ["--before", "--after"])
+def test_a_comparison_with_one_side_is_refused(monkeypatch, capsys, workdir, option):
+    (workdir / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    assert "--before FOLDER --after FOLDER" in refusal(monkeypatch, capsys, "report", workdir, option, workdir)
+    assert [path.name for path in workdir.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_copied_recipe_is_the_shipped_one_and_never_overwrites(workdir, monkeypatch, capsys):
+    from qerl.config.recipe import load_recipe, recipe_names
+
+    for name in recipe_names():
+        assert CliRunner().invoke(app, ["recipes", "copy", name]).exit_code == 0
+        assert load_recipe(f"./{name}.yaml") == load_recipe(name)
+    (workdir / "tiny.yaml").write_text("mine")
+    assert "exists and is left as it is" in refusal(monkeypatch, capsys, "recipes", "copy", "tiny")
+    assert (workdir / "tiny.yaml").read_text() == "mine"
+    assert "did you mean" in refusal(monkeypatch, capsys, "recipes", "copy", "tinny")
+    assert CliRunner().invoke(app, ["recipes", "copy", "tiny", "--out", "other.yaml"]).exit_code == 0
+    assert (workdir / "other.yaml").is_file()
+
+
+def test_the_shell_completes(monkeypatch):
+    environment = {"_QERL_COMPLETE": "complete_bash", "COMP_WORDS": "qerl me", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="qerl", env=environment)
+    assert result.output.split() == ["merge"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("qerl com", ["compare"]),
+        ("qerl train --res", ["--resume"]),
+        ("qerl train --recipe dapo_32", ["dapo_32b", "dapo_32b_bf16"]),
+        ("qerl recipes show ti", ["tiny", "tiny_fp8", "tiny_moe"]),
+        ("qerl plan --gpu h", ["h100", "h200"]),
+        ("qerl plan --set noise.sigma_s", ["noise.sigma_start="]),
+        ("qerl eval aime", ["aime24", "aime25"]),
+        ("qerl merge --to n", ["nvfp4"]),
+    ],
+)
+def test_a_shell_completes(typed, completed):
+    """The call that the script of `qerl --install-completion` makes when the tab key is pressed."""
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_QERL_COMPLETE": "complete_bash"}
+    done = CliRunner().invoke(app, env=asked, prog_name="qerl")
+    assert done.stdout.split() == completed
+
+
+def test_an_interrupt_during_the_start_prints_one_word(workdir, nvfp4_base):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "qerl.cli.main", *map(str, small_train("--model", nvfp4_base))]
+    (workdir / "reward.py").write_text(REWARD.read_text())
+    process = subprocess.Popen(
+        command,
+        cwd=workdir,
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore SIGINT
+    )
+    assert process.stderr.readline().startswith("loading torch")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err

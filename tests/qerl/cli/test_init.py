@@ -1,0 +1,225 @@
+"""`qerl init`: what it writes from a look at somebody's rows can be planned, graded and trained."""
+
+import ast
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from row_files import write_csv
+
+import qerl
+from qerl.base.errors import ConfigError, DataError
+from qerl.cli.init import InitOptions, init
+from qerl.config.recipe import load_recipe
+from qerl.data.guess import guess
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+REPLIED = [*CHAT, {"role": "assistant", "content": "two"}]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "1 + 1?", "answer": "2"}, ("prompt", "answer", "number", {})),
+        ({"question": "q", "answer": "It is 1,800.\n#### 1,800"}, ("question", "answer", "number", {})),
+        (
+            {"problem": "q", "solution": "x^2"},
+            ("problem", "solution", "text", {"question": "problem", "answer": "solution"}),
+        ),
+        (
+            {"instruction": "q", "output": "Paris"},
+            ("instruction", "output", "text", {"question": "instruction", "answer": "output"}),
+        ),
+        ({"messages": REPLIED}, ("messages", None, "text", {})),
+        ({"messages": CHAT}, ("messages", None, "none", {})),
+        ({"text": "Once"}, ("text", None, "none", {"question": "text"})),
+        (
+            {"data_source": "x", "prompt": CHAT, "reward_model": {"ground_truth": "2"}},
+            ("prompt", "reward_model.ground_truth", "number", {"answer": "reward_model.ground_truth"}),
+        ),
+    ],
+)
+def test_columns_and_kinds_of_answers_are_found(row, expected, tmp_path):
+    found = guess(str(write(tmp_path / "rows.jsonl", [row, row])))
+    assert (found.question, found.answer, found.kind, found.columns) == expected
+    assert found.rows == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"id": 3}, "has no column that asks (its columns: id): rename one to prompt"),
+        ({"messages": [{"content": "q"}]}, "its message 1 is no object with a role"),
+        ({"messages": [{"role": "usr", "content": "q"}]}, "its message 1 is no object with a role (system, "),
+        ({"messages": [{"role": "system", "content": "q"}]}, "its messages ask nothing"),
+    ],
+)
+def test_rows_that_ask_nothing_are_one_line_and_write_nothing(row, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(DataError) as refused:
+        init(InitOptions(str(data)))
+    assert line in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "rows.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    with pytest.raises(
+        ConfigError, match=r"--model: there is no folder \./nowhere: give an existing folder or a hub id"
+    ):
+        init(InitOptions(str(data), model="./nowhere"))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def grader(folder):
+    space = {}
+    exec((folder / "grader.py").read_text(encoding="utf-8"), space)
+    return space["grade"]
+
+
+def test_the_graders_that_are_written_grade(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = {"numbers": {"prompt": "q", "answer": "So #### 1,800"}, "words": {"prompt": "q", "answer": "New York."}}
+    for name, row in rows.items():
+        init(InitOptions(str(write(tmp_path / f"{name}.jsonl", [row])), recipe="tiny"))
+    numbers, words = (grader(tmp_path / name) for name in rows)
+    assert [numbers(text, "So #### 1,800") for text in ("it is 1800", "1800.0", "19 then 1800", "1801", "")] == [
+        *(True, True, True, False, False)
+    ]
+    assert [words(text, "New York.") for text in ("So:\nnew  york", "New York", "York", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="numbers exists and is left as it is: write another --out"):
+        init(InitOptions("numbers.jsonl"))
+    with pytest.raises(ConfigError, match=r"run `qerl sft --recipe sft_tiny --data words.jsonl`"):
+        init(InitOptions("words.jsonl", recipe="sft_tiny", out=tmp_path / "new"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_written_is_planned_and_trained(tmp_path, monkeypatch, nvfp4_base, here):
+    """With other columns than ours, from a file that is no jsonl, over a recipe of one's own."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": f"What is {n} + {n}?", "solution": str(2 * n), "level": n} for n in range(4)]
+    write_csv(tmp_path / "own rows.csv", rows)
+    (tmp_path / "small.yaml").write_text(
+        f"model: {{base: '{nvfp4_base}'}}\ndata: {{task: arith, max_prompt_tokens: 64}}\n"
+        "adapter: {rank: 4}\nnoise: {enabled: false}\n"
+        "rollout: {prompts_per_step: 8, group_size: 2, max_new_tokens: 4}\nrun: {steps: 2}\n"
+    )
+    code, printed, _ = here("init", "own rows.csv", "--out", "mine", "--recipe", "small.yaml")
+    assert (code, printed.splitlines()[-1]) == (0, "Next: qerl train --recipe mine/recipe.yaml --quantize --dry-run")
+    config = load_recipe("mine/recipe.yaml")
+    assert config.data.columns == {"question": "problem", "answer": "solution"}
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (4, 2)
+    code, printed, _ = here("train", "--recipe", "mine/recipe.yaml", "--dry-run")
+    assert code == 0, printed
+    assert "1 / 0" in printed  # the answer itself is graded right
+    run = qerl.train("mine/recipe.yaml", out="run")
+    assert run.finished
+    assert {"rewards/accuracy", "rewards/short"} <= set(run.metrics.columns)
+
+
+def test_rows_without_answers_are_trained_by_the_reward_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = init(
+        InitOptions(str(write(tmp_path / "asked.jsonl", [{"prompt": "Tell a joke.", "topic": "owls"}])), recipe="tiny")
+    )
+    config = load_recipe(folder / "recipe.yaml")
+    assert (config.data.grader, [reward.name for reward in config.rewards]) == (None, ["asked/rewards.py:short"])
+    assert "topic" in (folder / "rewards.py").read_text(encoding="utf-8")
+
+
+NAMES = {
+    "closes the docstring": 'x"""\nopen("PWN", "w")\nY = """',
+    "closes a line": "x\nopen('PWN', 'w')\n",
+    "other line ends": "a\rb\x0cc\x85d\u2028open('PWN', 'w')",
+    "escapes": "\\N{x} \\",
+    "NUL": "a\0b",
+    "half a character": "\ud800",
+    "encoding": "coding: utf-7 +AAo-open('PWN', 'w')",
+    "braces": "{columns} {place} {0}",
+}
+
+
+def code_of(path):
+    return ast.dump(ast.parse(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("answer", ["2", "two", None])
+def test_names_of_columns_never_become_code(name, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain = {"prompt": "1 + 1?", "level": 1} | ({"answer": answer} if answer else {})
+    init(InitOptions(str(write(tmp_path / "plain.jsonl", [plain])), recipe="tiny"))
+    init(InitOptions(str(write(tmp_path / "odd.jsonl", [{**plain, name: 1}])), recipe="tiny"))
+    for file in ("grader.py", "rewards.py"):
+        assert code_of(tmp_path / "odd" / file) == code_of(tmp_path / "plain" / file)
+        exec((tmp_path / "odd" / file).read_bytes(), {})
+    assert not (tmp_path / "PWN").exists()
+    assert "further columns: level, " in (tmp_path / "odd" / "rewards.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        'e"""; open("PWN", "w"); """',
+        "a\nrun: {steps: 7}\n#",
+        "a'$(touch PWN)`touch PWN`;touch PWN;",
+        "--out",
+        "a: {b} # c",
+        '"""',
+    ],
+)
+def test_names_of_files_never_become_code_keys_or_options(name, tmp_path, monkeypatch, here):
+    """The file's name and that of a folder given by --out."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "plain.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    plain = init(InitOptions("plain.jsonl", recipe="tiny"))
+    odd = write(tmp_path / f"{name}.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    for folder in (init(InitOptions(f"./{odd.name}", recipe="tiny")), init(InitOptions(str(odd), Path(name), "tiny"))):
+        for file in ("grader.py", "rewards.py"):
+            assert code_of(folder / file) == code_of(plain / file)
+        config, expected = load_recipe(folder / "recipe.yaml"), load_recipe(plain / "recipe.yaml")
+        assert (config.data.grader, Path(config.data.source).name) == (str(folder / "grader.py"), odd.name)
+        assert config.run.steps == expected.run.steps
+    assert not (tmp_path / "PWN").exists()
+
+
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "\udcff.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    with pytest.raises(ConfigError, match=r"'\\udcff.jsonl' has bytes that are no text in UTF-8: rename it"):
+        init(InitOptions("\udcff.jsonl", Path("new"), "tiny"))
+
+
+def test_the_command_that_comes_next_is_words_of_a_shell(tmp_path, monkeypatch, here):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a'$(touch PWN)`touch PWN`; b.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    for out, folder in (((), "a___touch PWN__touch PWN__ b"), (("--out", "$(touch PWN)"), "$(touch PWN)")):
+        code, printed, _ = here("init", "a'$(touch PWN)`touch PWN`; b.jsonl", "--recipe", "tiny", *out)
+        assert code == 0
+        words = shlex.split(printed.splitlines()[-1].removeprefix("Next: "))
+        assert words[:4] == ["qerl", "train", "--recipe", f"{folder}/recipe.yaml"]
+
+
+def test_code_that_a_name_has_changed_is_not_written(tmp_path, monkeypatch):
+    """The check behind the quotes, with quotes that do nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qerl.cli.init.quoted", str)
+    row = {"prompt": "1 + 1?", "answer": "2", NAMES["closes a line"]: 1}
+    with pytest.raises(ConfigError, match="cannot be written into Python: rename what has"):
+        init(InitOptions(str(write(tmp_path / "odd.jsonl", [row])), recipe="tiny"))
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.jsonl"]

@@ -1,0 +1,32 @@
+"""The lines of qerl doctor about kernels, which are compared with their twins.
+
+With `-m gpu` our kernels run on this card; this last passed on an H200 on 2026-11-22.
+"""
+
+import pytest
+import torch
+
+from qerl.cli.doctor_kernels import kernel_check, kernel_checks
+
+
+def test_a_kernel_is_ok_if_it_gives_the_values_of_its_twin():
+    twin = torch.arange(1.0, 9.0)
+    assert kernel_check("k", lambda: (twin, twin), exact=True).level == "ok"
+    near, far, broken = twin * 1.001, twin * 1.1, twin * float("nan")
+    assert kernel_check("k", lambda: (near, twin)).level == "ok"
+    assert "relative error 1.0e-03" in kernel_check("k", lambda: (near, twin), exact=True).found
+    assert kernel_check("k", lambda: (far, twin)).level == kernel_check("k", lambda: (broken, twin)).level == "error"
+
+
+def test_a_kernel_that_cannot_start_is_an_error_in_one_line():
+    def fails():
+        raise RuntimeError("no kernel image\nfor this card")
+
+    assert kernel_check("k", fails).found == "RuntimeError: no kernel image"
+
+
+@pytest.mark.gpu
+def test_the_kernels_work_on_this_card():
+    made = kernel_checks()
+    assert len(made) >= 3
+    assert [check for check in made if check.level != "ok"] == []

@@ -1,0 +1,132 @@
+"""The command that is named at the end of each stage: it parses as typed, and the next stage takes what it names."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from parsed import check_parses
+
+from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.cli.next_step import after_evaluating, after_quantizing, after_training
+from qerl.config.recipe import load_recipe, recipe_names, save_config
+from qerl.data.tasks import TASKS
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def quantized(folder, source):
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "quantize_report.json").write_text(json.dumps({"source": source}))
+    return Path(folder)
+
+
+def run(folder, *overrides, recipe="tiny", **flags):
+    Path(folder).mkdir(parents=True)
+    save_config(load_recipe(recipe, list(overrides), **flags), Path(folder) / "config.yaml")
+    return Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "said"),
+    [
+        ("checkpoints/tiny-NVFP4A16", "tiny", "qerl train --recipe tiny"),
+        ("checkpoints/Qwen2.5-7B-Instruct-NVFP4A16", "Qwen/Qwen2.5-7B-Instruct", "qerl train --recipe dapo_7b"),
+        (
+            "checkpoints/Qwen2.5-1.5B-Instruct-NVFP4A16",
+            "Qwen/Qwen2.5-1.5B-Instruct",
+            "qerl train --recipe first_evening",
+        ),
+        ("mine", "Qwen/Qwen2.5-7B-Instruct", "qerl train --recipe dapo_7b --model mine"),
+        ("my own", "/models/another", "qerl train --recipe first_evening --model 'my own'"),
+    ],
+)
+def test_after_quantizing_comes_training_on_that_folder(here, folder, source, said):
+    assert after_quantizing(quantized(folder, source)) == said
+    check_parses(said)
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_after_training_comes_evaluation_on_rows_that_were_not_trained_on(here, recipe):
+    command = after_training(run("runs/a b", recipe=recipe))
+    check_parses(command)
+    program, verb, task, *rest = shlex.split(command)
+    assert (program, verb, rest) == ("qerl", "eval", ["--model", "runs/a b"])
+    trained = TASKS[load_recipe(recipe).data.task]
+    assert "test" in TASKS[task].splits
+    assert (TASKS[task].answer_kind, trained.name in (task, "bigmath", "bigmath_hard", "dapo_math")) == (
+        trained.answer_kind,
+        True,
+    )
+
+
+def test_after_training_on_ones_own_rows_comes_the_report(here):
+    command = after_training(run("runs/own", data="rows.jsonl", task="gsm8k"))
+    assert command == "qerl report runs/own"
+    check_parses(command)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_after_evaluating_an_adapter_comes_its_merge(here, format):
+    folder = run("runs/demo") / "adapter"
+    folder.mkdir()
+    commands = [after_evaluating("base", str(adapter), format) for adapter in (folder, "runs/demo/checkpoints/step-4")]
+    assert commands == [
+        f"qerl merge --adapter runs/demo --to {format}",
+        f"qerl merge --adapter runs/demo/checkpoints/step-4 --to {format}",
+    ]
+    for command in commands:
+        check_parses(command)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "said"),
+    [
+        ("checkpoints/tiny-FP8_BLOCK", "tiny", "qerl train --recipe tiny_fp8"),
+        ("mine", "Qwen/Qwen2.5-7B-Instruct", "qerl train --recipe dapo_7b_fp8 --model mine"),
+        ("other", "/models/x", "qerl train --recipe first_evening --model other --set model.format=fp8_block"),
+    ],
+)
+def test_an_fp8_folder_is_trained_in_its_format(here, folder, source, said):
+    made = quantized(folder, source)
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
+    (made / "config.json").write_text(json.dumps(config))
+    assert after_quantizing(made) == said
+    check_parses(said)
+
+
+def test_after_evaluating_weights_that_were_trained_comes_a_chat(here):
+    model = run("runs/demo", recipe="qat_tiny") / "model"
+    exported = Path("exported/demo-nvfp4")
+    for folder in (model, exported):
+        folder.mkdir(parents=True)
+    (exported / "export_report.json").write_text("{}")
+    said = [after_evaluating(str(folder), None, "nvfp4") for folder in (model, exported)]
+    assert said == ["qerl chat --model runs/demo", "qerl chat --model exported/demo-nvfp4"]
+    for command in said:
+        check_parses(command)
+
+
+def test_after_evaluating_a_base_comes_training(here):
+    folder = quantized("checkpoints/tiny-NVFP4A16", "tiny")
+    before = {
+        str(folder): "qerl train --recipe tiny",
+        str(TINY_FOLDER): "qerl train --recipe tiny",
+        "Qwen/Qwen2.5-7B-Instruct": "qerl train --recipe dapo_7b --quantize",
+        "org/other": "qerl train --recipe first_evening --model org/other --quantize",
+    }
+    assert {base: after_evaluating(base, None, "bf16") for base in before} == before
+    for command in before.values():
+        check_parses(command)
+
+
+def test_after_evaluating_a_merged_model_comes_talking_to_it(here):
+    Path("merged").mkdir()
+    Path("merged/merge_report.json").write_text("{}")
+    command = after_evaluating("merged", None, "bf16")
+    assert command == "qerl chat --model merged"
+    check_parses(command)

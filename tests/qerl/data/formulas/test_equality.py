@@ -1,0 +1,94 @@
+"""Comparing formulas: shapes part by part, values at random points; each kind of wrong answer that was accepted."""
+
+import pytest
+
+from qerl.data.grading import math_pool
+from qerl.data.grading.grade import compare
+
+# gold -> answers that are right, answers that are wrong
+TABLE = {
+    # equations are compared as equations; only a bare name or f(x) is dropped
+    "x^2+y^2=25": (["x^2 + y^2 = 25", "y^2+x^2=25", "25=x^2+y^2", "2x^2+2y^2=50", "x^2+y^2-25=0"],
+                   ["25", "y=25", "x^2+y^2=5", "x^2-y^2=25", "x^2+y^2", "x+y=5", "x^2+y^2<25"]),
+    "3x+4y-5=0": (["3x+4y=5", "5=3x+4y", "-3x-4y+5=0", "6x+8y=10", "4y+3x-5=0"],
+                  ["0", "3x+4y=-5", "3x-4y=5", "3x+4y=0", "4x+3y=5", "3x+4y>5"]),
+    "y=2x+3": (["2x+3", "y = 3 + 2x", "f(x)=2x+3", "2x-y+3=0"], ["3", "x=2y+3", "y=2x-3", "y=3x+2", "2x-3"]),
+    "f(x)=x^2-1": (["x^2-1", "f(x)=(x-1)(x+1)", "y=x^2-1"], ["f(x)=x^2+1", "x^2", "-1", "f(x)=1-x^2"]),
+    "5": (["x=5", "f(2)=5", "a_n=5", "AB = 5", "\\angle A = 5"], ["x+1=5", "x^2=5", "2x=5", "x=6", "x<5", "xy=5"]),
+    # lists with one name
+    "x=2,3": (["2,3", "x=3, x=2", "x=3 \\text{ or } x=2", "\\{2,3\\}"],
+              ["x=7,8", "x=2", "x=2,4", "2", "y=2,3", "2,3,3"]),
+    "x=2, y=3": (["y=3, x=2", "x=2 \\text{ and } y=3"], ["x=3, y=2", "x=2", "x=2, y=4", "x=2,y=3,z=4"]),
+    "x \\in [-1,4]": (["[-1,4]", "-1 \\le x \\le 4", "x\\in[-1, 4]", "\\{x | -1\\le x\\le 4\\}"],
+                      ["[0,1]", "(-1,4)", "\\{1,2\\}", "[-1,4)", "x \\in [-1,5]", "-1 < x < 4", "\\mathbb{R}"]),
+    "x > 2": (["(2,\\infty)", "2 < x", "x>2"], ["x \\ge 2", "x<2", "2", "x>3", "[2,\\infty)", "(-\\infty,2)"]),
+    "x<1 \\text{ or } x>3": (["(-\\infty,1)\\cup(3,\\infty)", "x>3 \\text{ or } x<1"], ["1<x<3", "x<1", "(1,3)"]),
+    "\\mathbb{R}": (["(-\\infty,\\infty)", "\\mathbb{R}"], ["(0,\\infty)", "\\emptyset", "1"]),
+    "x=-\\frac{1}{2} \\text{ or } x=3": (["x=3, -\\frac12", "3, -0.5"], ["w=-\\frac{1}{2} \\text{ or } x=3", "x=3"]),
+    "18": (["9+9=18", "= 18", "2\\cdot 9 = 18"], ["9+9=19", "x+9=18", "18=x+9"]),
+    "\\cos \\pi=-1, \\sin \\pi=0": (["\\sin\\pi=0, \\cos\\pi=-1"], ["\\cos \\pi=-1, \\sin \\pi=1"]),
+    # nothing is dropped
+    "2 \\text{ hours } 30 \\text{ minutes}": (["2 hours 30 minutes", "2\\text{ hours and }30\\text{ minutes}"],
+                                             ["2", "30", "2 hours", "2 hours 20 minutes", "3 hours 30 minutes"]),
+    "3i+4j": (["4j+3i"], ["3", "4", "3i", "3i-4j", "4i+3j", "7"]),
+    "3\\mathbf{i}+4\\mathbf{j}": (["4\\mathbf{j}+3\\mathbf{i}"], ["3", "3\\mathbf{i}", "3\\mathbf{i}-4\\mathbf{j}"]),
+    "6:30": (["6:30", "6:30 \\text{ p.m.}"], ["4:20", "6:31", "6", "1:5", "6.5"]),
+    "6:30\\text{ p.m.}": (["6:30 pm", "6:30\\text{ PM}", "6:30"], ["6:30\\text{ a.m.}", "7:30\\text{ p.m.}", "6"]),
+    "2^{-60}": (["\\frac{1}{2^{60}}", "4^{-30}"], ["10^{-30}", "2^{-61}", "0", "2^{60}", "0.000000"]),
+    "2k": (["k\\cdot 2", "2k"], ["2000", "2", "2m", "2k+1"]),
+    "C": (["C", "\\text{C}"], ["D", "B"]),
+    "2C+1": (["1+2C"], ["2c+1", "3"]),
+    "10^{12}+x": (["x+10^{12}"], ["x+10^{12}+1"]),
+    # values
+    "\\frac{x^2-1}{x+2}": (["\\frac{(x-1)(x+1)}{2+x}"],
+                              ["\\frac{x^2+1}{x+2}", "\\frac{x-1}{x+2}", "\\frac{x^2-1}{x-2}"]),
+    "\\sin^2 x": (["1-\\cos^2 x", "(\\sin x)^2"], ["\\sin x^2", "\\cos^2 x", "\\sin x"]),
+    "|x|": (["\\sqrt{x^2}"], ["x", "-x"]),
+    "\\ln(x+1)+C": (["C+\\ln(1+x)"], ["\\ln(x-1)+C", "\\ln(x+1)"]),
+    "1+\\sqrt{2}, 1-\\sqrt{2}": (["1\\pm\\sqrt{2}", "1-\\sqrt2, 1+\\sqrt2"], ["1+\\sqrt{2}", "1\\pm\\sqrt{3}"]),
+    "\\begin{bmatrix} 1 & 2 \\\\ 3 & 4 \\end{bmatrix}": (
+        ["\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
+         "\\left[\\begin{array}{cc} 1&2\\\\3&4 \\end{array}\\right]"],
+        ["\\begin{bmatrix} 1 & 3 \\\\ 2 & 4 \\end{bmatrix}", "\\begin{bmatrix} 1 & 2 \\end{bmatrix}", "1"]),
+    "\\frac{1}{\\sqrt{3}} \\approx 0.577": (["\\frac{\\sqrt3}{3}", "0.577"], ["0.5", "\\frac{1}{3} \\approx 0.577"]),
+    # a sum or an integral is not evaluated for the model
+    "\\frac{1}{3}": (["\\frac{2}{6}"],
+                    ["\\int_0^1 x^2 dx", "\\sum_{n=1}^{\\infty} \\frac{1}{4^n}", "\\lim_{x\\to 3} 1/x"]),
+    "5050": (["5050"], ["1+2+\\cdots+100", "\\sum_{n=1}^{100} n"]),
+}  # fmt: skip
+RIGHT = [(gold, answer) for gold, (right, _) in TABLE.items() for answer in [gold, *right]]
+WRONG = [(gold, answer) for gold, (_, wrong) in TABLE.items() for answer in wrong]
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_right_answers_are_accepted(gold, answer):
+    assert compare(answer, gold, "math") == "correct"
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_wrong_answers_are_refused(gold, answer):
+    assert compare(answer, gold, "math") in ("wrong", "unparsable")
+
+
+def test_only_verdicts_on_the_formulas_are_kept(monkeypatch):
+    verdicts = iter(["timeout", "equal"])
+    monkeypatch.setattr(math_pool.Worker, "compare", lambda worker, gold, answer: next(verdicts))
+    math_pool.forget()
+    assert math_pool.compare("p", "q") == "timeout"
+    assert math_pool.compare("p", "q") == "equal"
+    assert math_pool.compare("p", "q") == "equal", "kept"
+    math_pool.forget()
+
+
+def test_a_worker_that_dies_while_it_starts_is_started_anew(monkeypatch):
+    begin, programs = math_pool.subprocess.Popen, ["import sys; sys.exit(1)", None]
+
+    def begin_or_die(command, **options):
+        program = programs.pop(0)
+        return begin(command if program is None else [command[0], "-c", program], **options)
+
+    math_pool.close()
+    math_pool.forget()
+    monkeypatch.setattr(math_pool.subprocess, "Popen", begin_or_die)
+    assert math_pool.compare("x+y", "y+x") == "equal"
+    assert not programs

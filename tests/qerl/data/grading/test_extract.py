@@ -1,0 +1,50 @@
+"""The forms in which completions state an answer without a box, and those that state none."""
+
+import pytest
+
+from qerl.data.tasks import get_task, grade
+
+MATH, NUMBER = get_task("math500"), get_task("gsm8k")
+STATED = (
+    "**Final Answer**: {a}", "**Final Answer:** {a}", "**Final Answer**\n\n{a}", "### Answer\n{a}", "### Answer: {a}",
+    "## Final Answer\n\n**{a}**", "The answer should be {a}.", "So the answer must be {a}", "\\boxed{{Answer: {a}}}",
+    "\\boxed{{\\text{{Answer: }} {a}}}", "\\boxed{{\\text{{Final answer: }}{a}}}", "We add them up.\n\n**{a}**",
+    "We add them up.\n**{a}**.", "Adding gives\n**${a}$**", "The final answer equals {a}.", "**Answer**: **{a}**",
+    "__Answer__: {a}", "**Answer:**\n{a}",
+)  # fmt: skip
+SILENT = (
+    "We add **{a}** and 3.", "First, **{a}** apples.\nThen we go on", "Step **{a}**:", "**Answer", "### Answer\n",
+    "What should the answer be?", "**We find {a} and then**", "The answer should be clear.", "**{a}** or **5**",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", STATED)
+def test_an_answer_without_a_box_is_found(form):
+    assert grade(NUMBER, form.format(a="42"), "42").reason == "correct"
+    assert grade(NUMBER, form.format(a="42"), "43").reason == "wrong"
+    assert grade(MATH, form.format(a="42"), "42").reason == "correct"
+    assert grade(MATH, form.format(a="2x^2+1"), "1+2x^2").reason == "correct"
+    assert grade(MATH, form.format(a="2x^2+1"), "2x^2-1").reason == "wrong"
+
+
+@pytest.mark.parametrize("form", SILENT)
+def test_other_bold_text_and_headings_state_nothing(form):
+    assert grade(NUMBER, form.format(a="42"), "42").reason == "no_answer"
+
+
+MATRIX = "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"The answer is {MATRIX}.",
+        f"The answer is $${MATRIX}$$",
+        f"Answer: A = {MATRIX}",
+        "The answer is\n\\begin{pmatrix}\n 1 & 2 \\\\\n 3 & 4\n\\end{pmatrix}",
+        f"**Answer**\n\n\\[ {MATRIX} \\]",
+    ],
+)
+def test_a_spaced_matrix_is_found_without_a_box(text):
+    assert grade(MATH, text, "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}").reason == "correct"
+    assert grade(MATH, text, "\\begin{bmatrix}1&3\\\\2&4\\end{bmatrix}").reason == "wrong"

@@ -1,0 +1,164 @@
+"""The registry of tasks, and the prompt that training and evaluation both use."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.data import tasks
+from qerl.data.tasks import TAGS_SYSTEM_PROMPT, TASKS, build_messages, get_task, render_prompt
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and no_system %}{{ raise_exception('no system role') }}{% endif %}"
+    "<{{ message.role }}> {{ message.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(template):
+    words = ["<unk>", "<system>", "<user>", "<assistant>", "<end>", "Be", "brief.", "2+2?", "Box", "it."]
+    model = WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_task_is_complete(name):
+    task = get_task(name)
+    assert task.name == name
+    assert (task.hub is None) == (task.generate is not None or task.free_form)
+    assert set(task.splits) <= {"train", "test"}
+    assert task.splits
+    assert set(task.columns) == {"question", "answer"}
+    assert build_messages(name, "Q")[-1]["content"].count("Q") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("name='x', splits={}, answer_kind='math'", r"x_task\.py does not .* 'x': .* argument: 'hub'; "),
+        ("name='x', hub=None, splits={}", "argument: 'answer_kind'; .* made with name, hub, splits, answer_kind"),
+        ("'x', None, {}, 'math', colums={}", "unexpected keyword argument 'colums'"),
+    ],
+)
+def test_for_a_task_file_that_lacks_a_field_both_are_named(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "x_task.py").write_text(f"from qerl.data.tasks import Task\nTASK = Task({arguments})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tasks.MODULES, "x", "x_task")
+    with pytest.raises(ConfigError, match=message):
+        get_task("x")
+
+
+def test_another_error_of_a_task_file_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "y_task.py").write_text("len(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tasks.MODULES, "y", "y_task")
+    with pytest.raises(TypeError, match="has no len"):
+        get_task("y")
+
+
+# Checked on the dataset cards of the hub and in code that reads them, since tests cannot reach the hub.
+HUB = {
+    "gsm8k": ("openai/gsm8k", "main", {"train": "train", "test": "test"}, "question", "answer"),
+    "dapo_math": (
+        "BytedTsinghua-SIA/DAPO-Math-17k", None, {"train": "train"},
+        ("prompt.0.content", "prompt"), "reward_model.ground_truth",
+    ),
+    "bigmath": (
+        "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", {"train": "train"},
+        ("problem", "prompt"), ("answer", "solution"),
+    ),
+    "bigmath_hard": (
+        "open-r1/Big-Math-RL-Verified-Processed", "level_4_5", {"train": "train"},
+        ("problem", "prompt"), ("answer", "solution"),
+    ),
+    "amc23": ("math-ai/amc23", None, {"test": "test"}, "question", "answer"),
+    "aime24": ("HuggingFaceH4/aime_2024", None, {"test": "train"}, "problem", "answer"),
+    "aime25": ("math-ai/aime25", None, {"test": "test"}, "problem", "answer"),
+    "math500": ("HuggingFaceH4/MATH-500", None, {"test": "test"}, "problem", "answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_each_public_task_reads_the_layout_of_its_data_set(name):
+    task = get_task(name)
+    columns = task.columns["question"], task.columns["answer"]
+    assert (task.hub, task.hub_config, dict(task.splits), *columns) == HUB[name]
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("gsm8", "gsm8k"), ("AIME-24", "aime24"), ("dapo", "dapo_math")])
+def test_for_an_unknown_task_the_nearest_is_named(wrong, near):
+    with pytest.raises(ConfigError, match=f"no task '{wrong}'; did you mean '{near}'"):
+        get_task(wrong)
+
+
+def test_the_default_prompt_asks_for_a_box():
+    assert build_messages("gsm8k", "What is 2+2?") == [
+        {
+            "role": "user",
+            "content": "What is 2+2?\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        }
+    ]
+
+
+def test_a_recipe_may_override_both_parts_of_the_prompt():
+    messages = build_messages("gsm8k", "2+2?", system_prompt="Be brief.", prompt_template="Q: {question} A:")
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 2+2? A:"}]
+    own = replace(get_task("gsm8k"), system_prompt="Think.", prompt_template="<{question}>")
+    assert build_messages(own, "x")[0] == {"role": "system", "content": "Think."}
+    assert build_messages(own, "x", system_prompt=None) == [{"role": "user", "content": "<x>"}]
+    assert build_messages(own, "x", system_prompt="") == [{"role": "user", "content": "<x>"}]
+
+
+@pytest.mark.parametrize("question", ["{question}", "{0} {} {{x}} %s", "\\boxed{1}", "{system_prompt}", "\\1 $1"])
+def test_a_question_is_inserted_unchanged(question):
+    assert build_messages("gsm8k", question, prompt_template="{question} \\boxed{}")[0]["content"] == (
+        f"{question} \\boxed{{}}"
+    )
+
+
+@pytest.mark.parametrize("template", ["", "Solve it.", "{Question}", "{ question }"])
+def test_a_template_without_question_is_refused(template):
+    with pytest.raises(ConfigError, match=r"does not contain \{question\}"):
+        build_messages("gsm8k", "2+2?", prompt_template=template)
+
+
+def test_the_prompt_ends_where_the_completion_begins():
+    tokenizer = make_tokenizer(TEMPLATE)
+    messages = build_messages("gsm8k", "2+2?", "Be brief.", "{question} Box it.")
+    ids = render_prompt(tokenizer, messages)
+    assert all(type(token) is int for token in ids)
+    assert " ".join(tokenizer.convert_ids_to_tokens(ids)) == (
+        "<system> Be brief. <end> <user> 2+2? Box it. <end> <assistant>"
+    )
+
+
+def test_a_tokenizer_without_chat_template_is_refused():
+    with pytest.raises(CheckpointError, match="no chat template"):
+        render_prompt(make_tokenizer(None), build_messages("gsm8k", "2+2?"))
+
+
+def test_a_template_that_refuses_the_system_role_says_what_to_write():
+    tokenizer = make_tokenizer("{% set no_system = true %}" + TEMPLATE)
+    assert render_prompt(tokenizer, build_messages("gsm8k", "2+2?"))
+    with pytest.raises(CheckpointError, match=r"no system role.*data\.system_prompt"):
+        render_prompt(tokenizer, build_messages("gsm8k", "2+2?", TAGS_SYSTEM_PROMPT))
+
+
+def test_importing_the_registry_loads_nothing_heavy():
+    heavy = ("torch", "transformers", "datasets", "sympy", "math_verify", "pyarrow", "numpy", "pydantic")
+    code = (
+        "import sys; from qerl.data.tasks import *; "
+        "import qerl.data.examples, qerl.data.grading.grade, qerl.data.grading.grade_file;"
+        "from qerl.data.tasks import get_task, grade; grade('gsm8k', '#### 18', '18');"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"

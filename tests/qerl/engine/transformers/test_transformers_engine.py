@@ -1,0 +1,300 @@
+"""The transformers engine: logprobs of the drawn tokens, seeds, stopping, and the effects of adapter and noise."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from bases import write_base
+
+from qerl.base.errors import ConfigError, EngineError
+from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, save_adapter
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import choose_engine, open_engine
+from qerl.engine.options import EngineOptions
+from qerl.engine.update import AdapterUpdate, deliver
+from qerl.model.norms import block_norms
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def shared(nvfp4_base):
+    return open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
+
+
+@pytest.fixture
+def engine(nvfp4_base):
+    return open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampling_logprobs_are_those_of_the_scored_tokens(shared, temperature):
+    completions = shared.generate(PROMPTS, SamplingParams(12, temperature), seed=1)
+    scores = shared.score(PROMPTS, tokens(completions), temperature)
+    for completion, score in zip(completions, scores, strict=True):
+        assert len(completion.logprobs) == len(completion.token_ids) == len(score)
+        assert completion.logprobs == pytest.approx(score, abs=2e-4)
+
+
+def test_filtered_logprobs_are_renormalized(shared):
+    """With top_k 1 each token has probability 1 in the distribution that it is drawn from."""
+    completions = shared.generate(PROMPTS, SamplingParams(8, 1.0, top_k=1), seed=1)
+    assert all(value == pytest.approx(0.0, abs=1e-6) for c in completions for value in c.logprobs)
+    assert tokens(completions) == tokens(shared.generate(PROMPTS, SamplingParams(8, 0.0)))
+
+
+def test_sampling_follows_the_models_distribution(shared):
+    """2,000 draws of one token are compared with the scored probabilities of the five likeliest tokens."""
+    draws = [c.token_ids[0] for c in shared.generate([PROMPTS[0]] * 2000, SamplingParams(1, 1.0), seed=3)]
+    for token in sorted(set(draws), key=draws.count)[-5:]:
+        (score,) = shared.score([PROMPTS[0]], [[token]])
+        p = torch.tensor(score[0]).exp().item()
+        assert abs(draws.count(token) / 2000 - p) < 4 * (p * (1 - p) / 2000) ** 0.5
+
+
+def test_the_seed_determines_the_samples(shared):
+    first, again, other = (shared.generate(PROMPTS, SAMPLED, seed=seed) for seed in (7, 7, 8))
+    assert first == again
+    assert tokens(first) != tokens(other)
+    state = torch.get_rng_state()
+    shared.generate(PROMPTS, SAMPLED, seed=7)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random state is unchanged
+    assert tokens(first)[0] != tokens(first)[3]  # the same prompt a second time gets another sample
+
+
+def test_processes_that_share_a_batch_do_not_draw_the_same(shared):
+    """Both halves have the same prompts and the seed of the batch; only their places in the batch differ."""
+    whole = shared.generate(PROMPTS, SAMPLED, seed=7)
+    first, second, again = (shared.generate(PROMPTS, SAMPLED, seed=7, first_index=index) for index in (0, 4, 4))
+    assert first == whole
+    assert tokens(second) != tokens(first)
+    assert second == again
+
+
+def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
+    whole = tokens(shared.generate(PROMPTS, GREEDY))
+    assert whole == [tokens(shared.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
+    by_two = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=2))
+    assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused(shared):
+    vocabulary = shared.policy_model().config.vocab_size
+    shared.generate([[5, vocabulary - 1]], GREEDY)
+    with pytest.raises(EngineError, match=rf"token {vocabulary} and the model only those up to {vocabulary - 1}"):
+        shared.generate([[5, 6], [5, vocabulary]], GREEDY)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_logits_that_are_not_finite_give_one_error(engine, sampling):
+    with torch.no_grad():
+        next(iter(block_norms(engine.policy_model()).values())).weight[3] = float("nan")
+    with pytest.raises(EngineError, match="logit that is not finite"):
+        engine.generate(PROMPTS, sampling, seed=0)
+
+
+def test_completions_are_reported_when_their_batch_has_ended(nvfp4_base, monkeypatch):
+    """The order is that in which they end: 9, 3 and 5 tokens in the first batch, then 4."""
+    engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=3))
+    each = [SamplingParams(length, 0.0) for length in (9, 3, 5, 4)]
+    told, batches = [], []
+    model = engine.policy_model()
+    sample = model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: batches.append(1) or sample(**given))
+    done = engine.generate(PROMPTS, each, seed=1, finished=lambda *one: told.append((len(batches), *one)))
+    assert [len(completion.token_ids) for completion in done] == [9, 3, 5, 4]
+    assert told == [(1, 1, done[1]), (1, 2, done[2]), (1, 0, done[0]), (2, 3, done[3])]
+    assert engine.generate(PROMPTS, each, seed=1) == done
+
+
+def test_after_an_error_in_the_callback_the_engine_works_as_before(engine):
+    def refuse(index, completion):
+        raise KeyboardInterrupt(index)
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt, match="0"):
+        engine.generate(PROMPTS[:1], SAMPLED, seed=7, finished=refuse)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+
+
+def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
+    free = shared.generate([PROMPTS[0]], GREEDY)[0]
+    stop = free.token_ids[3]
+    cut = shared.generate([PROMPTS[0]], SamplingParams(12, 0.0, stop_token_ids=(stop,)))[0]
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+    assert len(cut.logprobs) == len(cut.token_ids)
+    assert shared.generate([PROMPTS[0]], SamplingParams(2, 0.0))[0].finish_reason == "length"
+
+
+def test_each_request_keeps_its_own_limit_and_temperature(shared):
+    """Greedy rows, stop tokens and filters too: each row is the same as alone, with logprobs at its own temperature."""
+    free = tokens(shared.generate(PROMPTS, GREEDY))
+    stop = free[2][1]
+    each = [
+        SamplingParams(3, 0.0),
+        SamplingParams(9, 0.7),
+        SamplingParams(12, 0.0, stop_token_ids=(stop,)),
+        SamplingParams(5, 0.0),
+    ]
+    done = shared.generate(PROMPTS, each, seed=1)
+    assert [tokens(done)[row] for row in (0, 2, 3)] == [free[0][:3], free[2][: free[2].index(stop) + 1], free[3][:5]]
+    assert [completion.finish_reason for completion in done] == ["length", "length", "stop", "length"]
+    assert [len(completion.logprobs) for completion in done] == [len(row) for row in tokens(done)]
+    assert len(done[1].token_ids) == 9
+    (score,) = shared.score([PROMPTS[1]], [done[1].token_ids], 0.7)
+    assert done[1].logprobs == pytest.approx(score, abs=2e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.0099])
+def test_a_temperature_that_vllm_would_raise_is_refused(temperature):
+    with pytest.raises(ConfigError, match=r"below 0\.01.* write 0 \(greedy\)"):
+        SamplingParams(8, temperature)
+    assert [SamplingParams(8, kept).temperature for kept in (0.0, 0.01)] == [0.0, 0.01]
+
+
+def test_equal_parameters_for_each_request_act_like_one_for_all(shared):
+    assert shared.generate(PROMPTS, [SAMPLED] * len(PROMPTS), seed=7) == shared.generate(PROMPTS, SAMPLED, seed=7)
+    assert shared.generate([], []) == []
+
+
+def test_whether_a_request_fits_the_context_depends_on_its_own_limit(shared):
+    """A short prompt may fill the rest of its context, next to a long prompt that may write little."""
+    prompts = [[5] * 500, [5]]
+    done = shared.generate(prompts, [SamplingParams(12, 0.0), SamplingParams(20, 0.0)])
+    assert [len(completion.token_ids) for completion in done] == [12, 20]
+    with pytest.raises(EngineError, match="a prompt of 500 tokens and 13 new ones exceed"):
+        shared.generate(prompts, [SamplingParams(13, 0.0), SamplingParams(511, 0.0)])
+    with pytest.raises(EngineError, match="a prompt of 1 tokens and 512 new ones exceed"):
+        shared.generate(prompts, [SamplingParams(12, 0.0), SamplingParams(512, 0.0)])
+    with pytest.raises(EngineError, match="1 sampling parameters were given for 2 prompts"):
+        shared.generate(prompts, [GREEDY])
+
+
+def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
+    """Qwen2.5 ships a repetition penalty, top_p and top_k; a policy has to be sampled without them."""
+    plain = write_base(tmp_path / "plain")
+    biased = tmp_path / "biased"
+    shutil.copytree(plain, biased)
+    path = biased / "generation_config.json"
+    settings = {"repetition_penalty": 5.0, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "do_sample": True}
+    settings |= {"no_repeat_ngram_size": 1, "suppress_tokens": list(range(40)), "epsilon_cutoff": 0.02}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    engines = [open_engine(str(folder), "bf16", EngineOptions(engine="transformers")) for folder in (plain, biased)]
+    for sampling in (SAMPLED, GREEDY):
+        assert engines[0].generate(PROMPTS, sampling, 5) == engines[1].generate(PROMPTS, sampling, 5)
+
+
+def test_the_trainers_adapter_acts_without_a_copy(engine):
+    clean = tokens(engine.generate(PROMPTS, GREEDY))
+    policy = attach_lora(engine.policy_model(), rank=4, alpha=8)
+    tensors = adapter_tensors(policy)
+    assert deliver(AdapterUpdate(tensors, adapter_scaling(policy)), engine) == len(tensors)
+    assert tokens(engine.generate(PROMPTS, GREEDY)) == clean
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.add_(torch.randn_like(tensor))
+    assert tokens(engine.generate(PROMPTS, GREEDY)) != clean
+
+
+def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
+    clean = tokens(engine.generate(PROMPTS, GREEDY))
+    other = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
+    policy = attach_lora(other.policy_model(), rank=4, alpha=8)
+    for index in range(2):
+        torch.manual_seed(index)
+        with torch.no_grad():
+            for tensor in adapter_tensors(policy).values():
+                tensor.copy_(torch.randn_like(tensor))
+        save_adapter(policy, tmp_path / str(index), str(nvfp4_base))
+        deliver(AdapterUpdate(*read_adapter(tmp_path / str(index))), engine)
+        synced = tokens(engine.generate(PROMPTS, GREEDY))
+        assert synced == tokens(other.generate(PROMPTS, GREEDY))
+        assert synced != clean
+
+
+def test_a_swapped_adapter_brings_its_own_scaling(engine, nvfp4_base):
+    other = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
+    policy = attach_lora(other.policy_model(), rank=4, alpha=8)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy).values():
+            tensor.copy_(0.1 * torch.randn_like(tensor))
+    tensors = {name: tensor.detach().clone() for name, tensor in adapter_tensors(policy).items()}
+    deliver(AdapterUpdate(tensors, 20.0), engine)
+    deliver(AdapterUpdate(tensors, 2.0), engine)
+    completion = [9, 10, 11, 12]
+    assert engine.score([PROMPTS[0]], [completion]) == other.score([PROMPTS[0]], [completion])
+
+
+def test_noise_acts_and_is_removed(engine):
+    clean = engine.generate(PROMPTS, SAMPLED, 1)
+    noise = {name: 0.3 * torch.randn(64) for name in block_norms(engine.policy_model())}
+    assert engine.set_noise(noise) == 4
+    assert engine.generate(PROMPTS, SAMPLED, 1) != clean
+    assert engine.set_noise(None) == 0
+    assert engine.generate(PROMPTS, SAMPLED, 1) == clean
+    with pytest.raises(EngineError, match="does not have"):
+        engine.set_noise({"model.layers.7.input_layernorm": torch.zeros(64)})
+
+
+def test_a_model_with_other_norms_runs_without_noise(tmp_path):
+    """Gemma's norm multiplies by 1 + weight. Noise is not defined for it, but a run without noise works."""
+    base = write_base(tmp_path / "gemma", "gemma")
+    engine = open_engine(str(base), "bf16", EngineOptions(engine="transformers"))
+    assert engine.set_noise(None) == 0
+    with pytest.raises(EngineError, match=r"noise\.enabled=false"):
+        engine.set_noise({"model.layers.0.input_layernorm": torch.zeros(64)})
+
+
+def test_norms_are_checked_once_per_module(engine, monkeypatch):
+    """The check of the formula runs each norm. A trained copy (modules_to_save) is another module and checked too."""
+    checked = []
+    kind = type(next(iter(block_norms(engine.policy_model()).values())))
+    original = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *given: checked.append(1) or original(*given))
+    engine.set_noise({})
+    assert len(checked) == 4
+    for _ in range(3):
+        engine.set_noise({})
+    assert len(checked) == 4
+    attach_lora(engine.policy_model(), rank=4, alpha=8, train_norms=True)
+    checked.clear()
+    engine.set_noise({})
+    engine.set_noise({})
+    assert len(checked) == 4
+
+
+def test_training_mode_is_restored(engine):
+    model = engine.policy_model().train()
+    engine.generate(PROMPTS, GREEDY)
+    assert model.training
+
+
+def test_what_cannot_run_says_so(engine):
+    with pytest.raises(EngineError, match="context of 512"):
+        engine.generate(PROMPTS, SamplingParams(510))
+    with pytest.raises(EngineError, match="no tokens"):
+        engine.generate([[]], GREEDY)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_the_choice_of_engine_without_a_gpu():
+    assert choose_engine("auto") == "transformers"
+    with pytest.raises(EngineError, match="no CUDA device"):
+        choose_engine("vllm")
+    with pytest.raises(EngineError, match="not known"):
+        choose_engine("sglang")

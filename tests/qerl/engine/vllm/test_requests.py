@@ -1,0 +1,234 @@
+"""Calls of vLLM: what surrounds them, what is read from them, and when.
+
+The requests here have the shape of vLLM's; real ones are in tests/qerl/engine/vllm/test_vllm_engine_gpu.py.
+"""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm_stand_in import opened_engine, vllm_parts
+
+from qerl.base.errors import EngineError
+from qerl.engine.interface import Request, SamplingParams
+from qerl.engine.vllm import requests
+from qerl.engine.vllm.requests import (
+    NEW_OBJECTS,
+    completion,
+    drop_prefix_cache,
+    first_at_each_position,
+    rare_collections,
+    run,
+)
+
+
+def test_garbage_collection_is_rare_inside_and_restored_afterwards_even_after_an_error():
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.get_threshold() == NEW_OBJECTS
+    assert gc.get_threshold() == before
+    with pytest.raises(KeyboardInterrupt), rare_collections():
+        raise KeyboardInterrupt
+    assert gc.get_threshold() == before
+
+
+def flat(*positions):
+    """vLLM's FlatLogprobs, in which each position lists logprobs, that of the token first."""
+    starts, ends, values = [], [], []
+    for position in positions:
+        starts.append(len(values))
+        values += position
+        ends.append(len(values))
+    return SimpleNamespace(start_indices=starts, end_indices=ends, logprobs=values)
+
+
+def test_the_logprob_of_the_token_is_read_and_empty_positions_are_left_out():
+    assert first_at_each_position(flat([], [-1.0], [-2.0, -0.5])) == [-1.0, -2.0]
+
+
+def test_a_completion_that_vllm_aborted_is_an_error():
+    output = SimpleNamespace(finish_reason="abort", token_ids=[1], logprobs=flat([-1.0]))
+    with pytest.raises(EngineError, match="abort"):
+        completion(output)
+
+
+def test_a_logprob_that_is_no_number_is_an_error():
+    output = SimpleNamespace(finish_reason="stop", token_ids=[1, 2], logprobs=flat([-1.0], [float("nan")]))
+    with pytest.raises(EngineError, match="not finite"):
+        completion(output)
+
+
+class SteppedLLM:
+    """The parts of vLLM's LLM that `run` uses. A step gives each request a token, until it has as many as the first id
+    of its prompt says; requests stay if a call is interrupted."""
+
+    def __init__(self):
+        self.interrupt, self.aborted, self.count = None, [], 0
+        self.llm_engine = self.output_processor = self
+        self.request_states = {}
+
+    def enqueue(self, prompts, params, use_tqdm):
+        names = [f"{self.count + index}-{'fedcba98'[index]}" for index in range(len(prompts))]
+        self.count += len(prompts)
+        lengths = [prompt["prompt_token_ids"][0] for prompt in prompts]
+        self.request_states |= {name: [length, length] for name, length in zip(names, lengths, strict=True)}
+        return names
+
+    def has_unfinished_requests(self):
+        return bool(self.request_states)
+
+    def step(self):
+        if self.interrupt:
+            raise self.interrupt
+        for state in self.request_states.values():
+            state[1] -= 1
+        ended = {name: length for name, (length, left) in self.request_states.items() if not left}
+        self.request_states = {name: state for name, state in self.request_states.items() if name not in ended}
+        return [
+            SimpleNamespace(
+                request_id=name.partition("-")[0],
+                finished=True,
+                length=length,
+                outputs=[
+                    SimpleNamespace(finish_reason="length", token_ids=[7] * length, logprobs=flat(*[[-1.0]] * length))
+                ],
+                prompt_logprobs=flat([], [-2.0], [-3.0]),
+            )
+            for name, length in ended.items()
+        ]
+
+    def abort_request(self, names, internal):
+        assert internal
+        self.aborted += names
+        self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
+
+
+def length(index, output):
+    return output.length
+
+
+def test_outputs_are_read_when_they_end_and_returned_in_order():
+    llm, taken = SteppedLLM(), []
+
+    def take(index, output):
+        taken.append((index, output.length, len(llm.request_states)))
+        return index, output.length
+
+    for _ in range(2):  # requests of the second call have other numbers
+        assert run(llm, [[3], [1], [4], [1]], None, take) == [(0, 3), (1, 1), (2, 4), (3, 1)]
+        assert taken == [(1, 1, 2), (3, 1, 2), (0, 3, 1), (2, 4, 0)]
+        taken.clear()
+
+
+def test_the_engine_reports_each_completion_that_it_returns_and_scores_as_before(monkeypatch, tmp_path):
+    """It reports the very object that it returns, made once from vLLM's output."""
+    made, told, llm = [], [], SteppedLLM()
+    monkeypatch.setattr(requests, "completion", lambda output: made.append(output) or completion(output))
+    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
+    monkeypatch.setattr(requests, "scoring_params", lambda: None)
+    vars(llm).update(vars(vllm_parts()))
+    processor = SimpleNamespace(scale=1.0)
+    engine = opened_engine(monkeypatch, tmp_path, llm, SimpleNamespace(logits_processor=processor))
+    done = engine.generate(
+        [[3], [1]], SamplingParams(9), finished=lambda *one: told.append((*one, len(llm.request_states)))
+    )
+    assert [len(one.token_ids) for one in done] == [3, 1]
+    assert told == [(1, done[1], 1), (0, done[0], 0)]
+    assert all(one is done[index] for index, one, _ in told)
+    assert len(made) == 2
+    assert engine.generate([[3], [1]], SamplingParams(9)) == done
+    assert engine.score([[2], [1, 5]], [[5, 6], [6]], 0.5) == [[-2.0, -3.0], [-3.0]]
+    assert processor.scale == 1.0
+
+
+def test_after_an_error_in_the_callback_nothing_is_left_for_the_next_call():
+    llm = SteppedLLM()
+
+    def refuse(index, output):
+        raise ValueError(index)
+
+    with pytest.raises(ValueError, match="1"):
+        run(llm, [[3], [1], [4]], None, refuse)
+    assert len(llm.aborted) == 2
+    assert run(llm, [[2]], None, length) == [2]
+
+
+class Turns:
+    """Conversations of two turns: the first has as many tokens as the prompt's first id says, the second one fewer."""
+
+    def __init__(self, *lengths):
+        self.waiting = [(index, [length]) for index, length in enumerate(lengths)]
+        self.asked, self.done = [], []
+
+    def ready(self, wait, everyone=False):
+        self.asked.append((wait, everyone))
+        given, self.waiting = self.waiting, []
+        return [Request(index, prompt, SamplingParams(9), 10 * len(prompt) + index) for index, prompt in given]
+
+    def finished(self, index, completion):
+        tokens = len(completion.token_ids)
+        self.done.append((index, tokens))
+        if tokens > 1:
+            self.waiting.append((index, [tokens - 1, *completion.token_ids]))
+
+
+def test_turns_of_a_conversation_join_the_others_as_soon_as_they_are_ready(monkeypatch, tmp_path):
+    llm, turns, seeds = SteppedLLM(), Turns(3, 1), []
+    monkeypatch.setattr(requests, "sampling_params", lambda *given: seeds.append(given[-1]))
+    vars(llm).update(vars(vllm_parts()))
+    engine = opened_engine(monkeypatch, tmp_path, llm)
+    engine.converse(turns, seed=5)
+    assert turns.done == [(1, 1), (0, 3), (0, 2), (0, 1)]
+    assert turns.asked[0] == (True, False)  # nothing runs yet
+    assert (False, False) in turns.asked
+    assert turns.asked[-1] == (True, False)
+    assert len(set(seeds)) == 4
+    assert llm.request_states == {}
+
+
+def test_an_interrupted_call_leaves_nothing_for_the_next():
+    llm = SteppedLLM()
+    llm.interrupt = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, [[1], [2]], None, length)
+    assert llm.aborted == ["0-f", "1-e"]
+    llm.interrupt = None
+    assert run(llm, [[3]], None, length) == [3]
+    llm.request_states = {"17-f": [7, 7]}  # requests made directly to vLLM
+    with pytest.raises(EngineError, match="2 completions for 1 prompts"):
+        run(llm, [[4]], None, length)
+
+
+def test_a_call_that_runs_out_of_memory_says_what_to_lower_and_leaves_nothing():
+    llm = SteppedLLM()
+    llm.interrupt = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
+    with pytest.raises(EngineError) as raised:
+        run(llm, [[1], [2]], None, length)
+    assert str(raised.value) == (
+        "a call of 2 sequences ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib "
+        "(CUDA out of memory. Tried to allocate 2 GiB.)"
+    )
+    assert llm.aborted == ["0-f", "1-e"]
+    assert llm.request_states == {}
+
+
+def test_a_prefix_cache_that_stays_is_an_error():
+    drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
+    with pytest.raises(EngineError, match="could not drop its prefix cache"):
+        drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
+
+
+def test_a_completion_carries_the_experts_that_were_chosen_for_it(monkeypatch, tmp_path):
+    llm = SteppedLLM()
+    parts = vllm_parts()
+    reader = SimpleNamespace(of_output=lambda output: torch.tensor([int(output.request_id)]))
+    parts.model_executor.driver_worker.reader = lambda: reader
+    vars(llm).update(vars(parts))
+    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
+    engine = opened_engine(monkeypatch, tmp_path, llm)
+    found = engine.generate([[3], [1], [2]], SamplingParams(9), seed=5)
+    assert [int(one.experts) for one in found] == [0, 1, 2]
+    turns = Turns(2)
+    engine.converse(turns, seed=5)
+    assert turns.done == [(0, 2), (0, 1)]

@@ -1,0 +1,125 @@
+"""The sync of an adapter into the engine's fused buffers: products with them are right, and each misfit raises."""
+
+import pytest
+import torch
+
+from qerl.base.errors import EngineError
+from qerl.engine.vllm.sync import AdapterSlot, copy_adapter_, split_adapter
+
+MAX_RANK, HIDDEN, LAYERS = 4, 8, 2
+SIZES = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
+
+
+@pytest.fixture
+def slots():
+    """Two layers with a fused q/k/v, whose buffers hold other values, as after an earlier sync."""
+    found = {}
+    for layer in range(LAYERS):
+        lora_a = torch.full((3 * MAX_RANK, HIDDEN), 9.0)
+        lora_b = torch.full((sum(SIZES.values()), 3 * MAX_RANK), 9.0)
+        start = 0
+        for index, (leaf, rows) in enumerate(SIZES.items()):
+            name = f"model.layers.{layer}.self_attn.{leaf}"
+            found[name] = AdapterSlot(lora_a, lora_b, index * MAX_RANK, start, rows)
+            start += rows
+    for slot in found.values():  # the block-diagonal form that the engine starts from
+        outside = [c for c in range(12) if not slot.first <= c < slot.first + MAX_RANK]
+        slot.lora_b[slot.row_start : slot.row_start + slot.rows, outside] = 0
+    return found
+
+
+@pytest.fixture
+def norms():
+    modules = {}
+    for name in ("model.layers.0.input_layernorm", "model.layers.1.input_layernorm", "model.norm"):
+        modules[name] = torch.nn.Module()
+        modules[name].register_buffer("gain", torch.ones(HIDDEN))
+    return modules
+
+
+def adapter(leaves=tuple(SIZES), rank=MAX_RANK):
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(LAYERS):
+        for leaf in leaves:
+            name = f"model.layers.{layer}.self_attn.{leaf}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(SIZES[leaf], rank, generator=generator)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("leaves", "rank"), [(("q_proj", "k_proj", "v_proj"), 4), (("q_proj", "v_proj"), 4), (("k_proj",), 3)]
+)
+def test_the_fused_product_equals_the_products_of_its_parts(slots, norms, leaves, rank):
+    tensors = adapter(leaves, rank)
+    factors, trained = split_adapter(tensors, slots, norms, MAX_RANK)
+    assert trained == {}
+    copy_adapter_(factors, slots, scaling=2.0)
+    x = torch.randn(5, HIDDEN)
+    for name, slot in slots.items():
+        got = (x @ slot.lora_a.t() @ slot.lora_b.t())[:, slot.row_start : slot.row_start + slot.rows]
+        a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
+        expected = torch.zeros(5, slot.rows) if a is None else 2.0 * (x @ a.t() @ b.t())
+        torch.testing.assert_close(got, expected)
+
+
+def test_trained_norms_are_separated_from_factors(slots, norms):
+    weight = torch.full((HIDDEN,), 1.25)
+    tensors = {**adapter(), **{f"model.layers.{i}.input_layernorm.weight": weight for i in range(LAYERS)}}
+    factors, trained = split_adapter(tensors, slots, norms, MAX_RANK)
+    assert len(factors) == 6
+    assert set(trained) == {
+        "model.layers.0.input_layernorm",
+        "model.layers.1.input_layernorm",
+    }  # the final norm is not requested
+
+
+def _without(part):
+    return lambda tensors: {name: t for name, t in tensors.items() if part not in name}
+
+
+def _renamed(tensors):
+    return {name.replace("layers.1", "layers.7"): tensor for name, tensor in tensors.items()}
+
+
+def _narrow(tensors):
+    return {name: t[:, 1:] if name.endswith("0.self_attn.q_proj.lora_A.weight") else t for name, t in tensors.items()}
+
+
+def _doubled_rank(tensors):
+    return {name: torch.cat([t, t], dim=0 if "lora_A" in name else 1) for name, t in tensors.items()}
+
+
+def _half_the_norms(tensors):
+    return {**tensors, "model.layers.0.input_layernorm.weight": torch.ones(HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("0.self_attn.q_proj.lora_B"), "only one of A and B"),
+        (_without("layers.1"), "nothing for .*layers.1"),
+        (_renamed, "no linear for .*layers.7"),
+        (_narrow, "trained on another base"),
+        (_doubled_rank, "rank 8, the engine was opened for 4"),
+        (_half_the_norms, "nothing for .*layers.1.input_layernorm"),
+    ],
+)
+def test_tensors_that_do_not_fit_raise(slots, norms, change, message):
+    with pytest.raises(EngineError, match=message):
+        split_adapter(change(adapter()), slots, norms, MAX_RANK)
+
+
+def test_an_engine_without_adapter_says_so(norms):
+    with pytest.raises(EngineError, match="max_rank 0"):
+        split_adapter(adapter(), {}, norms, 0)
+
+
+def test_a_diverged_adapter_leaves_no_trace(slots, norms):
+    wide = {name: torch.full_like(tensor, float("nan")) for name, tensor in adapter().items()}
+    copy_adapter_(split_adapter(wide, slots, norms, MAX_RANK)[0], slots, scaling=2.0)
+    narrow = adapter(("q_proj",), rank=2)
+    copy_adapter_(split_adapter(narrow, slots, norms, MAX_RANK)[0], slots, scaling=2.0)
+    for slot in slots.values():
+        assert (torch.ones(1, HIDDEN) @ slot.lora_a.T @ slot.lora_b.T).isfinite().all()

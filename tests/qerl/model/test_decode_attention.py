@@ -1,0 +1,267 @@
+"""Attention of new tokens over a paged cache.
+
+On a CPU the twin is compared with torch's attention, and the division of sequences is checked. With `-m gpu` the CUDA
+kernel is compared with the twin; last run on an H100, 2026-11-25, at 6a3171c.
+"""
+
+from math import e
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qerl.formats.fp8.kv import decode, encode
+from qerl.model import decode_attention
+from qerl.model.decode_attention import (
+    NONE,
+    SPLITS,
+    TILE,
+    Batch,
+    Cache,
+    Space,
+    attend_,
+    reference_attend_,
+    reference_plan,
+    split_for,
+    takes,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_seed")
+NO_SLOT = -1
+FEW, MANY = SPLITS[16]
+SCALES = (2.0**-6, 2.0**-7)  # of keys and values in 8 bits; a value of 3.5 or more saturates
+
+
+def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16):
+    """(new, cache, batch). Each sequence has its own pages, in any order, and its new token has a slot in the last one.
+    Query, key and value are parts of one tensor, as after a fused projection. Slots without an owner hold NaN."""
+    counts = [-(-length // page_tokens) for length in lengths]
+    order = (torch.randperm(sum(counts) + 3) + 1).tolist()
+    pages = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
+    layer = torch.full((len(order) + 1, 2, page_tokens, key_heads, head_dim), float("nan"), dtype=torch.bfloat16)
+    slots = torch.full((len(lengths),), NO_SLOT)
+    for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages[index, :count] = torch.tensor([order.pop() for _ in range(count)])
+        for place in range(length - 1):
+            layer[pages[index, place // page_tokens], :, place % page_tokens].normal_()
+        if length:
+            last = length - 1
+            slots[index] = pages[index, last // page_tokens] * page_tokens + last % page_tokens
+    fused = torch.randn(len(lengths), (heads + 2 * key_heads) * head_dim).bfloat16().to(device)
+    new = fused.split([heads * head_dim, key_heads * head_dim, key_heads * head_dim], dim=1)
+    new = tuple(part.unflatten(1, (-1, head_dim)) for part in new)
+    batch = Batch(pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), slots.to(device))
+    return new, Cache(*layer.to(device).unbind(1)), batch
+
+
+def step_of(bits, *sizes, **options):
+    """A random step whose cache has 16 or 8 bits."""
+    new, cache, batch = random_step(*sizes, **options)
+    if bits == 16:
+        return new, cache, batch
+    parts = zip((cache.keys, cache.values), SCALES, strict=True)
+    codes = torch.stack([encode(part, scale).view(torch.uint8) for part, scale in parts], 1)
+    return new, Cache(*codes.unbind(1), tuple(torch.tensor(scale, device=codes.device) for scale in SCALES)), batch
+
+
+def copied(cache):
+    keys = torch.stack([cache.keys, cache.values], 1)
+    return Cache(*keys.unbind(1), cache.scales)
+
+
+def contents(part, scale):
+    """What the cache holds, float32."""
+    return part.float() if scale is None else decode(part, scale.item(), torch.float32)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(7, 1, 32), (4, 4, 64), (10, 2, 128)])
+def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim, bits):
+    (query, key, value), cache, batch = step_of(bits, [20, 1, 16], heads, key_heads, head_dim)
+    out = reference_attend_(torch.empty(query.shape), (query, key, value), cache, batch, 0.3)
+    for index, length in enumerate([20, 1, 16]):
+        pages = batch.pages[index, : -(-length // 16)].long()
+        keys, values = (
+            contents(part[pages].flatten(0, 1)[:length].transpose(0, 1), scale)
+            for part, scale in zip((cache.keys, cache.values), cache.scales, strict=True)
+        )
+        # the call has written the new key, rounded if the cache has 8 bits
+        new = key[index].float() if bits == 16 else decode(encode(key[index], SCALES[0]), SCALES[0], torch.float32)
+        assert torch.equal(keys[:, -1], new)
+        expected = F.scaled_dot_product_attention(
+            query[index, :, None].float(), keys, values, scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(out[index], expected[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_zero(bits):
+    new, cache, batch = step_of(bits, [20, 0], 4, 2, 32)
+    batch.slots[:] = NO_SLOT
+    before = copied(cache)
+    out = reference_attend_(torch.ones(2, 4, 32), new, cache, batch, 0.3)
+    assert torch.equal(cache.keys.nan_to_num(), before.keys.nan_to_num())
+    assert out[0].isfinite().all()
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize(("sizes", "taken"), [((28, 4, 128), True), ((40, 4, 128), False), ((8, 8, 80), False)])
+def test_which_heads_the_kernel_supports(sizes, taken):
+    assert takes(*sizes) is taken
+
+
+@pytest.mark.parametrize("lengths", [[1], [2000], [0, 0, 0], [17, 0, 300, 16], list(range(256)), [9000, 3] * 20])
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("blocks", [1, 7, 396])
+def test_the_ranges_of_the_blocks_cover_all_tiles_in_order(lengths, key_heads, blocks):
+    plan = reference_plan(lengths, key_heads, blocks, 4)
+    tiles = [max(1, -(-length // TILE)) for length in lengths for _ in range(key_heads)]
+    done = []
+    for item, tile, length, size in plan.blocks:
+        assert item == NONE or length == lengths[item // key_heads]
+        for _ in range(size if item != NONE else 0):
+            if item < len(tiles):
+                done += [(item, tile)] if tile < tiles[item] else []
+                end = -(-tiles[item] // size) * size if plan.filled else tiles[item]
+                item, tile = (item, tile + 1) if tile + 1 < end else (item + 1, 0)
+    assert done == [(item, tile) for item, count in enumerate(tiles) for tile in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "filled"),
+    [([384], 4, True), ([140] * 8, 4, True), ([384] * 64, 16, False), ([640] * 32, 14, True), ([384] * 256, 63, False)],
+)
+def test_items_are_filled_up_if_that_costs_little(lengths, size, filled):
+    plan = reference_plan(lengths, 4, 396, 4)
+    assert (plan.blocks[0][3], plan.filled) == (size, filled)
+
+
+def test_a_long_sequence_is_divided_among_few_enough_blocks():
+    assert reference_plan([40960], 1, 396, 4).blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("lengths", [[1], [2000], [0, 0], [17, 0, 300, 16], list(range(1024)), [9000, 3] * 20])
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_the_plan_equals_that_of_its_twin(lengths, key_heads, bits):
+    space = Space(len(lengths), key_heads, 32, torch.device("cuda"), bits)
+    space.plan_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    for split, plan in space.plans.items():
+        expected = reference_plan(lengths, key_heads, space.blocks[split], split.warps)
+        assert plan.tolist() == [*(list(entry) for entry in expected.blocks), [expected.items, expected.filled, 0, 0]]
+
+
+@pytest.mark.parametrize(("sequences", "split"), [(1, FEW), (127, FEW), (128, MANY), (256, MANY)])
+def test_many_heads_take_smaller_blocks(sequences, split):
+    assert split_for(sequences, 4) is split
+
+
+LENGTHS = {
+    "one": [384],
+    "cut": [384] * 60,
+    "few": [1, 2, 15, 16, 17, 31, 33, 64, 65, 0, 1000],
+    "full": [*range(1, 200), 0, 640, 5],
+    "long": [9000, 3],
+}
+
+
+def kernel_and_twin(lengths, heads, key_heads, head_dim, bits=16, **options):
+    """(output, expected output, cache of the kernel, cache of the twin, the step and its work space)."""
+    step = step_of(bits, lengths, heads, key_heads, head_dim, device="cuda", **options)
+    new, cache, batch = step
+    twin_cache, scale = copied(cache), head_dim**-0.5 * e
+    space = Space(len(lengths), key_heads, head_dim, cache.keys.device, bits)
+    space.plan_(batch.lengths)
+    out = attend_(torch.full_like(new[0].contiguous(), 9.0), new, cache, batch, scale, space)
+    expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, twin_cache, batch, scale)
+    return out, expected, cache, twin_cache, (step, space, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_dim"), [(28, 4, 128), (16, 2, 128), (40, 8, 128), (14, 2, 64), (4, 2, 32), (3, 3, 64)]
+)
+def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim, bits):
+    out, expected, cache, twin_cache, _ = kernel_and_twin(lengths, heads, key_heads, head_dim, bits)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+    for mine, twin in ((cache.keys, twin_cache.keys), (cache.values, twin_cache.values)):
+        assert torch.equal(mine.nan_to_num(), twin.nan_to_num())
+        assert torch.equal(mine.isnan(), twin.isnan())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_kernel_supports_pages_of_other_sizes(bits):
+    out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, bits, page_tokens=48)
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("lengths", [[1500], [300] * 40, [77] * 200], ids=["one", "some", "many"])
+def test_a_call_repeats_to_the_bit_also_in_a_graph(lengths, bits):
+    out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin(lengths, 28, 4, 128, bits)
+    again, graph = torch.empty_like(out), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            attend_(again, new, cache, batch, scale, space)
+    for _ in range(20):
+        again.zero_()
+        graph.replay()
+        assert torch.equal(again, out)
+    assert not space.done.any()
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_depend_on_the_work_space_of_the_one_before():
+    """vLLM's sleep frees the memory of the work space, which afterwards may hold anything."""
+    out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([1500, 20], 28, 4, 128)
+    for left in (space.done, *space.plans.values(), space.parts, space.scales):
+        left.view(torch.int32).fill_(7)
+    space.plan_(batch.lengths)
+    assert torch.equal(attend_(torch.empty_like(out), new, cache, batch, scale, space), out)
+    assert not space.done.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_queries_beyond_float16_are_cut_off_where_the_cache_has_8_bits(head_dim):
+    """A query of one huge value: its softmax has all of its weight on one token either way."""
+    new, cache, batch = step_of(8, [40], 4, 4, head_dim, device="cuda")
+    new[0].zero_()
+    new[0][..., 5] = 1e30
+    space = Space(1, 4, head_dim, cache.keys.device, 8)
+    space.plan_(batch.lengths)
+    out = attend_(torch.empty_like(new[0].contiguous()), new, cache, batch, 1.0, space)
+    expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, cache, batch, 1.0)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
+
+
+@pytest.mark.gpu
+def test_scales_may_change_under_a_captured_graph():
+    _, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([300, 17], 28, 4, 128, 8)
+    out, graph = torch.empty_like(new[0].contiguous()), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_(out, new, cache, batch, scale, space)
+    for tensor, value in zip(cache.scales, (2.0**-5, 2.0**-4), strict=True):
+        tensor.fill_(value)
+    graph.replay()
+    expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, cache, batch, scale)
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+def test_without_a_slot_the_kernel_leaves_the_cache_unchanged(bits):
+    step = step_of(bits, [40, 3], 28, 4, 128, device="cuda")
+    new, cache, batch = step
+    batch.slots[:] = NO_SLOT
+    before, space = copied(cache), Space(2, 4, 128, cache.keys.device, bits)
+    space.plan_(batch.lengths)
+    attend_(torch.empty_like(new[0].contiguous()), new, cache, batch, 0.1, space)
+    assert torch.equal(cache.keys.nan_to_num(), before.keys.nan_to_num())
+    assert torch.equal(cache.values.nan_to_num(), before.values.nan_to_num())

@@ -1,0 +1,255 @@
+"""Products of linears by an FP8 recipe: forward and gradients, beside adapters and masters, on every kind of weight."""
+
+import pytest
+import torch
+
+from qerl.formats.fp8 import reference, training
+from qerl.formats.fp8.linear import FP8Linear
+from qerl.formats.fp8.training import recipe_of
+from qerl.formats.nvfp4 import reference as nvfp4
+from qerl.formats.nvfp4 import slab_layout, to_fp8
+from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.formats.nvfp4.kernel_linear import KernelLinear, adjacent
+from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.model.lora import Part, lora_linear
+from qerl.model.master import master_of, multiply_by_masters_, serving, set_master_
+from qerl.model.mlp import mlp_forward
+from qerl.model.products import set_recipe_
+
+KINDS = {"dense": lambda linear: linear, "nvfp4": NVFP4Linear.from_linear, "fp8": FP8Linear.from_linear}
+RECIPES = ["tensorwise", "blockwise"]
+
+
+def model_of(kind, rows=(256, 128), rounds_input=True):
+    torch.manual_seed(0)
+    linears = [KINDS[kind](torch.nn.Linear(256, count, bias=False)) for count in rows]
+    for linear in linears:
+        linear.rounds_input = rounds_input
+    return torch.nn.ModuleList(linears).requires_grad_(False)
+
+
+def factors(rows):
+    torch.manual_seed(1)
+    return 0.1 * torch.randn(8, 256), 0.1 * torch.randn(rows, 8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
+    """The recipe's own products are the oracle, which test_training.py holds to float64."""
+    model, recipe = model_of(kind), recipe_of(name)
+    set_recipe_(model, [*model], recipe)
+    pairs = [factors(linear.out_features) for linear in model]
+    parts = [
+        Part(linear, a.requires_grad_(), b.requires_grad_(), 0.5) for linear, (a, b) in zip(model, pairs, strict=True)
+    ]
+    x, upstream = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384)
+    y = lora_linear(x, parts)
+    y.backward(upstream)
+    grad = upstream.split([256, 128], 1)
+    weights = [recipe.weight(torch.as_tensor(linear.weight + 0)) for linear in model]
+    right = [
+        recipe.output(x.detach(), w) + 0.5 * x.detach() @ a.t() @ b.t()
+        for w, (a, b) in zip(weights, pairs, strict=True)
+    ]
+    torch.testing.assert_close(y.detach(), torch.cat(right, 1).detach(), rtol=1e-5, atol=1e-5)
+    turned = [recipe.turned(torch.as_tensor(linear.weight + 0)) for linear in model]
+    dx = sum(recipe.to_input(g, w) + 0.5 * g @ b @ a for g, w, (a, b) in zip(grad, turned, pairs, strict=True))
+    torch.testing.assert_close(x.grad, dx.detach(), rtol=1e-4, atol=1e-4)
+    a, b = pairs[0]
+    torch.testing.assert_close(a.grad, 0.5 * (grad[0] @ b.detach()).t() @ x.detach(), rtol=1e-4, atol=1e-4)
+    exact = sum(g @ (linear.weight + 0) for g, linear in zip(grad, model, strict=True))
+    assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 1.0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("forward", ["packed", "masters"])
+def test_a_master_gets_the_gradient_of_the_rounded_product(name, forward):
+    recipe = recipe_of(name)
+    model = model_of("fp8")
+    for linear in model:
+        set_master_(linear, linear.unpack(torch.float32) + 1e-3)
+    if forward == "masters":
+        multiply_by_masters_(model)
+    set_recipe_(model, [*model], recipe)
+    x, upstream = torch.randn(9, 256), torch.randn(9, 256)
+    for _ in range(2):
+        y = model[0](x)
+        y.backward(upstream)
+    right = recipe.to_weight(upstream, x) if name == "tensorwise" else upstream.t() @ x
+    torch.testing.assert_close(master_of(model[0]).grad, 2 * right, rtol=1e-5, atol=1e-4)
+    weight = master_of(model[0]).detach() if forward == "masters" else model[0].unpack(torch.float32)
+    torch.testing.assert_close(y.detach(), recipe.output(x, recipe.weight(weight)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dx_needed", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "nvfp4"])
+def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, kind, dx_needed):
+    """As products of dy as a whole under one scale, whichever linear a column belongs to; the second has small ones."""
+    seen, own = [], training.round_matrix
+    monkeypatch.setattr(
+        training, "round_matrix", lambda x, *given, **named: seen.append(tuple(x.shape)) or own(x, *given, **named)
+    )
+    model, recipe = model_of(kind), recipe_of("tensorwise", products="gradients")
+    for linear in model:
+        set_master_(linear, torch.as_tensor(linear.weight + 0).detach().clone())
+    set_recipe_(model, [*model], recipe)
+    x, upstream = torch.randn(9, 256, requires_grad=dx_needed), torch.randn(9, 384)
+    upstream[:, 256:] *= 1e-3
+    y = lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model])
+    y.backward(upstream)
+    assert seen.count((9, 384)) == 1
+    assert seen.count((9, 256)) == 1
+    right = recipe.to_weight(upstream, x.detach()).split([256, 128])
+    for linear, wanted in zip(model, right, strict=True):
+        torch.testing.assert_close(master_of(linear).grad, wanted, rtol=1e-6, atol=1e-6)
+    if dx_needed:
+        (codes, scale), _ = recipe.upstream(upstream)
+        weights = [recipe.turned(torch.as_tensor(linear.weight + 0)) for linear in model]
+        dx = sum(
+            (g * scale) @ (w.codes.float() * w.scale).t()
+            for g, w in zip(codes.float().split([256, 128], 1), weights, strict=True)
+        )
+        torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-4)
+
+
+def test_a_card_s_weights_are_turned_from_their_codes_to_the_same_gradient(monkeypatch):
+    """By the kernel's twin here; alpha, which the codes lack, is not 1."""
+    torch.manual_seed(0)
+    dense = 0.02 * torch.randn(384, 256)
+    scale = nvfp4.shared_global_scale([dense], "pow2", 2)
+    tensors = nvfp4.quantize(dense, scale)
+    weight = KernelWeight(QERL, *slab_layout.pack(tensors.packed, tensors.block_scale), 384, 256, float(scale))
+    model = torch.nn.ModuleList([KernelLinear(weight, 0, 256, None), KernelLinear(weight, 256, 128, None)])
+    for linear in model:
+        linear.compute_dtype = torch.float32
+        set_master_(linear, linear.unpack(torch.float32))
+    set_recipe_(model, [*model], recipe_of("tensorwise", products="gradients"))
+    x, upstream = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384)
+
+    def gradient():
+        x.grad = None
+        lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model]).backward(upstream)
+        return x.grad
+
+    right, asked = gradient(), []
+    monkeypatch.setattr(to_fp8, "takes", adjacent)
+    monkeypatch.setattr(
+        to_fp8, "turned", lambda linears: asked.append(len(linears)) or to_fp8.reference_turned(weight, 0, 384)
+    )
+    assert torch.equal(gradient(), right)
+    assert asked == [2]
+
+
+def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_are_rounded_by(monkeypatch):
+    seen, own = [], training.round_matrix
+
+    def spy(x, *given, largest=None, **named):
+        seen.append((tuple(x.shape), largest is not None))
+        if largest is not None:
+            assert largest.view(torch.float32) == x.abs().max()
+        return own(x, *given, largest=largest, **named)
+
+    monkeypatch.setattr(training, "round_matrix", spy)
+    torch.manual_seed(3)
+    mlp = torch.nn.Module()
+    for name, shape in {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}.items():
+        setattr(mlp, name, torch.nn.Linear(*shape, bias=False).requires_grad_(False))
+        set_master_(getattr(mlp, name), getattr(mlp, name).weight.detach().clone())
+    set_recipe_(mlp, [*mlp.children()], recipe_of("tensorwise", products="gradients"))
+    x = torch.randn(9, 64, requires_grad=True)
+    mlp_forward(mlp, x).backward(torch.randn(9, 64))
+    assert seen.count(((9, 192), True)) == seen.count(((9, 96), True)) == 1  # the gradient of gate and up; down's input
+    assert {shape for shape, known in seen if not known} == {(9, 64), (64, 96), (96, 64)}
+    assert x.grad.isfinite().all()
+
+
+def test_the_product_for_a_master_in_bfloat16_is_rounded_to_it_before_it_is_added():
+    model, recipe = model_of("dense", rows=(256,)), recipe_of("tensorwise", products="gradients")
+    set_master_(model[0], model[0].weight.detach().bfloat16())
+    set_recipe_(model, [*model], recipe)
+    x, upstream = torch.randn(9, 256), torch.randn(9, 256)
+    for _ in range(2):
+        model[0](x).backward(upstream)
+    product = recipe.to_weight(upstream, x).bfloat16()
+    assert torch.equal(master_of(model[0]).grad, product + product)
+
+
+@pytest.mark.parametrize("rounded", [0, 1])
+def test_a_linear_without_the_recipe_beside_one_with_it_gets_an_exact_gradient(rounded):
+    """As where `ignore` keeps q in 16 bits, and k and v are packed."""
+    model, recipe = model_of("dense"), recipe_of("tensorwise", products="gradients")
+    for linear in model:
+        set_master_(linear, linear.weight.detach().clone())
+    set_recipe_(model, [model[rounded]], recipe)
+    x, upstream = torch.randn(9, 256), torch.randn(9, 384)
+    lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model]).backward(upstream)
+    for number, (linear, grad) in enumerate(zip(model, upstream.split([256, 128], 1), strict=True)):
+        right = recipe.to_weight(grad, x) if number == rounded else grad.t() @ x
+        torch.testing.assert_close(master_of(linear).grad, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rounds_input", [True, False])
+def test_blockwise_training_on_an_fp8_base_computes_forward_what_the_engine_does(rounds_input):
+    model = model_of("fp8", rounds_input=rounds_input)
+    x = torch.randn(5, 256)
+    before = model[0](x)
+    set_recipe_(model, [*model], recipe_of("blockwise"))
+    codes = reference.FP8Tensor(model[0].weight_codes, model[0].weight_scale)
+    torch.testing.assert_close(model[0](x), reference.product(x, codes))
+    assert torch.equal(before, model[0](x)) == rounds_input
+
+
+def test_an_engine_that_serves_the_trainer_s_modules_is_not_rounded():
+    model, x = model_of("dense"), torch.randn(5, 256)
+    before = model[0](x)
+    set_recipe_(model, [*model], recipe_of("tensorwise"))
+    with serving(model):
+        torch.testing.assert_close(model[0](x), before)
+    assert (model[0](x) - before).norm() / before.norm() > 0.005
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_of_gradients_leaves_the_forward_pass_to_the_bit(kind, name):
+    """The backward pass is that of the whole recipe."""
+    model, x, upstream = model_of(kind), torch.randn(9, 256), torch.randn(9, 256)
+    before = model[0](x)
+    for linear in model:
+        set_master_(linear, linear.weight + 1e-3)
+    found = {}
+    for products in ("gradients", "all"):
+        set_recipe_(model, [*model], recipe_of(name, products=products))
+        given = x.clone().requires_grad_()
+        y = model[0](given)
+        y.backward(upstream)
+        found[products] = y.detach(), given.grad, master_of(model[0]).grad
+        master_of(model[0]).grad = None
+    y, dx, dw = found["gradients"]
+    assert torch.equal(y, before)
+    assert torch.equal(dx, found["all"][1])
+    assert torch.equal(dw, found["all"][2])
+    exact = upstream @ (model[0].weight + 0)
+    assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_to_the_input_of_rows_of_one_weight_is_one_product(name, monkeypatch):
+    """Gate and up in an engine. It is the sum of what each gives alone, the adapters' terms included."""
+    torch.manual_seed(0)
+    codes, scale = reference.quantize(torch.randn(384, 256))
+    together = [FP8Linear.from_tensors(codes[i:j], scale[i // 128 : j // 128]) for i, j in ((0, 256), (256, 384))]
+    apart = [FP8Linear.from_tensors(each.weight_codes.clone(), each.weight_scale.clone()) for each in together]
+    recipe, found = recipe_of(name), {}
+    asked = []
+    to_input = type(recipe).to_input
+    monkeypatch.setattr(type(recipe), "to_input", lambda *given: asked.append(1) or to_input(*given))
+    upstream, given = torch.randn(9, 384), torch.randn(9, 256)
+    for which, linears in {"together": together, "apart": apart}.items():
+        set_recipe_(torch.nn.ModuleList(linears), linears, recipe)
+        x = given.clone().requires_grad_()
+        lora_linear(x, [Part(each, *factors(each.out_features), 0.5) for each in linears]).backward(upstream)
+        found[which] = x.grad, len(asked)
+    assert (found["together"][1], found["apart"][1]) == (1, 3)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if name == "blockwise" else {"rtol": 0.05, "atol": 0.5}
+    torch.testing.assert_close(found["together"][0], found["apart"][0], **tolerance)
