@@ -12,8 +12,8 @@ from qerl.model.lora import Part, lora_linear
 
 
 def humming_words(packed):
-    """The kernel's tensors for an NVFP4Tensor, by inverting the formulas at the top of
-    qerl/formats/nvfp4/kernel_layout.py.""" codes = reference.unpack_codes(packed.packed).int()
+    """The kernel's tensors for an NVFP4Tensor, by inverting the formulas of qerl/formats/nvfp4/kernel_layout.py."""
+    codes = reference.unpack_codes(packed.packed).int()
     rows, columns = codes.shape
     n, k = torch.arange(rows)[:, None], torch.arange(columns)[None]
     column = 128 * (n // 64) + 4 * (4 * (n % 8) + k % 8 // 2) + n % 64 // 16
