@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 UNCALIBRATED = "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
 UNRECORDED = 255  # in `Completion.experts`: the choice is not known, and the trainer makes its own
+SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 
 
@@ -50,7 +51,7 @@ class Completion:
     `logprobs` holds, for each token of `token_ids`, the natural log of its probability under the distribution it was
     drawn from (after temperature and filters). A greedy completion carries the unfiltered log probability at
     temperature 1. `token_ids` includes the stop token if one was sampled; `finish_reason` "length" means truncated, and
-    "unfinished" that sampling ended before the completion did (`Engine.sample_from` alone).
+    "unfinished" that sampling ended before the completion did.
 
     `experts` is there if the model is a mixture of experts and the engine was opened with `records_experts`: which
     experts it chose for every token that it read, uint8 (tokens, layers, k) on the CPU. The tokens are those of the
@@ -66,47 +67,70 @@ class Completion:
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
-Finished = Callable[[int, Completion], None]  # called with the index of a prompt and its finished completion
+Finished = Callable[[int, Completion], object]  # called with the index of a prompt and its finished completion
 
 
 @dataclass(frozen=True)
 class Request:
-    """One turn to sample in a conversation: that of number `index`, whose tokens so far are `prompt`.
+    """A completion to sample: number `index` of its source, after the token ids `prompt`.
 
-    `stream` is the number of its random stream, which no other request of the conversations has.
+    `stream` is the number of its random stream, which no other request of the source has. An engine that draws a whole
+    batch from one stream takes the first request's `stream`, or its `batch_stream` if that is given.
     """
 
     index: int
     prompt: Sequence[int]
     sampling: SamplingParams
     stream: int
+    batch_stream: int | None = None
 
 
-class Conversations(Protocol):
-    """What an engine asks while it samples conversations, whose next turns depend on what it has sampled."""
+class Source:
+    """Where an engine's requests come from, and who hears of their completions. An answer may be a next request."""
 
-    def ready(self, wait: bool, everyone: bool = False) -> list[Request]:
-        """The turns that can be sampled now. With `wait` it waits for one, with `everyone` for all that may come; an
-        empty list then says that there are no more."""
+    def begin(self, wait: bool, together: bool) -> Sequence[Request] | None:
+        """The requests that begin now; the engine asks at first and between its steps.
 
-    def finished(self, index: int, completion: Completion) -> None:
-        """The turn of conversation `index` has ended."""
-
-
-class Supply(Protocol):
-    """What an engine asks while it samples completions until there are enough, some of which then stay unfinished."""
-
-    def begin(self) -> list[Request] | None:
-        """What is sampled from now on as well; asked at first and whenever `ended` said so.
-
-        None says that there is enough, and nothing while nothing else is sampled ends the call too.
+        With `wait` the engine has nothing else to sample: wait until there is a request, and return none if no more
+        will come. With `together` the result must not depend on how fast anybody answers: return requests only when
+        asked to wait, and then all that may come. None ends the call, and what is still being sampled stays unfinished.
         """
+        raise NotImplementedError
 
     def ended(self, indices: Sequence[int]) -> bool:
-        """These completions have their last token. True if `begin` is to be asked now."""
+        """These completions have their last token. True if `begin` has an answer now, before the others have ended."""
+        return False
 
     def finished(self, index: int, completion: Completion) -> None:
         """A completion that has ended, perhaps a while after `ended` was told of it."""
+        raise NotImplementedError
+
+
+class Prompts(Source):
+    """Plain prompts: all of them begin at once, and `completions` has one for each in the end."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        told: Finished | None = None,
+        first_stream: int = 0,
+    ) -> None:
+        self.completions: dict[int, Completion] = {}
+        self._told = told
+        self._waiting = [
+            Request(index, prompt, one, first_stream + index)
+            for index, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+
+    def begin(self, wait: bool, together: bool) -> Sequence[Request]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def finished(self, index: int, completion: Completion) -> None:
+        self.completions[index] = completion
+        if self._told is not None:
+            self._told(index, completion)
 
 
 class Engine(Protocol):
@@ -114,6 +138,14 @@ class Engine(Protocol):
 
     name: str  # "transformers" or "vllm"
     kernel: str  # what multiplies by the base weights, for the log
+
+    def run(self, source: Source, seed: int | None = None) -> dict[int, Completion]:
+        """Sample what `source` asks for, with the adapter and the noise that are set; returns what is unfinished.
+
+        Where the engine is deterministic, equal requests and seeds give equal completions. The source is called in the
+        caller's thread, and the engine waits for it. If it raises, sampling ends, the exception is raised here, and the
+        engine stays usable. Raises EngineError if a prompt and its completion cannot fit the context.
+        """
 
     def generate(
         self,
@@ -123,27 +155,15 @@ class Engine(Protocol):
         finished: Finished | None = None,
         first_index: int = 0,
     ) -> list[Completion]:
-        """Sample one completion for each prompt (token ids), with the adapter and the noise that are set.
+        """Sample one completion for each prompt (token ids); `run` says what holds.
 
-        `sampling` holds for all prompts, or gives one value for each. Where the engine is deterministic, the same
-        (prompts, sampling, seed) give the same completions. `finished` is called once for each prompt as soon as its
-        completion has ended, in the caller's thread, and the engine waits for it. If it raises, sampling ends, the
-        exception is raised here, and the engine stays usable. `first_index` is for several processes that share a
-        batch: the place of the first prompt in the whole batch, so that random streams do not depend on which process
-        samples a prompt. Raises EngineError if a prompt and its completion cannot fit the context.
+        `sampling` holds for all prompts, or gives one value for each. `finished` is called once for each prompt as soon
+        as its completion has ended. `first_index` is for several processes that share a batch: the place of the first
+        prompt in the whole batch, so that random streams do not depend on which process samples a prompt.
         """
-
-    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
-        """Sample conversations until there are no more turns, all of them at once and each as soon as it is ready.
-
-        Where turns have to repeat to the bit, each batch waits for everyone. `generate` says what else holds.
-        """
-
-    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
-        """Sample what `supply` gives until it has enough; returns what had begun by then and has not ended.
-
-        Which requests run together follows from the completions' lengths alone. `generate` says what else holds.
-        """
+        source = Prompts(prompts, each_sampling(sampling, len(prompts)), finished, first_index)
+        self.run(source, seed)
+        return [source.completions[index] for index in range(len(prompts))]
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -183,6 +203,11 @@ class Engine(Protocol):
         """Free everything except what the caller still holds of `policy_model`. Later calls raise EngineError."""
 
 
+def request_seed(seed: int | None, stream: int) -> int | None:
+    """The seed of a random stream in a call whose seed is `seed`; None for a call without one."""
+    return None if seed is None else (seed * SEED_STRIDE + stream) % 2**63
+
+
 def check_temperature(temperature: float, name: str) -> None:
     """Raise ConfigError for a temperature that vLLM would silently replace. `name` is what the error calls it."""
     if 0 < temperature < MIN_TEMPERATURE:
@@ -198,6 +223,12 @@ def each_sampling(sampling: SamplingParams | Sequence[SamplingParams], count: in
     if len(each) != count:
         raise EngineError(f"{len(each)} sampling parameters were given for {count} prompts: give one for all, or each")
     return each
+
+
+def check_requests(requests: Sequence[Request], context: int, vocabulary: int) -> None:
+    """Raise EngineError for an empty prompt, one that exceeds `context` with its completion, or an unknown token."""
+    check_context([one.prompt for one in requests], [one.sampling.max_new_tokens for one in requests], context)
+    check_tokens((one.prompt for one in requests), vocabulary)
 
 
 def check_context(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], context: int) -> None:

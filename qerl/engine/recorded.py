@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.engine.interface import UNRECORDED
+from qerl.engine.interface import UNRECORDED, Completion
 from qerl.model.experts import ExpertBlock
 
 if TYPE_CHECKING:
@@ -55,6 +55,16 @@ def extended(earlier: torch.Tensor | None, later: torch.Tensor | None) -> torch.
     if earlier is None or later is None:
         return later
     return torch.cat([earlier, later[len(earlier) :]])
+
+
+def joined(begun: Completion, rest: Completion) -> Completion:
+    """A completion of two parts."""
+    return Completion(
+        begun.token_ids + rest.token_ids,
+        begun.logprobs + rest.logprobs,
+        rest.finish_reason,
+        extended(begun.experts, rest.experts),
+    )
 
 
 def of_length(ids: torch.Tensor, tokens: int) -> torch.Tensor:

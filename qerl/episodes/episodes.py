@@ -6,7 +6,7 @@ the tokens that train, and the engine finds all earlier turns in its prefix cach
 
     reset ─> ready ─ engine ─> finished ─> step ─> ready ─> ...   until the environment is done, or a limit is reached
 
-The engine asks for what is `ready` between its steps and tells what is `finished`. Environments answer from threads, so
+Between its steps the engine asks which turns begin, and says which have finished. Environments answer from threads, so
 a slow one keeps nobody but its own episode waiting, unless the engine asks to wait for all (which repeats to the bit).
 """
 
@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import CheckpointError
 from qerl.base.printable import printable
 from qerl.data.tasks.environment import ASKS
-from qerl.engine.interface import Completion, Request, SamplingParams
+from qerl.engine.interface import Completion, Request, SamplingParams, Source
 from qerl.episodes.values import Ending, Episode, Limits, Message, Start, Turn
 
 if TYPE_CHECKING:
     import torch
 
+    from qerl.engine.interface import Finished
     from qerl.episodes.chat import Chat
     from qerl.episodes.host import Answer
     from qerl.episodes.runner import Runner
@@ -63,12 +64,20 @@ class _Open:
     experts: torch.Tensor | None = None  # chosen for the tokens so far, where an engine says so
 
 
-class Episodes:
-    """What `Engine.converse` asks; `finish` gives the episodes once it has returned."""
+class Episodes(Source):
+    """What `Engine.run` asks; `finish` gives the episodes once it has returned."""
 
     def __init__(
-        self, runner: Runner, chat: Chat, limits: Limits, sampling: SamplingParams, starts: Sequence[Start]
+        self,
+        runner: Runner,
+        chat: Chat,
+        limits: Limits,
+        sampling: SamplingParams,
+        starts: Sequence[Start],
+        told: Finished | None = None,
     ) -> None:
+        """`told` is called with each of the model's turns as it ends."""
+        self._told = told
         self._runner, self._chat, self._limits, self._sampling = runner, chat, limits, sampling
         self._episodes = [
             _Open(index, runner.episode(), start, list(start.prompt_ids)) for index, start in enumerate(starts)
@@ -79,20 +88,20 @@ class Episodes:
             row = {**episode.start.row, "prompt": list(episode.start.messages)}
             self._ask(episode, "reset", row=row, seed=episode.start.seed)
 
-    def ready(self, wait: bool, everyone: bool = False) -> list[Request]:
-        """The next turns to sample, each once, in the order of the episodes.
-
-        With `wait` it waits until there is one, or until no environment is left to answer; with `everyone` for all of
-        them. An empty list then means that all episodes have ended.
-        """
+    def begin(self, wait: bool, together: bool) -> list[Request]:
+        """The next turns to sample, each once, in the order of the episodes."""
+        if together and not wait:
+            return []
         self._take_answers(block=False)
-        while self._by_call and (everyone or (wait and not self._ready)):
+        while self._by_call and (together or (wait and not self._ready)):
             self._take_answers(block=True)
         ready, self._ready = sorted(self._ready, key=lambda episode: episode.index), []
         return [self._request(episode) for episode in ready]
 
     def finished(self, index: int, completion: Completion) -> None:
         """The model's turn in episode `index`."""
+        if self._told is not None:
+            self._told(index, completion)
         episode = self._episodes[index]
         action = self._chat.action(completion.token_ids)
         episode.token_ids += completion.token_ids
@@ -131,14 +140,15 @@ class Episodes:
         self._by_call[episode.call] = episode
 
     def _take_answers(self, block: bool) -> None:
-        """Take what has been answered; with `block`, wait for one answer or for the next deadline."""
-        while True:
-            self._end_late()
-            if not self._by_call:
-                return
+        """Take what has been answered; with `block`, wait for one answer or for the next deadline.
+
+        What was answered in time may have waited here while the engine sampled.
+        """
+        while self._by_call:
             try:
                 answer = self._runner.answers.get(block, self._until_deadline() if block else None)
             except queue.Empty:
+                self._end_late()
                 if block:
                     continue
                 return
@@ -282,7 +292,7 @@ class Episodes:
         room, own = self._room(episode), self._limits.max_turn_tokens
         sampling = replace(self._sampling, max_new_tokens=room if own is None else min(own, room))
         stream = episode.spoken * len(self._episodes) + episode.index
-        return Request(episode.index, [*episode.prompt_ids, *episode.token_ids], sampling, stream)
+        return Request(episode.index, [*episode.prompt_ids, *episode.token_ids], sampling, stream, episode.spoken)
 
 
 def _characters(messages: Sequence[Message]) -> int:

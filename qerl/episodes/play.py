@@ -16,14 +16,13 @@ from qerl.episodes.runner import Runner
 from qerl.episodes.values import Episode, Limits, Start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.environment import EnvironmentConfig
     from qerl.data.tasks import Example
-    from qerl.engine.interface import Completion, Engine, SamplingParams
+    from qerl.engine.interface import Engine, Finished, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -104,29 +103,18 @@ def play(
     starts: Sequence[Start],
     sampling: SamplingParams,
     seed: int,
-    told: Callable[[int, Completion], object] | None = None,
+    told: Finished | None = None,
 ) -> list[Episode]:
     """The episodes, in the order of their starts. `told` is called with each of the model's turns as it ends."""
-    episodes = Episodes(environments.runner, environments.chat, environments.limits, sampling, starts)
+    episodes = Episodes(environments.runner, environments.chat, environments.limits, sampling, starts, told)
     try:
-        engine.converse(_Told(episodes, told) if told else episodes, seed)
+        engine.run(episodes, seed)
     except BaseException:
         episodes.drop()
         raise
     finished = episodes.finish()
     _say_failures(finished)
     return finished
-
-
-class _Told:
-    """Episodes of which another hears as well."""
-
-    def __init__(self, episodes: Episodes, told: Callable[[int, Completion], object]) -> None:
-        self.ready, self._episodes, self._told = episodes.ready, episodes, told
-
-    def finished(self, index: int, completion: Completion) -> None:
-        self._told(index, completion)
-        self._episodes.finished(index, completion)
 
 
 def _say_failures(episodes: Sequence[Episode]) -> None:

@@ -19,26 +19,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from qerl.engine.interface import Request, SamplingParams, Source
+
 FIRST_TOKEN, TOKENS = 1000, 50_000  # prompts and observations are drawn from these
 
 
-class FixedTurns:
-    """Conversations (qerl.engine.interface) whose turns have a fixed number of tokens, all of them sampled."""
+class FixedTurns(Source):
+    """Conversations whose turns have a fixed number of tokens, all of them sampled."""
 
     def __init__(self, prompts: list[list[int]], turns: int, tokens: int, said: int, delay_s: float) -> None:
-        from qerl.engine.interface import SamplingParams
-
         self._prompts = [list(prompt) for prompt in prompts]
         self._sampling = SamplingParams(tokens // turns)
         self._left, self._said, self._delay_s = [turns] * len(prompts), said, delay_s
         self._ready = [(0.0, index) for index in range(len(prompts))]
         self.sampled = 0
 
-    def ready(self, wait: bool, everyone: bool = False) -> list:
-        from qerl.engine.interface import Request
-
+    def begin(self, wait: bool, together: bool) -> list[Request]:
+        if together and not wait:
+            return []
         if wait and self._ready:
-            latest = max(self._ready) if everyone else min(self._ready)
+            latest = max(self._ready) if together else min(self._ready)
             time.sleep(max(0.0, latest[0] - time.monotonic()))
         now = time.monotonic()
         due = [index for at, index in self._ready if at <= now]
@@ -67,7 +67,7 @@ def measure(engine, arguments: argparse.Namespace, turns: int, repeat: int) -> d
     said, delay_s = (arguments.said, arguments.delay) if turns > 1 else (0, 0.0)
     conversations = FixedTurns(prompts, turns, arguments.tokens, said, delay_s)
     started = time.perf_counter()
-    engine.converse(conversations, seed=repeat)
+    engine.run(conversations, seed=repeat)
     return {"seconds": time.perf_counter() - started, "tokens": conversations.sampled}
 
 

@@ -17,8 +17,8 @@ class Scripted:
         self.lines, self.cut, self.asked, self.waves = [list(each) for each in lines], cut, [], []
         self._encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def converse(self, conversations, seed=None):
-        while requests := conversations.ready(wait=True):
+    def run(self, conversations, seed=None):
+        while requests := conversations.begin(wait=True, together=False):
             self.waves.append([request.index for request in requests])
             for request in requests:
                 self.asked.append(request)

@@ -14,8 +14,8 @@ class Counting:
     def __init__(self):
         self.prompts = []
 
-    def converse(self, conversations, seed):
-        while requests := conversations.ready(wait=True):
+    def run(self, conversations, seed):
+        while requests := conversations.begin(wait=True, together=False):
             for request in requests:
                 self.prompts.append(len(request.prompt))
                 tokens = request.sampling.max_new_tokens
@@ -24,7 +24,7 @@ class Counting:
 
 def test_each_turn_goes_on_from_all_before_it():
     engine, turns = Counting(), FixedTurns([[1] * 10, [2] * 10], turns=4, tokens=40, said=3, delay_s=0.001)
-    engine.converse(turns, 0)
+    engine.run(turns, 0)
     assert sorted(engine.prompts) == sorted(2 * [10, 23, 36, 49])
     assert turns.sampled == 80
 

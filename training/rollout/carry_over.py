@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from qerl.engine.interface import Completion, Request, SamplingParams
+from qerl.engine.interface import Completion, Request, SamplingParams, Source
 from training.rollout.groups import Group, Sample
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class Share:
         return self.all_groups * self.group_size + (number - own) * self.ranks + self.rank
 
 
-class Pool:
-    """The groups that a rank has in progress during one rollout. It is what the engine asks (`Supply`)."""
+class Pool(Source):
+    """The groups that a rank has in progress during one rollout. It is what the engine asks."""
 
     def __init__(self, kept: Kept, share: Share, sampling: SamplingParams, rollout: int, longest: int) -> None:
         """`longest` is `rollout.carry_over`."""
@@ -128,7 +128,7 @@ class Pool:
 
     # -- what the engine asks
 
-    def begin(self) -> list[Request] | None:
+    def begin(self, wait: bool, together: bool) -> list[Request] | None:
         if self._enough():
             return None
         new = [] if self._begun else self._carried()

@@ -127,7 +127,7 @@ class Sampler:
         """A rollout that goes on with what is in `pool`, and ends as soon as that has groups enough."""
 
         def draw(seed: int) -> tuple[list[Group], Kept]:
-            return pool.settle(self._engine.sample_from(pool, seed))
+            return pool.settle(self._engine.run(pool, seed))
 
         ahead = nullcontext() if self._ahead is None else self._ahead.rollout(pool.answers)
         with ahead as pool.told:

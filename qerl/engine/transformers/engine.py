@@ -27,30 +27,24 @@ from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, loca
 from qerl.engine.interface import (
     UNCALIBRATED,
     Completion,
-    Conversations,
-    Finished,
+    Engine,
     Request,
     SamplingParams,
-    Supply,
-    check_context,
-    check_tokens,
-    each_sampling,
+    Source,
+    check_requests,
+    request_seed,
 )
-from qerl.engine.recorded import recorded_experts
-from qerl.engine.seeds import request_seed
+from qerl.engine.recorded import joined, recorded_experts
 from qerl.engine.transformers.kv import kv_in_8_bits
 from qerl.engine.transformers.sampling import (
     Ended,
     LogprobRecorder,
-    OwnLimits,
     batches,
-    cut,
     filters,
     forked_rng,
     pad_left,
 )
 from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_update_
-from qerl.engine.waves import converse_in_waves, sample_in_waves
 from qerl.formats.linear import PackedLinear
 from qerl.formats.weight_cache import cached_weights
 from qerl.model.kv_rounding import set_kv_scales_
@@ -69,7 +63,7 @@ if TYPE_CHECKING:
 SCORED_TOKENS = 4096  # per forward pass of `score`: their float32 logits take 2.3 GiB at a vocabulary of 152k
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """See `qerl.engine.interface.Engine`."""
 
     name = "transformers"
@@ -102,36 +96,43 @@ class TransformersEngine:
     def policy_model(self) -> PreTrainedModel:
         return self._open()
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        seed: int | None = None,
-        finished: Finished | None = None,
-        first_index: int = 0,
-    ) -> list[Completion]:
+    def run(self, source: Source, seed: int | None = None) -> dict[int, Completion]:
+        """Requests are sampled in waves: one ends when others may begin, and what it leaves goes on in the next one.
+
+        All requests of a wave draw from one random stream. What else is in it must not depend on anybody's speed.
+        """
         model = self._open()
-        each = each_sampling(sampling, len(prompts))
-        context = model.config.get_text_config().max_position_embeddings
-        check_context(prompts, [one.max_new_tokens for one in each], context)
-        check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
-        completions: dict[int, Completion] = {}
-        # All prompts draw from one stream here, which must be another one in each of the calls that share a batch.
-        stream = request_seed(seed, first_index) if first_index else seed
-        with self._sampling(model), forked_rng(model.device, stream):
-            for rows in batches(each, self._batch_size or max(1, len(prompts))):
-                limits = [each[row].max_new_tokens for row in rows]
-                done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
-                completions.update(zip(rows, done, strict=True))
-                for row in sorted(rows, key=lambda row: len(completions[row].token_ids)) if finished else ():
-                    finished(row, completions[row])
-        return [completions[row] for row in range(len(prompts))]
+        context, vocabulary = model.config.get_text_config().max_position_embeddings, model.get_input_embeddings()
+        running: dict[int, Request] = {}
+        unfinished: dict[int, Completion] = {}
+        while (new := source.begin(wait=not running, together=True)) is not None and (running or new):
+            check_requests(new, context, vocabulary.weight.shape[0])
+            running |= {request.index: request for request in new}
+            unfinished |= {request.index: Completion([], [], "unfinished") for request in new}
+            with self._sampling(model), forked_rng(model.device, _wave_seed(new, seed)):
+                self._wave(source, running, unfinished)
+        return unfinished
 
-    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
-        converse_in_waves(self, conversations, seed)
+    def _wave(self, source: Source, running: dict[int, Request], unfinished: dict[int, Completion]) -> None:
+        """Sample `running` in batches until `source` has an answer for `begin`; only what is unfinished stays."""
+        requests = [_continued(request, unfinished[index]) for index, request in running.items()]
+        over = False
 
-    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
-        return sample_in_waves(self.wave, supply, seed)
+        def told(ended: list[int]) -> bool:
+            nonlocal over
+            over = source.ended(ended)
+            return over
+
+        for rows in batches([one.sampling for one in requests], self._batch_size or len(requests)):
+            batch = [requests[row] for row in rows]
+            done = self._batch(batch, lambda ended, batch=batch: told([batch[row].index for row in ended]))
+            for request, part in sorted(zip(batch, done, strict=True), key=lambda pair: len(pair[1].token_ids)):
+                whole = unfinished[request.index] = joined(unfinished[request.index], part)
+                if whole.finish_reason != "unfinished":
+                    del running[request.index], unfinished[request.index]
+                    source.finished(request.index, whole)
+            if over:
+                return
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -184,17 +185,6 @@ class TransformersEngine:
             raise EngineError("this engine was closed: open a new one")
         return self._model
 
-    def wave(
-        self, requests: Sequence[Request], seed: int | None, ended: Callable[[list[int]], bool]
-    ) -> list[Completion]:
-        """See `qerl.engine.waves.sample_in_waves`."""
-        model, limits = self._open(), [one.sampling.max_new_tokens for one in requests]
-        prompts = [one.prompt for one in requests]
-        check_context(prompts, limits, model.config.get_text_config().max_position_embeddings)
-        check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
-        with self._sampling(model), forked_rng(model.device, seed):
-            return self._generate_batch(prompts, requests[0].sampling, limits, ended)
-
     @contextmanager
     def _sampling(self, model: PreTrainedModel) -> Iterator[None]:
         if self._uncalibrated:
@@ -202,41 +192,33 @@ class TransformersEngine:
         with _sampling_mode(model), kv_in_8_bits(model) if self._kv_in_8_bits else nullcontext():
             yield
 
-    def _generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        limits: Sequence[int],
-        told: Callable[[list[int]], bool] | None = None,
-    ) -> list[Completion]:
-        """Sample for prompts with their own `limits` of new tokens; the rest of `sampling` holds for all of them.
+    def _batch(self, requests: Sequence[Request], told: Callable[[list[int]], bool]) -> list[Completion]:
+        """Sample requests whose parameters differ only in `max_new_tokens`.
 
-        `told` is called with the rows that have ended, and ends the others if it returns True.
+        `told` is called with the rows that have ended, after each token, and ends the others if it returns True.
         """
-        model = self._open()
+        model, sampling = self._open(), requests[0].sampling
         stop = tuple(dict.fromkeys([*self.end_token_ids, *sampling.stop_token_ids]))
+        prompts, limits = zip(*((one.prompt, one.sampling.max_new_tokens) for one in requests), strict=True)
         input_ids, attention_mask = pad_left(prompts, self._tokenizer.pad_token_id, model.device)
         width = input_ids.shape[1]
-        recorder, ended = LogprobRecorder(width), None if told is None else Ended(width, limits, stop, told)
+        recorder, ended = LogprobRecorder(width), Ended(width, limits, stop, told)
         with recorded_experts(model, self._records_experts) as experts:
             sequences = model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 generation_config=self._generation_config(sampling, stop, max(limits)),
                 logits_processor=LogitsProcessorList([*filters(sampling), recorder]),
-                stopping_criteria=StoppingCriteriaList([OwnLimits(width, limits), *([ended] if ended else [])]),
+                stopping_criteria=StoppingCriteriaList([ended]),
             )
             new_tokens = sequences[:, width:]
-            logprobs = recorder.logprobs(new_tokens)
-            rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
-            done = [cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
-            bounds = [
-                (width - len(prompt), width + len(one.token_ids) - 1) for prompt, one in zip(prompts, done, strict=True)
-            ]
-            done = [replace(one, experts=experts.of_row(row, *bounds[row])) for row, one in enumerate(done)]
-        if ended is None:
-            return done
-        return [one if row in ended.rows else replace(one, finish_reason="unfinished") for row, one in enumerate(done)]
+            found = zip(new_tokens.tolist(), recorder.logprobs(new_tokens).tolist(), strict=True)
+            done = []
+            for row, (tokens, logprobs) in enumerate(found):
+                length, reason = ended.rows.get(row, (len(tokens), "unfinished"))
+                chosen = experts.of_row(row, width - len(prompts[row]), width + length - 1)
+                done.append(Completion(tokens[:length], logprobs[:length], reason, chosen))
+        return done
 
     def _generation_config(
         self, sampling: SamplingParams, stop: tuple[int, ...], max_new_tokens: int
@@ -269,6 +251,21 @@ class TransformersEngine:
         logits = logits.float() / (temperature or 1.0)
         picked = (logits.gather(-1, input_ids[:, -keep:, None])[..., 0] - logits.logsumexp(-1)).tolist()
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
+
+
+def _wave_seed(new: Sequence[Request], seed: int | None) -> int | None:
+    """The seed of a wave that begins with these requests. The first of plain prompts have the caller's own."""
+    if not new:
+        return seed
+    stream = new[0].stream if new[0].batch_stream is None else new[0].batch_stream
+    return request_seed(seed, stream) if stream else seed
+
+
+def _continued(request: Request, begun: Completion) -> Request:
+    """What is left to sample of a request."""
+    left = request.sampling.max_new_tokens - len(begun.token_ids)
+    sampling = replace(request.sampling, max_new_tokens=left)
+    return replace(request, prompt=[*request.prompt, *begun.token_ids], sampling=sampling)
 
 
 def _takes_8_bits(options: EngineOptions) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from transformers import LogitsProcessor
@@ -17,40 +18,30 @@ from transformers.generation import (
 )
 
 from qerl.base.errors import EngineError
-from qerl.engine.interface import Completion, SamplingParams
-
-
-class OwnLimits(StoppingCriteria):
-    """Ends each row after its own number of new tokens."""
-
-    def __init__(self, prompt_width: int, limits: Sequence[int]) -> None:
-        self._lengths = prompt_width + torch.tensor(limits)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        self._lengths = self._lengths.to(input_ids.device)
-        return input_ids.shape[1] >= self._lengths
+from qerl.engine.interface import SamplingParams
 
 
 class Ended(StoppingCriteria):
-    """Says which rows have ended, after each token, and ends all of them if the answer is True."""
+    """Ends each row after its own number of new tokens, says which rows have ended, and ends all if told to.
+
+    `rows` has the length and the reason of each row that has ended.
+    """
 
     def __init__(
         self, prompt_width: int, limits: Sequence[int], stop: Collection[int], told: Callable[[list[int]], bool]
     ) -> None:
-        self.rows: set[int] = set()
-        self._lengths = [prompt_width + limit for limit in limits]
-        self._stop, self._told = frozenset(stop), told
+        self.rows: dict[int, tuple[int, Literal["stop", "length"]]] = {}
+        self._width, self._limits, self._stop, self._told = prompt_width, limits, frozenset(stop), told
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        width, last = input_ids.shape[1], input_ids[:, -1].tolist()
-        new = [
-            row
-            for row, token in enumerate(last)
-            if row not in self.rows and (token in self._stop or width >= self._lengths[row])
-        ]
-        self.rows.update(new)
-        over = bool(new) and self._told(new)
-        return torch.full((len(last),), over, device=input_ids.device)
+        length = input_ids.shape[1] - self._width
+        new: dict[int, tuple[int, Literal["stop", "length"]]] = {}
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if row not in self.rows and (token in self._stop or length >= self._limits[row]):
+                new[row] = (length, "stop" if token in self._stop else "length")
+        self.rows |= new
+        over = bool(new) and self._told([*new])
+        return torch.tensor([over or row in self.rows for row in range(len(input_ids))], device=input_ids.device)
 
 
 class LogprobRecorder(LogitsProcessor):
@@ -102,14 +93,6 @@ def batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
         alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
     for rows in alike.values():
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
-    """Drop the padding after the first stop token. Without a stop token the completion was truncated."""
-    for index, token in enumerate(tokens):
-        if token in stop:
-            return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
-    return Completion(tokens, logprobs, "length")
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

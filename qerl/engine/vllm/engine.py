@@ -29,23 +29,19 @@ from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import (
     UNCALIBRATED,
     Completion,
-    Conversations,
-    Finished,
+    Engine,
     Request,
-    SamplingParams,
-    Supply,
+    Source,
     check_context,
-    check_tokens,
-    each_sampling,
+    check_requests,
+    request_seed,
 )
 from qerl.engine.outgrown import outgrown
-from qerl.engine.seeds import request_seed
 from qerl.engine.update import Update
 from qerl.engine.vllm import found, kernel_choice, opening, requests
 from qerl.engine.vllm.cap import Cap
 from qerl.engine.vllm.kv_scales import attention_layers, set_scales_
 from qerl.engine.vllm.startup import Parts, line, whole
-from qerl.engine.vllm.supplied import run_supplied
 from qerl.engine.vllm.take import take_
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.sizes import read_sizes
@@ -62,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """See `qerl.engine.interface.Engine`."""
 
     name = "vllm"
@@ -127,71 +123,31 @@ class VLLMEngine:
         compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
         logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        seed: int | None = None,
-        finished: Finished | None = None,
-        first_index: int = 0,
-    ) -> list[Completion]:
+    def run(self, source: Source, seed: int | None = None) -> dict[int, Completion]:
+        """Each request begins as soon as `source` has it. Earlier turns of a conversation are in the prefix cache."""
         llm = self._open_awake()
-        each = each_sampling(sampling, len(prompts))
-        check_context(prompts, [one.max_new_tokens for one in each], self.max_context)
-        check_tokens(prompts, self._vocabulary)
-        if not prompts:
-            return []
-        params = [
-            requests.sampling_params(one, self.end_token_ids, request_seed(seed, index))
-            for index, one in enumerate(each, first_index)
-        ]
+        lengths: dict[int, int] = {}  # of each sequence, after its latest turn
         if self.options.deterministic:
             requests.drop_prefix_cache(llm)
 
-        def take(index: int, output: Any) -> Completion:
-            completion = self._completion(output)
-            if finished is not None:
-                finished(index, completion)
-            return completion
-
-        completions = requests.run(llm, prompts, params, take)
-        pairs = zip(prompts, completions, strict=True)
-        self._check_cache([len(prompt) + len(completion.token_ids) for prompt, completion in pairs])
-        return completions
-
-    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
-        """Each turn is a request of its own, whose earlier turns vLLM has in its prefix cache."""
-        llm = self._open_awake()
-        lengths: dict[int, int] = {}  # of each conversation, after its latest turn
-        together = self.options.deterministic  # what else is sampled then does not depend on the environments' speed
-        if together:
-            requests.drop_prefix_cache(llm)
-
-        def ready(wait: bool) -> list[tuple[int, Sequence[int], Any]]:
-            if together and not wait:
-                return []
-            found = conversations.ready(wait, everyone=together)
+        def begin(idle: bool) -> list[requests.Asked] | None:
+            found = source.begin(wait=idle, together=self.options.deterministic)
+            if not found:
+                return found
+            check_requests(found, self.max_context, self._vocabulary)
             lengths.update({one.index: len(one.prompt) for one in found})
-            return self._turns(found, seed)
+            return [(one.index, one.prompt, self._params(one, seed)) for one in found]
 
-        def take(index: int, output: Any) -> None:
-            completion = self._completion(output)
-            lengths[index] = lengths.get(index, 0) + len(completion.token_ids)
-            conversations.finished(index, completion)
+        def take(done: list[tuple[int, Any]]) -> None:
+            for index, output in done:
+                completion = self._completion(output)
+                lengths[index] += len(completion.token_ids)
+                source.finished(index, completion)
+            source.ended([index for index, _ in done])
 
-        requests.converse(llm, ready, take)
-        self._check_cache([*lengths.values()])
-
-    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
-        llm = self._open_awake()
-        if self.options.deterministic:
-            requests.drop_prefix_cache(llm)
-
-        def begin() -> list[tuple[int, Sequence[int], Any]] | None:
-            return None if (new := supply.begin()) is None else self._turns(new, seed)
-
-        told = supply.finished
-        return run_supplied(llm, begin, lambda index, done: told(index, self._completion(done)), supply.ended)
+        if not (unfinished := requests.serve(llm, begin, take)):
+            self._check_cache([*lengths.values()])
+        return unfinished
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -205,15 +161,23 @@ class VLLMEngine:
         # processor and is read outside the CUDA graphs, so it can stand in for the temperature.
         processor = self.found.model.logits_processor
         before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
+        waiting: list[requests.Asked] = [(index, row, requests.scoring_params()) for index, row in enumerate(rows)]
+        scores: dict[int, list[float]] = {}
 
-        def take(index: int, output: Any) -> list[float]:
-            values = requests.first_at_each_position(output.prompt_logprobs)
-            return values[len(values) - len(completions[index]) :]
+        def begin(idle: bool) -> list[requests.Asked]:
+            begun, waiting[:] = waiting[:], []
+            return begun
+
+        def take(done: list[tuple[int, Any]]) -> None:
+            for index, output in done:
+                values = requests.first_at_each_position(output.prompt_logprobs)
+                scores[index] = values[len(values) - len(completions[index]) :]
 
         try:
-            return requests.run(llm, rows, requests.scoring_params(), take)
+            requests.serve(llm, begin, take)
         finally:
             processor.scale = before
+        return [scores[index] for index in range(len(rows))]
 
     def sync(self, update: Update) -> int:
         llm = self._open()
@@ -314,15 +278,8 @@ class VLLMEngine:
         made = requests.completion(output.outputs[0])
         return made if self._reader is None else replace(made, experts=self._reader.of_output(output))
 
-    def _turns(self, found: Sequence[Request], seed: int | None) -> list[tuple[int, Sequence[int], Any]]:
-        """(index, token ids, vLLM's parameters) of each request. Raises EngineError if one does not fit."""
-        check_context([one.prompt for one in found], [one.sampling.max_new_tokens for one in found], self.max_context)
-        check_tokens((one.prompt for one in found), self._vocabulary)
-
-        def params(one: Request) -> Any:
-            return requests.sampling_params(one.sampling, self.end_token_ids, request_seed(seed, one.stream))
-
-        return [(one.index, one.prompt, params(one)) for one in found]
+    def _params(self, request: Request, seed: int | None) -> Any:
+        return requests.sampling_params(request.sampling, self.end_token_ids, request_seed(seed, request.stream))
 
     def _check_cache(self, lengths: Sequence[int]) -> None:
         """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""

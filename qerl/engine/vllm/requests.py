@@ -1,82 +1,90 @@
 """A call of vLLM: the requests that it gets and the outputs that come back.
 
-vLLM's `LLM.generate` returns when the last sequence has ended. `run` makes the same requests (`LLM.enqueue`) and the
-same steps, and hands on each output as soon as it is complete.
+vLLM's `LLM.generate` returns when the last sequence has ended. `serve` makes the same requests (`LLM.enqueue`) and the
+same steps, hands on each output as soon as it is complete, and lets further requests begin between the steps.
 
 Two things would go wrong in silence. An interrupted call leaves its requests in vLLM's scheduler, and the next call
-would return their completions among its own: `run` aborts them. And vLLM only logs it if it keeps its prefix cache:
+would get their completions among its own: `serve` aborts them. And vLLM only logs it if it keeps its prefix cache:
 `drop_prefix_cache` raises.
+
+A call can also end when there is enough. vLLM 0.25.1 gives partial outputs to callers that stream, for which it makes
+an object per request and step. Here the output of an unfinished request is made once, when it is aborted
+(`RequestState.make_request_output`). With asynchronous scheduling a forward pass is still under way then. It writes
+into the KV cache, which the next sleep unmaps, so the engine is stepped until nothing is left of it.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from qerl.base.errors import EngineError
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.engine.vllm.exhausted import out_of_memory
 
-T = TypeVar("T")
-
 NEW_OBJECTS = (100_000, 50, 100)  # thresholds of Python's garbage collector, for gc.set_threshold
 
 
-def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[[int, Any], T]) -> list[T]:
-    """Run `prompts` (token ids) and return what `take(index, output)` gives for each, in the order of the prompts.
+Asked = tuple[int, Sequence[int], Any]  # index, token ids and vLLM's parameters of a request
 
-    `params` are vLLM's, for all prompts or for each. `take` is called as soon as an output is complete, while vLLM
-    still works on the others. Raises EngineError if memory runs out, and whatever `take` raises.
+
+def serve(
+    llm: Any,
+    begin: Callable[[bool], Sequence[Asked] | None],
+    take: Callable[[list[tuple[int, Any]]], object],
+) -> dict[int, Completion]:
+    """Run the requests that `begin` gives, and return what each unfinished one has sampled if `begin` ends the call.
+
+    `begin(idle)` is asked between vLLM's steps and gives what begins now. None ends the call, and so does nothing while
+    vLLM is `idle`. `take` gets (index, output) of each request that a step has completed. Raises EngineError if memory
+    runs out, and whatever `begin` and `take` raise.
     """
-    taken: dict[int, T] = {}
-    ended = 0
-    with aborted_on_error(llm, len(prompts)), rare_collections():
-        indices = dict(zip(enqueued(llm, prompts, params), range(len(prompts)), strict=True))
-        for output in _as_they_end(llm.llm_engine):
-            ended += 1
-            if (index := indices.get(output.request_id)) is not None:
-                taken[index] = take(index, output)
-    if not ended == len(taken) == len(prompts):
-        raise EngineError(f"vLLM returned {ended} completions for {len(prompts)} prompts: open the engine anew")
-    return [taken[index] for index in range(len(prompts))]
-
-
-def converse(
-    llm: Any, ready: Callable[[bool], Sequence[tuple[int, Sequence[int], Any]]], take: Callable[[int, Any], object]
-) -> None:
-    """Run requests that come and go: `ready(wait)` gives (index, token ids, vLLM's parameters) of each that can begin.
-
-    It is asked between vLLM's steps, and with `wait` when vLLM has nothing to do; if it then gives none, all is done.
-    `take(index, output)` is called with each output that is complete. Raises what `run` raises.
-    """
-    indices: dict[str, int] = {}
-    engine = llm.llm_engine
-    with aborted_on_error(llm, 1), rare_collections():
+    engine, indices = llm.llm_engine, {}
+    with aborted_on_error(llm, indices), rare_collections():
         while True:
             idle = not engine.has_unfinished_requests()
-            new = ready(idle)
+            new = begin(idle)
+            if new is None:
+                return _taken_out(llm, indices)
             if idle and not new:
-                return
+                break
             if new:
-                names = enqueued(llm, [prompt for _, prompt, _ in new], [params for _, _, params in new])
+                names = _enqueued(llm, [prompt for _, prompt, _ in new], [params for _, _, params in new])
                 indices |= dict(zip(names, (index for index, _, _ in new), strict=True))
-            for output in engine.step():
-                if output.finished and (index := indices.pop(output.request_id, None)) is not None:
-                    take(index, output)
+            done = [output for output in engine.step() if output.finished]
+            if unknown := [output.request_id for output in done if output.request_id not in indices]:
+                raise EngineError(f"vLLM returned {unknown[:3]}, which this call did not ask for: open the engine anew")
+            if done:
+                take([(indices.pop(output.request_id), output) for output in done])
+    if indices:
+        raise EngineError(f"vLLM returned nothing for {len(indices)} requests: open the engine anew")
+    return {}
 
 
-def enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[str]:
+def _enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[str]:
     """The names by which vLLM's outputs call the requests that it now has."""
     names = llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
     # vLLM 0.25.1 calls a request "NUMBER-RANDOM" (or "NUMBER", by an environment variable) and its output "NUMBER".
     return [name.partition("-")[0] for name in names]
 
 
+def _taken_out(llm: Any, indices: Mapping[str, int]) -> dict[int, Completion]:
+    """Abort all requests; returns what each had sampled, by index."""
+    engine = llm.llm_engine
+    states = dict(engine.output_processor.request_states)
+    left = {indices[name.partition("-")[0]]: _sampled_part(state) for name, state in states.items()}
+    engine.abort_request(list(states), internal=True)
+    core = engine.engine_core.engine_core
+    while core.scheduler.has_requests() or core.batch_queue:
+        engine.step()
+    return left
+
+
 @contextmanager
-def aborted_on_error(llm: Any, sequences: int) -> Iterator[None]:
+def aborted_on_error(llm: Any, running: Sized) -> Iterator[None]:
     """Take all requests from vLLM if the block raises, Ctrl-C included. Raises EngineError if memory runs out."""
     import torch
 
@@ -86,14 +94,8 @@ def aborted_on_error(llm: Any, sequences: int) -> Iterator[None]:
         abandoned = list(llm.llm_engine.output_processor.request_states)
         llm.llm_engine.abort_request(abandoned, internal=True)
         if isinstance(error, torch.OutOfMemoryError):
-            raise out_of_memory(f"a call of {sequences} sequences", error) from error
+            raise out_of_memory(f"a call of {len(running)} sequences", error) from error
         raise
-
-
-def _as_they_end(engine: Any) -> Iterator[Any]:
-    """The outputs of all of vLLM's requests, as they are completed; partial outputs are left out."""
-    while engine.has_unfinished_requests():
-        yield from (output for output in engine.step() if output.finished)
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def completion(output: Any) -> Completion:
     return Completion(list(output.token_ids), _finite_logprobs(output), output.finish_reason)
 
 
-def sampled_part(state: Any) -> Completion:
+def _sampled_part(state: Any) -> Completion:
     """What vLLM has sampled so far for a request that is about to be aborted. Raises as `completion` does."""
     from vllm.v1.engine import FinishReason
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from engine_checks.compare import mismatch, same
 from engine_checks.context import Context
-from qerl.engine.interface import Completion, Request, SamplingParams
-from qerl.engine.waves import joined
+from qerl.engine.interface import Completion, Request, SamplingParams, Source
+from qerl.engine.recorded import joined
 
 LENGTHS = (40, 3, 24, 9, 200, 5)
 
 
-class UntilEnough:
+class UntilEnough(Source):
     """Two requests at first and another wherever one ends, until `wanted` have ended; what was left begins at once."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], wanted: int, left: dict[int, Completion]) -> None:
@@ -21,22 +21,23 @@ class UntilEnough:
         self._wanted, self._ended, self._left = wanted, 0, left
         first = [index for index in range(len(prompts)) if index in left]
         self._waiting = [self._request(index, prompts[index]) for index in first or range(len(prompts))]
-        self._next = len(first) or 2
+        self._room = len(first) or 2
 
     def _request(self, index: int, prompt: Sequence[int]) -> Request:
         begun = self._left[index].token_ids if index in self._left else []
         sampling = replace(SamplingParams(LENGTHS[index]), max_new_tokens=LENGTHS[index] - len(begun))
         return Request(index, [*prompt, *begun], sampling, index)
 
-    def begin(self) -> list[Request] | None:
+    def begin(self, wait: bool, together: bool) -> list[Request] | None:
         if self._ended >= self._wanted:
             return None
-        given, self._waiting = self._waiting[: self._next], self._waiting[self._next :]
-        self._next = 1
+        given, self._waiting = self._waiting[: self._room], self._waiting[self._room :]
+        self._room -= len(given)
         return given
 
     def ended(self, indices: Sequence[int]) -> bool:
         self._ended += len(indices)
+        self._room += len(indices)
         return self._ended >= self._wanted or bool(self._waiting)
 
     def finished(self, index: int, completion: Completion) -> None:
@@ -48,12 +49,12 @@ def carried_over(context: Context) -> dict:
     engine, prompts = context.engine, context.prompts[: len(LENGTHS)]
     plain = engine.generate(prompts[:4], SamplingParams(16), seed=1)
     first = UntilEnough(prompts, 3, {})
-    left = engine.sample_from(first, seed=1)
+    left = engine.run(first, seed=1)
     unfinished = engine.llm.llm_engine.get_num_unfinished_requests()
     engine.sleep()
     engine.wake()
     second = UntilEnough(prompts, len(left), left)
-    rest = engine.sample_from(second, seed=2)
+    rest = engine.run(second, seed=2)
     done = first.done | second.done
     indices = sorted(done)
     scored = engine.score([prompts[index] for index in indices], [done[index].token_ids for index in indices])

@@ -11,8 +11,7 @@ from typing import Any
 from engine_checks.compare import mismatch, same
 from engine_checks.context import Context
 from qerl.data.tasks import get_task
-from qerl.engine.interface import Completion, SamplingParams
-from qerl.engine.seeds import request_seed
+from qerl.engine.interface import Completion, SamplingParams, request_seed
 from qerl.engine.vllm import requests
 from training.rollout.grading_ahead import GradingAhead
 

@@ -1,6 +1,6 @@
 """Seeds of single prompts are fixed numbers, so that a recorded run can be sampled again."""
 
-from qerl.engine.seeds import request_seed
+from qerl.engine.interface import request_seed
 
 
 def test_the_seed_of_a_prompt_follows_from_the_batchs_seed_and_the_place_in_it():

@@ -56,10 +56,10 @@ def configured(base, folder, *overrides, **kwargs):
 def traced(ending, tmp_path_factory):
     """A run of six steps, what its engine drew after which tokens, and the groups and the batch of each step."""
     found = SimpleNamespace(drawn={}, steps=[])
-    wave, padded_batch = TransformersEngine.wave, training.step.padded_batch
+    sample, padded_batch = TransformersEngine._batch, training.step.padded_batch
 
-    def traced_wave(self, requests, seed, ended):
-        done = wave(self, requests, seed, ended)
+    def traced_sample(self, requests, told):
+        done = sample(self, requests, told)
         for request, part in zip(requests, done, strict=True):
             found.drawn.setdefault(tuple(request.prompt), []).append(part)
         return done
@@ -70,7 +70,7 @@ def traced(ending, tmp_path_factory):
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformersEngine, "wave", traced_wave)
+        patch.setattr(TransformersEngine, "_batch", traced_sample)
         patch.setattr(training.step, "padded_batch", traced_batch)
         found.run_dir = start(configured(ending, tmp_path_factory.mktemp("traced")), "tiny").run_dir
     return found

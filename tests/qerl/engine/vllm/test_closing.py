@@ -160,7 +160,7 @@ def test_close_refers_to_nothing_when_memory_is_freed_and_may_be_called_twice(mo
     engine.close()
     assert seen == ["llm", None]
     with pytest.raises(EngineError, match="closed"):
-        engine.generate([[1]], None)
+        engine.score([[1]], [[1]])
 
 
 def test_an_engine_that_goes_to_sleep_empties_torchs_cache_after_the_kv_cache_is_freed(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from vllm_stand_in import opened_engine, vllm_parts
 
 from qerl.base.errors import EngineError
-from qerl.engine.interface import Request, SamplingParams
+from qerl.engine.interface import Request, SamplingParams, Source
 from qerl.engine.vllm import requests
 from qerl.engine.vllm.requests import (
     NEW_OBJECTS,
@@ -19,7 +19,7 @@ from qerl.engine.vllm.requests import (
     drop_prefix_cache,
     first_at_each_position,
     rare_collections,
-    run,
+    serve,
 )
 
 
@@ -60,8 +60,8 @@ def test_a_logprob_that_is_no_number_is_an_error():
 
 
 class SteppedLLM:
-    """The parts of vLLM's LLM that `run` uses. A step gives each request a token, until it has as many as the first id
-    of its prompt says; requests stay if a call is interrupted."""
+    """The parts of vLLM's LLM that `serve` uses. A step gives each request a token, until it has as many as the first
+    id of its prompt says; requests stay if a call is interrupted."""
 
     def __init__(self):
         self.interrupt, self.aborted, self.count = None, [], 0
@@ -104,19 +104,31 @@ class SteppedLLM:
         self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
 
 
-def length(index, output):
-    return output.length
+def run(llm, prompts, heard=lambda index, output: None):
+    """Lengths of the outputs, in the order of the prompts."""
+    waiting, found = [(index, prompt, None) for index, prompt in enumerate(prompts)], {}
+
+    def begin(idle):
+        begun, waiting[:] = waiting[:], []
+        return begun
+
+    def take(done):
+        for index, output in done:
+            found[index] = output.length
+            heard(index, output)
+
+    assert serve(llm, begin, take) == {}
+    return [found[index] for index in range(len(prompts))]
 
 
 def test_outputs_are_read_when_they_end_and_returned_in_order():
     llm, taken = SteppedLLM(), []
 
-    def take(index, output):
+    def heard(index, output):
         taken.append((index, output.length, len(llm.request_states)))
-        return index, output.length
 
     for _ in range(2):  # requests of the second call have other numbers
-        assert run(llm, [[3], [1], [4], [1]], None, take) == [(0, 3), (1, 1), (2, 4), (3, 1)]
+        assert run(llm, [[3], [1], [4], [1]], heard) == [3, 1, 4, 1]
         assert taken == [(1, 1, 2), (3, 1, 2), (0, 3, 1), (2, 4, 0)]
         taken.clear()
 
@@ -149,20 +161,20 @@ def test_after_an_error_in_the_callback_nothing_is_left_for_the_next_call():
         raise ValueError(index)
 
     with pytest.raises(ValueError, match="1"):
-        run(llm, [[3], [1], [4]], None, refuse)
+        run(llm, [[3], [1], [4]], refuse)
     assert len(llm.aborted) == 2
-    assert run(llm, [[2]], None, length) == [2]
+    assert run(llm, [[2]]) == [2]
 
 
-class Turns:
+class Turns(Source):
     """Conversations of two turns: the first has as many tokens as the prompt's first id says, the second one fewer."""
 
     def __init__(self, *lengths):
         self.waiting = [(index, [length]) for index, length in enumerate(lengths)]
         self.asked, self.done = [], []
 
-    def ready(self, wait, everyone=False):
-        self.asked.append((wait, everyone))
+    def begin(self, wait, together):
+        self.asked.append((wait, together))
         given, self.waiting = self.waiting, []
         return [Request(index, prompt, SamplingParams(9), 10 * len(prompt) + index) for index, prompt in given]
 
@@ -178,7 +190,7 @@ def test_turns_of_a_conversation_join_the_others_as_soon_as_they_are_ready(monke
     monkeypatch.setattr(requests, "sampling_params", lambda *given: seeds.append(given[-1]))
     vars(llm).update(vars(vllm_parts()))
     engine = opened_engine(monkeypatch, tmp_path, llm)
-    engine.converse(turns, seed=5)
+    assert engine.run(turns, seed=5) == {}
     assert turns.done == [(1, 1), (0, 3), (0, 2), (0, 1)]
     assert turns.asked[0] == (True, False)  # nothing runs yet
     assert (False, False) in turns.asked
@@ -191,20 +203,20 @@ def test_an_interrupted_call_leaves_nothing_for_the_next():
     llm = SteppedLLM()
     llm.interrupt = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        run(llm, [[1], [2]], None, length)
+        run(llm, [[1], [2]])
     assert llm.aborted == ["0-f", "1-e"]
     llm.interrupt = None
-    assert run(llm, [[3]], None, length) == [3]
+    assert run(llm, [[3]]) == [3]
     llm.request_states = {"17-f": [7, 7]}  # requests made directly to vLLM
-    with pytest.raises(EngineError, match="2 completions for 1 prompts"):
-        run(llm, [[4]], None, length)
+    with pytest.raises(EngineError, match="did not ask for"):
+        run(llm, [[4]])
 
 
 def test_a_call_that_runs_out_of_memory_says_what_to_lower_and_leaves_nothing():
     llm = SteppedLLM()
     llm.interrupt = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
     with pytest.raises(EngineError) as raised:
-        run(llm, [[1], [2]], None, length)
+        run(llm, [[1], [2]])
     assert str(raised.value) == (
         "a call of 2 sequences ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib "
         "(CUDA out of memory. Tried to allocate 2 GiB.)"
@@ -230,5 +242,5 @@ def test_a_completion_carries_the_experts_that_were_chosen_for_it(monkeypatch, t
     found = engine.generate([[3], [1], [2]], SamplingParams(9), seed=5)
     assert [int(one.experts) for one in found] == [0, 1, 2]
     turns = Turns(2)
-    engine.converse(turns, seed=5)
+    assert engine.run(turns, seed=5) == {}
     assert turns.done == [(0, 2), (0, 1)]

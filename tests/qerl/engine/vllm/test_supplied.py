@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vllm_stand_in import opened_engine, vllm_parts
 
-from qerl.engine.interface import Request, SamplingParams
+from qerl.engine.interface import Request, SamplingParams, Source
 from qerl.engine.vllm import requests
 
 
@@ -73,22 +73,22 @@ class AsynchronousLLM:
         self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
 
 
-class Supplied:
+class Supplied(Source):
     """Two requests, then one wherever one ends, until `wanted` have ended."""
 
     def __init__(self, wanted, *lengths):
-        self.wanted, self.waiting, self.asked, self.done = wanted, list(enumerate(lengths)), 0, {}
+        self.wanted, self.waiting, self.room, self.done = wanted, list(enumerate(lengths)), 2, {}
 
-    def begin(self):
-        self.asked += 1
+    def begin(self, wait, together):
         if len(self.done) >= self.wanted:
             return None
-        count = 2 if self.asked == 1 else 1
-        given, self.waiting = self.waiting[:count], self.waiting[count:]
+        given, self.waiting = self.waiting[: self.room], self.waiting[self.room :]
+        self.room -= len(given)
         return [Request(index, [length, 100], SamplingParams(9), 10 + index) for index, length in given]
 
     def ended(self, indices):
         assert set(indices) <= set(self.done)
+        self.room += len(indices)
         return True
 
     def finished(self, index, completion):
@@ -108,7 +108,7 @@ def engine(monkeypatch, tmp_path):
 
 def test_what_has_not_ended_is_taken_out_with_the_tokens_it_has(engine):
     supply = Supplied(2, 7, 2, 1, 5)
-    left = engine.engine.sample_from(supply, seed=5)
+    left = engine.engine.run(supply, seed=5)
     assert supply.done == {1: [101, 102], 2: [101]}  # the third began where the second ended
     assert sorted(left) == [0]
     assert left[0].token_ids == [101, 102, 103]
@@ -120,10 +120,10 @@ def test_what_has_not_ended_is_taken_out_with_the_tokens_it_has(engine):
 
 def test_a_call_ends_when_nothing_is_left(engine):
     supply = Supplied(9, 3, 1, 2)
-    assert engine.engine.sample_from(supply, seed=5) == {}
+    assert engine.engine.run(supply, seed=5) == {}
     assert supply.done == {1: [101], 0: [101, 102, 103], 2: [101, 102]}
 
 
 def test_a_caller_that_has_enough_samples_nothing(engine):
-    assert engine.engine.sample_from(Supplied(0, 3), seed=5) == {}
+    assert engine.engine.run(Supplied(0, 3), seed=5) == {}
     assert engine.llm.count == 0
