@@ -1,7 +1,7 @@
 """The decoder layer of Qwen2, Qwen3, Llama and Mistral, in which a norm also adds to the residual stream.
 
 Those of Qwen3-MoE, OLMoE and Mixtral are like it. The stream is kept in float32, as in the engine
-(`qerl.engine.vllm.norm`). Sampler and trainer differ only by rounding, and rounding the stream to 16 bits once per
+(`qerl.engine.vllm.layers`). Sampler and trainer differ only by rounding, and rounding the stream to 16 bits once per
 layer would cause most of that difference. Within a layer, gradients and everything that the backward pass reads are in
 16 bits.
 """

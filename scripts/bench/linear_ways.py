@@ -95,7 +95,7 @@ def random_adapter(linear: Linear, device: str) -> Adapter:
 
 
 def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    """Add the adapter to the product of another kernel, as `qerl/engine/vllm/products.py` does."""
+    """Add the adapter to the product of another kernel, as `qerl/engine/vllm/linear.py` does."""
     return out if adapter is None else lora.add_adapter_(out, x, adapter)
 
 

@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 from qerl.engine.options import EngineOptions
-from qerl.engine.vllm import found, kernel_choice, opening
-from qerl.engine.vllm.engine import VLLMEngine
-from qerl.engine.vllm.found import Found
-from qerl.engine.vllm.gains import Gains
+from qerl.engine.vllm import engine, opening
+from qerl.engine.vllm.engine import Found, VLLMEngine
+from qerl.engine.vllm.sync import Gains
 
 CONTEXT, VOCABULARY = 100, 1000
 
@@ -30,9 +29,9 @@ def no_vllm(monkeypatch, folder, open_llm, find):
         "open_llm": lambda *_: open_llm(),
     }.items():
         monkeypatch.setattr(opening, name, stand_in)
-    monkeypatch.setattr(kernel_choice, "choose_kernel", lambda *_: "qerl")
-    monkeypatch.setattr(kernel_choice, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(found, "find", lambda llm, options: find(llm))
+    monkeypatch.setattr(opening, "choose_kernel", lambda *_: "qerl")
+    monkeypatch.setattr(opening, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(engine, "find", lambda llm, options: find(llm))
 
 
 def vllm_parts():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.engine.own_memory import own_bytes
+from qerl.engine.memory import own_bytes
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from qerl.plan.sizes import sizes_of
 from training.policy.packed_attention import hidden_states, packed_attention_of

@@ -28,8 +28,8 @@ from qerl.data.sequences import check_readable
 from qerl.data.sources import naming, sources_of
 from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
+from qerl.engine.memory import others_bytes
 from qerl.engine.open import choose_engine
-from qerl.engine.own_memory import others_bytes
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
 from qerl.plan.kv_cache import check_kv_cache

@@ -2,9 +2,9 @@
 
 1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
    LoRA, updated in place (`linear.py`), and the experts of a mixture with another (`experts.py`).
-2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
+2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`layers.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
-   allocator that replaces it from the first engine on (`sleep.py`).
+   allocator that replaces it from the first engine on (`worker.py`).
 4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
    (`worker.py`).
 5. `register_backend`: FlashAttention with our kernel for decode steps (`attention.py`).
@@ -42,12 +42,10 @@ def register() -> None:
     os.environ[ASKED] = "1"
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-    from qerl.engine.vllm import attention, norm, quantization
+    from qerl.engine.vllm import attention, layers  # noqa: F401  importing `layers` registers them
 
-    quantization.register()
-    norm.register()
     attention.register()
-    SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "qerl.engine.vllm.sleep", "KVCacheBackend")
+    SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "qerl.engine.vllm.worker", "KVCacheBackend")
     _registered = True
 
 
@@ -68,9 +66,9 @@ def check(model, runner, own_attention: bool) -> None:
 
     from qerl.engine.vllm.attention import attends_by_ours
     from qerl.engine.vllm.experts import products
+    from qerl.engine.vllm.layers import NoisyRMSNorm
     from qerl.engine.vllm.linear import AdapterLinearMethod
-    from qerl.engine.vllm.norm import NoisyRMSNorm
-    from qerl.engine.vllm.sampling import FusedSampler
+    from qerl.engine.vllm.worker import FusedSampler
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}

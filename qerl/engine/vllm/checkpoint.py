@@ -1,6 +1,6 @@
 """Checks what vLLM's fused linears and kernels require of a quantized checkpoint, from its headers and global scales.
 
-Loading would check the same in `linear.py` and `kernel.py`, but only after all weights have been read. No vllm.
+Loading would check the same in `linear.py`, but only after all weights have been read. No vllm.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ still keep memory of the card alive; the function after each drops it:
 5. The model again, through a hook on compiled bytecode that vLLM registers twice and removes once: `drop_hooks_`.
 6. Buffers of modules, ours and vLLM's, compiled code and the work space of cuBLAS: `drop_caches_`.
 
-If references keep parts of the KV cache alive even then, it is unmapped (`sleep.give_back_closed`). Loaded kernels and
+If references keep parts of the KV cache alive even then, it is unmapped (`worker.give_back_closed`). Loaded kernels and
 the CUDA context stay until the process ends, and so do the weights of a policy model that the caller still holds.
 Remove each step once vLLM does it in its shutdown (vllm-project/vllm, `EngineCore.shutdown` and
 `GPUModelRunner.shutdown`).
@@ -115,11 +115,11 @@ def drop_caches_() -> None:
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
-    from qerl.engine.vllm import products
+    from qerl.engine.vllm import linear
     from qerl.formats.nvfp4.kernel_linear import release_work_buffers
 
     drop_hooks_(TorchCompileWithNoGuardsWrapper)
-    products.forget_bases()
+    linear.forget_bases()
     release_work_buffers()
     LAYERWISE_INFO.clear()
     reset_buffer_cache()
@@ -139,7 +139,7 @@ def give_back_() -> None:
     """Return the memory to the driver. Call it when nothing of ours refers to vLLM's objects any more."""
     import torch
 
-    from qerl.engine.vllm import sleep
+    from qerl.engine.vllm import worker
 
     try:
         drop_caches_()
@@ -147,7 +147,7 @@ def give_back_() -> None:
         logger.warning("vLLM's caches could not be dropped: their memory is freed when the process ends", exc_info=True)
     collect_()
     torch.cuda.empty_cache()
-    sleep.give_back_closed()
+    worker.give_back_closed()
 
 
 def abandon_() -> None:

@@ -17,7 +17,8 @@ import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,24 +37,24 @@ from qerl.engine.interface import (
     check_requests,
     request_seed,
 )
-from qerl.engine.outgrown import outgrown
+from qerl.engine.memory import Cap, outgrown
 from qerl.engine.update import Update
-from qerl.engine.vllm import found, kernel_choice, opening, requests
-from qerl.engine.vllm.cap import Cap
-from qerl.engine.vllm.kv_scales import attention_layers, set_scales_
-from qerl.engine.vllm.startup import Parts, line, whole
-from qerl.engine.vllm.take import take_
+from qerl.engine.vllm import opening, requests
+from qerl.engine.vllm.opening import Parts, line, whole
+from qerl.engine.vllm.sync import Gains, attention_layers, set_scales_, take_
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.sizes import read_sizes
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
     from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
-    from qerl.engine.vllm.chosen import Reader
-    from qerl.engine.vllm.found import Found
+    from qerl.engine.vllm.requests import Reader
+    from qerl.engine.vllm.sync import AdapterSlot
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +97,16 @@ class VLLMEngine(Engine):
     def _start(self, settings: opening.Settings) -> None:
         """Open vLLM. If this raises, the caller frees whatever was taken until then."""
         parts = Parts()
-        kernel = kernel_choice.choose_kernel(self.options.kernel, settings.format)
+        kernel = opening.choose_kernel(self.options.kernel, settings.format)
         format = formats.get(settings.format)
         format.check_for_vllm(Path(settings.base), kernel)
         expected = read_activations(Path(settings.base), format) if format.rounds_inputs else {}
         with parts.part("imports"):
-            kernel_choice.compile_ahead(settings, kernel)
+            opening.compile_ahead(settings, kernel)
             opening.import_vllm()
         self.llm = opening.open_llm(settings, kernel)
         self._asleep = self._cache_warned = False
-        self.found = found.find(self.llm, self.options)
+        self.found = find(self.llm, self.options)
         rounded = check_placed(self.found.linears, expected) if expected else ""
         self.kernel, self.attention = self.found.kernel + rounded, self.found.attention
         self.max_context, self._model_len = settings.context, settings.model_len
@@ -209,14 +210,14 @@ class VLLMEngine(Engine):
         self._asleep = True
         torch.cuda.empty_cache()  # what sampling or opening left in the cache would lie beside training's memory
         if self._cap.is_set:
-            from qerl.engine.vllm.sleep import kv_cache_bytes
+            from qerl.engine.vllm.worker import kv_cache_bytes
 
             self._cap.limit_(released=kv_cache_bytes())
 
     def wake(self) -> None:
         import torch
 
-        from qerl.engine.vllm.sleep import kv_cache_bytes
+        from qerl.engine.vllm.worker import kv_cache_bytes
         from qerl.formats.nvfp4.kernel_linear import release_work_buffers
 
         llm = self._open()
@@ -300,3 +301,62 @@ class VLLMEngine(Engine):
         if self._uncalibrated:
             raise EngineError(UNCALIBRATED)
         return llm
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the engine uses of the model that vLLM has built: where sync and noise write, and which kernels multiply.
+
+    `model` is vLLM's. `slots` are places of an adapter on linears, `expert_slots` on experts; each may be empty."""
+
+    model: nn.Module
+    gains: Gains
+    slots: Mapping[str, AdapterSlot]
+    kernel: str  # what multiplies the base weights
+    attention: str
+    expert_slots: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def has_start(self) -> bool:
+        """Whether a frozen start acts beside the base's weights."""
+        return any(slot.frozen for slot in self.slots.values())
+
+    @cached_property
+    def linears(self) -> Mapping[str, nn.Linear]:
+        """A frozen linear over its rows for each linear of the checkpoint, which syncs of whole weights write to."""
+        from qerl.engine.vllm.policy import linear_views
+
+        return linear_views(self.model)
+
+
+def find(llm: Any, options: EngineOptions) -> Found:
+    """Look through the model of vLLM's LLM. Raises EngineError if it is not built of what this plugin registers."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from qerl.engine import vllm as vllm_plugin
+    from qerl.engine.vllm.attention import attention_name
+    from qerl.engine.vllm.experts import kernel_names, products
+    from qerl.engine.vllm.layers import NoisyRMSNorm
+    from qerl.engine.vllm.linear import RouterMethod, kernel_name
+    from qerl.engine.vllm.opening import asks_for_own_attention
+    from qerl.engine.vllm.sync import adapter_slots, expert_slots
+
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    vllm_plugin.check(runner.model, runner, asks_for_own_attention(options.kv_cache_dtype))
+    modules = dict(runner.model.named_modules())
+    linears = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, LinearBase) and not isinstance(module.quant_method, RouterMethod)
+    }
+    experts = products(runner.model)
+    return Found(
+        model=runner.model,
+        gains=Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}),
+        slots=adapter_slots(linears, options.start.rank if options.start else 0) if options.linear_rank else {},
+        kernel=" + ".join(sorted({kernel_name(layer) for layer in linears.values()}) + kernel_names(experts.values())),
+        attention=attention_name(runner.model),
+        expert_slots=expert_slots(
+            {name: product.adapter for name, product in experts.items() if product.adapter is not None}
+        ),
+    )

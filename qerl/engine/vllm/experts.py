@@ -4,15 +4,25 @@ The weights are loaded by vLLM into tensors of the checkpoint's layout. NVFP4 is
 expert, with vLLM's own functions, so that nothing is in memory twice. vLLM 0.25.1 would choose among several kernels
 that keep experts in other layouts; ours are always those that the trainer can read.
 
+NVFP4 experts are multiplied by vLLM's Marlin kernel, as stock vLLM does on Hopper, and 16-bit ones by its Triton
+kernel. Both work on blocks of pairs (a token and one of its experts) that share an expert, and the kernels of the
+adapter (`kernels.py`) take the same blocks. vLLM calls this inside an operation that compilers do not look into.
+
+When an engine opens, `check_experts` compares the product with the decoded weights. That also compiles the kernels that
+Triton makes for each size of blocks, which a rollout would otherwise wait for.
+
 A router is a linear in 16 bits that has no adapter (`linear.RouterMethod`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import (
@@ -25,15 +35,24 @@ from vllm.model_executor.layers.fused_moe import (
     RoutedExperts,
 )
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
-from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
-from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import nvfp4_marlin_process_scales
+from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel, try_get_optimal_moe_config
+from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new, marlin_permute_scales
+from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import (
+    nvfp4_marlin_process_global_scale,
+    nvfp4_marlin_process_scales,
+)
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.scalar_type import scalar_types
+from vllm.triton_utils import tl
 
 from qerl.base.errors import ENGINE, EngineError
-from qerl.engine.vllm.expert_lora import ExpertBuffers
-from qerl.engine.vllm.expert_product import DenseBase, ExpertBase, ExpertProduct, MarlinBase
-from qerl.engine.vllm.options import Options
-from qerl.formats.nvfp4 import kernel_experts
+from qerl.engine.vllm.kernels import Routing, activate, combine, expand_, shrink
+from qerl.engine.vllm.linear import Options
+from qerl.engine.vllm.sync import ExpertBuffers
+from qerl.formats.cuda.nvrtc import has_kernels
+from qerl.formats.experts import ExpertWeights
+from qerl.formats.nvfp4 import kernel_experts, kernel_layout, lora
 from qerl.formats.nvfp4.kernel_experts import KernelExperts
 from qerl.formats.nvfp4.kernel_layout import marlin_scale_factor, scales_marlin_drops
 from qerl.formats.nvfp4.layout import BLOCK, BLOCK_SCALE, GLOBAL_SCALE, PACKED
@@ -226,3 +245,305 @@ def products(model: nn.Module) -> dict[str, ExpertProduct]:
             )
         found[name] = layer.qerl_product
     return found
+
+
+MARLIN_BLOCKS = (8, 16, 32, 48, 64)  # pairs per block that its kernel is built for
+FULL = 0.9  # blocks are made larger until they are less full than that (fused_marlin_moe in experts/marlin_moe.py)
+
+
+class ExpertBase(Protocol):
+    """The frozen weights of a layer's experts, and products with them; `name` is that of the kernel."""
+
+    name: str
+    experts: int
+
+    def block(self, tokens: int, chosen: int) -> int:
+        """How many pairs a block has."""
+
+    def gate_up(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        """(pairs, 2 width) for x (tokens, hidden)."""
+
+    def down(self, activation: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        """(pairs, hidden) for activation (pairs, width), times the pairs' weights (tokens, chosen)."""
+
+    def views(self) -> tuple[nn.Module, nn.Module]:
+        """The weights of both projections as the trainer reads them, in the very tensors that are multiplied by."""
+
+
+class MarlinBase:
+    """NVFP4 experts in Marlin's layout."""
+
+    name = "marlin"
+
+    def __init__(self, gate_up: KernelExperts, down: KernelExperts) -> None:
+        self._gate_up, self._down = gate_up, down
+        self.experts = gate_up.experts
+        self._factors = [_kernel_scale(one) for one in (gate_up, down)]
+        # The kernel leaves it as it found it, zero; stock vLLM fills a new one at each call.
+        self._workspace = marlin_make_workspace_new(gate_up.weight_device, 4)
+
+    def block(self, tokens: int, chosen: int) -> int:
+        pairs = tokens * chosen / self.experts
+        return next((block for block in MARLIN_BLOCKS if pairs / block < FULL), MARLIN_BLOCKS[-1])
+
+    def gate_up(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self._gate_up, self._factors[0], routing, weights, routing.chosen)
+
+    def down(self, activation: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        return self._product(activation, self._down, self._factors[1], routing, weights, 1)
+
+    def views(self) -> tuple[nn.Module, nn.Module]:
+        return self._gate_up, self._down
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        matrices: KernelExperts,
+        factors: torch.Tensor,
+        routing: Routing,
+        weights: torch.Tensor,
+        shares: int,
+    ) -> torch.Tensor:
+        """(pairs, out), times the pairs' weights where each has a row of its own (`shares` is 1)."""
+        return ops.moe_wna16_marlin_gemm(
+            x,
+            x.new_empty(routing.count, matrices.out_features),
+            matrices.words,
+            None,
+            matrices.scales,
+            None,
+            factors,
+            None,
+            None,
+            None,
+            self._workspace,
+            routing.pairs,
+            routing.experts,
+            routing.padded,
+            weights,
+            moe_block_size=routing.block,
+            top_k=shares,
+            mul_topk_weights=shares == 1,
+            b_q_type=scalar_types.float4_e2m1f,
+            size_m=len(x),
+            size_n=matrices.out_features,
+            size_k=matrices.in_features,
+            is_k_full=True,
+            use_atomic_add=False,
+            use_fp32_reduce=True,
+            is_zp_float=False,
+        )
+
+
+class DenseBase:
+    """16-bit experts: gate above up (experts, 2 width, hidden), and down (experts, hidden, width)."""
+
+    name = "triton"
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up, self._down = gate_up, down
+        self.experts = len(gate_up)
+
+    def block(self, tokens: int, chosen: int) -> int:
+        return self._config(tokens, chosen)["BLOCK_SIZE_M"]
+
+    def gate_up(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self._gate_up, routing, None, routing.chosen)
+
+    def down(self, activation: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        return self._product(activation, self._down, routing, weights, 1)
+
+    def views(self) -> tuple[nn.Module, nn.Module]:
+        return ExpertWeights.over(self._gate_up), ExpertWeights.over(self._down)
+
+    def _config(self, tokens: int, chosen: int) -> dict[str, int]:
+        return try_get_optimal_moe_config(self._gate_up.size(), self._down.size(), chosen, None, tokens)
+
+    def _product(
+        self, x: torch.Tensor, matrices: torch.Tensor, routing: Routing, weights: torch.Tensor | None, shares: int
+    ) -> torch.Tensor:
+        tokens = routing.count // routing.chosen
+        out = x.new_empty(tokens, routing.chosen, matrices.shape[1])
+        invoke_fused_moe_triton_kernel(
+            x,
+            matrices,
+            out,
+            None,
+            None,
+            weights,
+            routing.pairs,
+            routing.experts,
+            routing.padded,
+            weights is not None,
+            shares,
+            self._config(tokens, routing.chosen),
+            compute_type=tl.bfloat16,
+            use_fp8_w8a8=False,
+            use_int8_w8a8=False,
+            use_int8_w8a16=False,
+            use_int4_w4a16=False,
+            per_channel_quant=False,
+        )
+        return out.view(routing.count, -1)
+
+
+class ExpertProduct:
+    """y (tokens, hidden) of a layer's experts: base, and the adapter in its buffers if it has some."""
+
+    def __init__(self, base: ExpertBase, adapter: ExpertBuffers | None) -> None:
+        self.base, self.adapter = base, adapter
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """For x (tokens, hidden) in bfloat16; the ids (tokens, chosen) int32 and `weights` float32 are the router's."""
+        x, weights, own = x.contiguous(), weights.contiguous(), self.adapter
+        routing = self._routing(ids)
+        inner = self.base.gate_up(x, routing, weights)
+        if own is None:
+            activation = x.new_empty(routing.count, inner.shape[1] // 2)
+            torch.ops._C.silu_and_mul(activation, inner)
+            return _summed(self.base.down(activation, routing, weights), x)
+        h = _shared_shrink(x, own.gate_up_a) if own.shared else shrink(x, own.gate_up_a, routing)
+        activation = activate(inner, h, own.gate_up_b, routing)
+        y = self.base.down(activation, routing, weights)
+        h = shrink(activation, own.down_a, routing)
+        if own.shared:
+            return combine(y, h, own.down_b, weights)
+        return _summed(expand_(y, h, own.down_b, routing, weights), x)
+
+    def _routing(self, ids: torch.Tensor) -> Routing:
+        tokens, chosen = ids.shape
+        block = self.base.block(tokens, chosen)
+        pairs, experts, padded = moe_align_block_size(ids, block, self.base.experts, ignore_invalid_experts=True)
+        return Routing(pairs, experts, padded, block, tokens * chosen, chosen)
+
+
+def _kernel_scale(experts: KernelExperts) -> torch.Tensor:
+    """What Marlin multiplies each expert's product by, float32 (experts,), as in vLLM's marlin_utils_fp4.py."""
+    return nvfp4_marlin_process_global_scale(1.0 / experts.global_scale, torch.bfloat16) / experts.scale_factor
+
+
+def _shared_shrink(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """x A^T (tokens, R), by our kernel where it pays off."""
+    if lora.kernels_pay(*x.shape) and x.shape[1] % lora.COLUMN_STEP == 0 and has_kernels(x.device):
+        return lora.shrink(x, a)
+    return F.linear(x, a)
+
+
+def _summed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's rows of y (pairs, hidden), in the shape of x."""
+    out = torch.empty_like(x)
+    ops.moe_sum(y.view(len(x), -1, x.shape[1]), out)
+    return out
+
+
+logger = logging.getLogger(__name__)
+
+LARGEST_ERROR = 0.02  # of the norm; rounding to bfloat16 leaves about 0.005
+FILLED = 0.8  # of a block of pairs, in a batch that is made for this size of blocks
+SPARE = 2  # experts that are compared beside those that one token has
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raise EngineError unless the first layer with experts multiplies as the decoded weights do.
+
+    All layers run the same kernels. The adapter's buffers hold zeros afterwards, as before. Warns of block scales that
+    Marlin takes for zero.
+    """
+    layers = runners(model)
+    if not layers:
+        return
+    _warn_of_dropped_scales([runner.routed_experts for runner in layers.values()])
+    name, runner = next(iter(layers.items()))
+    product, chosen = products(model)[name], runner.moe_config.experts_per_token
+    weights = _Decoded(product, chosen)
+    x = _randn(weights.hidden, max(token_counts(product.base.experts, chosen)), 0, weights.device)
+    for tokens in token_counts(product.base.experts, chosen):
+        error = weights.error(x[:tokens])
+        if not error < LARGEST_ERROR:
+            raise EngineError(
+                "%s: the product of experts by %s is wrong by %s for %d tokens, against the decoded weights: write %s, "
+                "and report this",
+                *(name, product.base.name, f"{error:.1%}", tokens, ENGINE.set_to("transformers")),
+            )
+    weights.clear()
+
+
+def _warn_of_dropped_scales(layers: Sequence[nn.Module]) -> None:
+    dropped = [getattr(layer, "qerl_dropped_scales", 0) for layer in layers]
+    if any(dropped):
+        logger.warning(
+            "Marlin takes %d block scales of experts in %d layers, all under 2^-6, for zero, and sampler and trainer "
+            "then both do: global scales closer to the weights keep them (`qerl quantize`)",
+            *(sum(dropped), sum(map(bool, dropped))),
+        )
+
+
+def token_counts(experts: int, chosen: int) -> list[int]:
+    """Numbers of tokens, one for each size of blocks and a single one."""
+    return [1, *(math.ceil(FILLED * block * experts / chosen) for block in MARLIN_BLOCKS)]
+
+
+class _Decoded:
+    """Some experts of a layer, decoded, with an adapter that changes outputs as much as the weights do."""
+
+    def __init__(self, product: ExpertProduct, chosen: int) -> None:
+        count = min(product.base.experts, chosen + SPARE)
+        self.product, self.chosen = product, chosen
+        self.experts = [expert * (product.base.experts - 1) // max(1, count - 1) for expert in range(count)]
+        views = product.base.views()
+        self.hidden, self.device = views[0].in_features, views[0].weight_device
+        self.gate_up, self.down = ([_dense(view, expert) for expert in self.experts] for view in views)
+        if product.adapter is not None:
+            _fill_(product.adapter, self.gate_up[0].std(), self.down[0].std())
+
+    def clear(self) -> None:
+        """Let the adapter's buffers hold zeros."""
+        if self.product.adapter is not None:
+            for buffer in self.product.adapter.named().values():
+                buffer.zero_()
+
+    def error(self, x: torch.Tensor) -> float:
+        """The norm of the difference over the norm of the output, for x (tokens, hidden) sent to these experts."""
+        scores = _randn(len(self.experts), len(x), len(x), self.device).float()
+        shares, places = scores.softmax(-1).topk(self.chosen)
+        ids = torch.tensor(self.experts, device=x.device)[places].int()
+        found = self.product(x, shares, ids).float()
+        dense = torch.zeros_like(scores).scatter_(1, places, shares)
+        right = sum(share[:, None] * self._of(place, x.float()) for place, share in enumerate(dense.t()))
+        return float((found - right).norm() / right.norm())
+
+    def _of(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        own, expert = self.product.adapter, self.experts[place]
+        inner = x @ self.gate_up[place].t()
+        if own is not None:
+            inner += x @ _factor(own.gate_up_a, expert).t() @ own.gate_up_b[expert].float().t()
+        gate, up = inner.chunk(2, -1)
+        activation = F.silu(gate) * up
+        out = activation @ self.down[place].t()
+        if own is not None:
+            out += activation @ own.down_a[expert].float().t() @ _factor(own.down_b, expert).t()
+        return out
+
+
+def _dense(view: nn.Module, expert: int) -> torch.Tensor:
+    """The weight (out, in) of one expert in float32."""
+    if isinstance(view, KernelExperts):
+        return kernel_layout.dequantize(view.of_expert(expert), torch.float32)
+    return view.weight[expert].float()
+
+
+def _factor(factor: torch.Tensor, expert: int) -> torch.Tensor:
+    return (factor if factor.dim() == 2 else factor[expert]).float()
+
+
+def _fill_(own: ExpertBuffers, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    """Random factors whose products have the size of matrices with these standard deviations."""
+    generator = torch.Generator(own.down_a.device).manual_seed(0)
+    for a, b, std in ((own.gate_up_a, own.gate_up_b, gate_up), (own.down_a, own.down_b, down)):
+        a.normal_(generator=generator).mul_(own.rank**-0.5)
+        b.normal_(generator=generator).mul_(std.to(b.dtype))
+
+
+def _randn(columns: int, rows: int, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, columns, device=device, generator=generator).bfloat16()

@@ -116,7 +116,7 @@ class Held:
     adapter: Adapter | None
 
 
-# By the address of the codes, as `products.BASES`, and for the same reason.
+# By the address of the codes, as `linear.BASES`, and for the same reason.
 HELD: dict[int, Held] = {}
 
 

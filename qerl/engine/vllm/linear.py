@@ -2,18 +2,40 @@
 
 vLLM's own LoRA serves many adapters, which costs time at every batch size; an RL run has one adapter. Its A and B are
 in two buffers per linear. Captured CUDA graphs read them and a sync overwrites them in place, so nothing is captured
-again. In a fused linear (q/k/v, gate/up) the A of the parts are stacked, and B is block-diagonal. The products are in
-`products.py`.
+again. In a fused linear (q/k/v, gate/up) the A of the parts are stacked, and B is block-diagonal.
+
+Products with NVFP4 weights are computed in the way that suits the number of tokens, which `qerl.formats.nvfp4.ways`
+chooses. Weights in our own layout are multiplied by `gemm.py`, weights in a layout of vLLM's by the kernel that it
+belongs to, and either can also be decoded and multiplied by cuBLAS. Times are measured once on a card, inside a CUDA
+graph, as in decoding, over so many layers of a shape that their weights do not fit the card's cache. However a kernel
+was chosen, its results are compared with those of the decoded weight: for Humming and Marlin at each size of the CUDA
+graphs, for our own kernel at each of `ways.TOKENS`. Sizes at which a kernel is wrong are left to other ways.
+
+Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
+activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens either,
+because its blocks of 56 are off by 26%. Both were measured on an H200. Remove these limits once
+scripts/bench/bench_gemm.py shows no such error.
+
+vLLM leaves activations in 16 bits where the card has no 4-bit products, and says only that it may be slow. Linears of a
+checkpoint with 4-bit activations are therefore checked to round their input (`check_rounding`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -21,15 +43,43 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
+from qerl.base.devices import driver_version
 from qerl.base.errors import KERNEL, EngineError
-from qerl.checkpoint.activations import INPUT_SCALE
-from qerl.engine.vllm import fp8
-from qerl.engine.vllm.fp8 import FP8BlockMethod
-from qerl.engine.vllm.options import Options
-from qerl.engine.vllm.products import BASES, Base, adapter_of, load_kernels
+from qerl.checkpoint.activations import INPUT_SCALE, check_served
+from qerl.engine.vllm import CONFIG_KEY, fp8
+from qerl.engine.vllm.fp8 import HELD, FP8BlockMethod
+from qerl.formats.cuda import nvrtc
+from qerl.formats.cuda.nvrtc import has_kernels
+from qerl.formats.cuda.timing import cold_layers, graph_us
+from qerl.formats.nvfp4 import decode, expand, gemm, lora, ranks, slab_layout, tiling, ways
 from qerl.formats.nvfp4.activations import Activations
 from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
+from qerl.formats.nvfp4.kernel_linear import KernelLinear
+from qerl.formats.nvfp4.kernels import decode_
+from qerl.formats.nvfp4.lora import Adapter
 from qerl.formats.nvfp4.ranks import padded_rank
+from qerl.formats.nvfp4.ways import Shape, way_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the engine asks of the plugin, carried by vLLM's `additional_config`."""
+
+    max_rank: int = 0  # of start and adapter together; 0: there is neither, and products cost nothing extra
+    deterministic: bool = False
+    kernel: str = ""  # "qerl": ours multiplies by NVFP4 weights; otherwise the one that vLLM chose (`linear_backend`)
+    expert_rank: int = 0  # of the adapter on experts; 0: there is none
+    shares_outer: bool = True  # whether that adapter has the factors that all experts share
+    records_experts: bool = False  # whether the experts that are chosen are kept for each token
+
+    @classmethod
+    def current(cls) -> Options:
+        return cls.of(get_current_vllm_config())
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Options:
+        return cls(**(config.additional_config or {}).get(CONFIG_KEY, {}))
+
 
 logger = logging.getLogger(__name__)
 
@@ -178,3 +228,294 @@ def _add_adapter_buffers(layer: LinearBase, max_rank: int) -> None:
     zeros = {"dtype": layer.params_dtype, "device": device}
     layer.register_buffer("lora_a", torch.zeros(rank, in_features, **zeros), persistent=False)
     layer.register_buffer("lora_b", torch.zeros(sum(sizes), rank, **zeros), persistent=False)
+
+
+HUMMING_WRONG = range(49, 57)  # numbers of tokens for which it would take one block of 56
+
+
+@dataclass
+class Base:
+    """What a quantized product needs to know of its linear, besides its arguments."""
+
+    method: LinearMethodBase
+    layer: torch.nn.Module
+    weight: KernelWeight
+    adapter: Adapter | None
+    activations: Activations | None = None
+    ways: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ways = self.shape.ways({})
+
+    @property
+    def shape(self) -> Shape:
+        ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
+        fused = self.weight.layout is QERL and (self.adapter is None or self.adapter.fits_kernels)
+        return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """What is multiplied for rows x (tokens, in): contiguous, and rounded if the linear rounds its input."""
+        x = x.contiguous()
+        return x if self.activations is None else self.activations(x)
+
+
+def adapter_of(layer: LinearBase) -> Adapter | None:
+    """The adapter in the layer's buffers; None in an engine without an adapter."""
+    if not hasattr(layer, "lora_a"):
+        return None
+    return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
+
+
+# The key is the address of the kernel's words. A name or a scale would be a constant in the compiled graphs, and equal
+# layers whose graphs differ in a constant would be compiled one by one.
+BASES: dict[int, Base] = {}
+
+
+def forget_bases() -> None:
+    """Drop all references to an engine's weights. The process may open another engine at the same addresses."""
+    BASES.clear()
+    HELD.clear()
+    _LOADED.clear()
+    gemm.forget_work_space()
+
+
+@torch.library.custom_op("qerl::nvfp4_linear", mutates_args=())
+def nvfp4_linear(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """x W^T + bias, (tokens, in) -> (tokens, rows). Compilers do not look inside."""
+    base = BASES[words.data_ptr()]
+    return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, None)
+
+
+@nvfp4_linear.register_fake
+def _(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], rows)
+
+
+@torch.library.custom_op("qerl::nvfp4_lora_linear", mutates_args=())
+def nvfp4_lora_linear(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    rows: int,
+) -> torch.Tensor:
+    """x W^T + bias + (x A^T) B^T. A and B are those of `BASES`; as arguments they tell compilers what is read."""
+    base = BASES[words.data_ptr()]
+    return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, base.adapter)
+
+
+@nvfp4_lora_linear.register_fake
+def _(x, words, bias, lora_a, lora_b, rows):
+    return x.new_empty(x.shape[0], rows)
+
+
+@torch.library.custom_op("qerl::add_lora", mutates_args=())
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    parts: list[int],
+) -> torch.Tensor:
+    """out + (x A^T) B^T for a 16-bit base."""
+    return lora.add_adapter_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts)))
+
+
+@add_lora.register_fake
+def _(out, x, lora_a, lora_b, parts):
+    return torch.empty_like(out)
+
+
+Way = Callable[[Base, torch.Tensor, torch.Tensor | None, Adapter | None], torch.Tensor]
+
+
+def _fused(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
+    return gemm.split_product(x, base.weight, base.layer.qerl_bias, adapter)
+
+
+def _by_kernel(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
+    if base.weight.layout is QERL:
+        out = gemm.split_product(x, base.weight, base.layer.qerl_bias)
+    else:
+        out = _by_vllm(base, x, bias)
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
+
+
+def _by_vllm(base: Base, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    tokens, wrong = x.shape[0], HUMMING_WRONG if base.weight.layout.name == "humming" else ()
+    rows = F.pad(x, (0, 0, 0, HUMMING_WRONG.stop - tokens)) if tokens in wrong else x
+    return base.method.apply(base.layer, rows, bias)[:tokens]
+
+
+def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
+    """The decoded weight is exact codes times block scales; the global scale multiplies the float32 accumulator."""
+    weight, bias = base.weight, base.layer.qerl_bias
+    dense = torch.empty(weight.out_features, weight.in_features, dtype=x.dtype, device=x.device)
+    decode_(dense, weight)
+    addend, beta = (x.new_empty(1), 0) if bias is None else (bias, 1)
+    out = torch.addmm(addend, x, dense.t(), beta=beta, alpha=weight.alpha)
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
+
+
+WAYS: dict[str, Way] = {"fused": _fused, "kernel": _by_kernel, "decoded": _decoded}
+
+
+_LOADED: set[tuple[object, ...]] = set()  # (rows, columns, ranks, layout) of linears whose kernels are loaded
+
+
+def load_kernels(layer: LinearBase) -> None:
+    """Compile and load the kernels that the CUDA graphs of a linear will record, and allocate their work space, because
+    neither is possible during a capture.
+
+    This is done for each number of tokens that our kernels are compiled for, with the linear's adapter if the engine
+    has one; `opening.compile_ahead` has already started the compilation. Kernels that are chosen only later
+    (`choose_ways_`) are loaded when vLLM runs each size once before its capture.
+    """
+    base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
+    adapter = adapter_of(layer)
+    rows, columns = sum(layer.output_partition_sizes), layer.input_size  # of one card
+    ranks = 0 if adapter is None else adapter.a.shape[0]
+    shape = (rows, columns, ranks, None if base is None else base.weight.layout)
+    if shape in _LOADED or not has_kernels(layer.weight.device):
+        return
+    _LOADED.add(shape)
+    for tokens in tiling.TOKEN_TILES:
+        x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=layer.weight.device)
+        if base is not None and base.weight.layout is QERL:
+            WAYS[way_of(base.ways, tokens)](base, x, None, adapter)
+        if adapter is not None:
+            lora.add_adapter_(x.new_zeros(tokens, rows), x, adapter)
+
+
+class QerlNvFp4LinearKernel(NvFp4LinearKernel):
+    """Replaces the kernel that vLLM chose for a linear (`layers.QerlNVFP4Config`)."""
+
+    def __init__(self) -> None:
+        super().__init__(NvFp4LinearLayerConfig())
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        if has_kernels(torch.device("cuda", torch.cuda.current_device())):
+            return True, None
+        return False, "it runs on Hopper alone"
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace the checkpoint's codes and block scales by ours; vLLM calls this for one linear at a time."""
+        rows, columns = layer.weight.shape[0], 2 * layer.weight.shape[1]
+        if not gemm.takes(rows, columns):
+            raise EngineError(
+                "%s is %d x %d, which qerl's kernel does not take: write %s",
+                *(layer.prefix, rows, columns, KERNEL.set_to("humming or marlin")),
+            )
+        words, scales = slab_layout.pack(layer.weight.data, layer.weight_scale.data, layer.prefix)
+        layer.weight = torch.nn.Parameter(words, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = sum(layer.output_partition_sizes)
+        out = torch.ops.qerl.nvfp4_linear(x.reshape(-1, x.shape[-1]), layer.weight, bias, rows)
+        return out.view(*x.shape[:-1], rows)
+
+
+TOKENS = 8
+
+
+def check_rounding(bases: Iterable[Base]) -> None:
+    """Run one linear of each shape as the model runs it. Raises EngineError unless it multiplies by rounded rows."""
+    checked: set[Shape] = set()
+    for base in bases:
+        if base.activations is None or base.shape in checked:
+            continue
+        checked.add(base.shape)
+        layer, weight = base.layer, base.weight
+        generator = torch.Generator(weight.words.device).manual_seed(0)
+        x = torch.randn(TOKENS, weight.in_features, device=weight.words.device, generator=generator).bfloat16()
+        dense = KernelLinear(weight, 0, weight.out_features, None).unpack(torch.float32)
+        serve = partial(layer.quant_method.apply, layer, bias=getattr(layer, "bias", None))
+        check_served(layer.prefix, serve, dense, layer.qerl_bias, x, base.activations)
+
+
+CALLS = 3
+
+
+def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
+    """Give each base of `BASES` its ways from the table of this card; `tune` first measures what the table lacks.
+
+    `sizes`: numbers of tokens at which kernels other than ours are checked.
+    """
+    shapes: dict[ways.Shape, list[Base]] = {}
+    for base in BASES.values():
+        shapes.setdefault(base.shape, []).append(base)
+    facts = card_facts()
+    path = ways.table_path(nvrtc.cache_folder(), facts)
+    times = ways.read_table(path)
+    lacking = [shape for shape in shapes if shape.name not in times] if tune else []
+    for shape in lacking:
+        logger.info("measuring the ways to multiply by %s", shape.name)
+        times[shape.name] = ways.measure(shape, partial(_time_us, shapes[shape]))
+    if lacking:
+        ways.write_table(path, facts, {shape.name: times[shape.name] for shape in lacking})
+    for shape, bases in shapes.items():
+        chosen = shape.ways(times)
+        at = ways.TOKENS if shape.kernel == "qerl" else sizes
+        checked = [size for size in at if ways.way_of(chosen, size) == "kernel"]
+        wrong = ways.wrong_sizes(shape.name, {size: _error(bases[0], "kernel", size) for size in checked})
+        left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(at)
+        fused = [size for size in ways.TOKENS if "fused" in shape.right_ways(size)]
+        errors = {size: _error(bases[0], "fused", size) for size in fused}
+        wrong_fused = ways.wrong_sizes(shape.name, errors, "our product")
+        for base in bases:
+            base.ways = shape.ways(times, left_out, wrong_fused)
+    torch.cuda.empty_cache()
+    measured = sum(shape.name in times for shape in shapes)
+    summary = ways.summary({shape: bases[0].ways for shape, bases in shapes.items()})
+    logger.info("ways to multiply, %d of %d shapes measured (%s):\n%s", measured, len(shapes), path, summary)
+
+
+@torch.inference_mode()
+def _error(base: Base, way: str, tokens: int) -> float:
+    """A way's largest relative error against the decoded weight over CALLS calls; rounding gives 0.002 to 0.005."""
+    generator = torch.Generator(device=base.weight.words.device).manual_seed(tokens)
+    x = torch.randn(tokens, base.weight.in_features, device=base.weight.words.device, generator=generator).bfloat16()
+    bias = getattr(base.layer, "bias", None)
+    exact = WAYS["decoded"](base, x, bias, None).float()
+    results = [WAYS[way](base, x, bias, None).float() for _ in range(CALLS)]
+    return max(((result - exact).norm() / exact.norm().clamp_min(1e-30)).item() for result in results)
+
+
+def card_facts() -> dict[str, str]:
+    """All that measured times depend on."""
+    sources = (
+        *sorted(nvrtc.FOLDER.glob("*.cu*")),
+        *(Path(module.__file__) for module in (decode, expand, gemm, lora, ranks, tiling)),
+    )
+    return {
+        "card": torch.cuda.get_device_name(),
+        "driver": str(driver_version()),
+        "torch": torch.__version__,
+        "vllm": _version("vllm"),
+        "humming": _version("humming-kernels"),
+        "kernels": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@torch.inference_mode()
+def _time_us(bases: Sequence[Base], way: str, tokens: int) -> float:
+    """Microseconds of one product of `tokens` tokens with a layer of the shape."""
+    weight = bases[0].weight
+    layers = bases[: cold_layers(weight.words.nbytes + weight.scales.nbytes)]
+    x = torch.randn(tokens, weight.in_features, device=weight.words.device, dtype=torch.bfloat16)
+    calls = [partial(WAYS[way], base, x, getattr(base.layer, "bias", None), base.adapter) for base in layers]
+    return graph_us(calls) / len(calls)

@@ -1,25 +1,48 @@
-"""Open vLLM on a checkpoint. Whatever can be refused is refused before anything is loaded."""
+"""Open vLLM on a checkpoint. Whatever can be refused is refused before anything is loaded.
+
+The kernels that multiply by the packed weights are compiled while vLLM is still being imported. Parts of the start are
+timed. These are cached on disk, each under its own key: vLLM's compiled graphs (in VLLM_CACHE_ROOT; the key is made of
+vLLM's version, configuration and environment variables, our adapter's rank, and the text of every traced file), the
+kernels of Triton (TRITON_CACHE_DIR) and Humming (HUMMING_CACHE_DIR), and our own (QERL_CACHE). These are not, because
+one process cannot hand them to another: imports, weights, the profile run, captured CUDA graphs. No vllm.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.base.devices import FP8_CAPABILITY
-from qerl.base.errors import ENGINE, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, EngineError, MissingExtraError
+from qerl.base.errors import (
+    CAP_GIB,
+    ENGINE,
+    KERNEL,
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MEMORY,
+    CheckpointError,
+    EngineError,
+    MissingExtraError,
+)
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.own_head import KEY, has_own_head
 from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.engine.memory import out_of_memory
+from qerl.engine.options import KERNELS
 from qerl.engine.vllm.checkpoint import check_experts_served
-from qerl.engine.vllm.exhausted import cannot_open
-from qerl.engine.vllm.kernel_choice import has_module, linear_backend
-from qerl.engine.vllm.startup import capture_sizes
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
+from qerl.plan.sizes import sizes_of
 
 if TYPE_CHECKING:
     from qerl.engine.options import EngineOptions
+
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
 ATTENTION = "attention_config"
@@ -104,7 +127,7 @@ def import_vllm() -> None:
 
 
 def open_llm(settings: Settings, kernel: str) -> Any:
-    """vLLM's LLM in this process, with our plugin in it. `kernel` is what `kernel_choice.choose_kernel` returned."""
+    """vLLM's LLM in this process, with our plugin in it. `kernel` is what `choose_kernel` returned."""
     import torch
 
     from qerl.engine import vllm as vllm_plugin
@@ -256,3 +279,136 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
             f"rollout.kv_cache_dtype={kv_cache_dtype} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) "
             f"and {torch.cuda.get_device_name()} has {capability}: write rollout.kv_cache_dtype: auto"
         )
+
+
+def choose_kernel(kernel: str, format: str) -> str:
+    """The kernel for packed weights: qerl, humming or marlin, and "" for 16-bit weights.
+
+    "auto" is our own kernel on Hopper and Marlin on other cards. Raises EngineError for one that cannot run here, and
+    MissingExtraError where its package is not installed.
+    """
+    import torch
+
+    from qerl.formats.cuda.nvrtc import has_kernels
+
+    if kernel not in KERNELS:
+        known = f"{', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+        raise EngineError("%s is not known: write %s", KERNEL.set_to(f"{kernel!r}"), known)
+    if not formats.get(format).kernels:
+        return ""
+    if kernel == "humming" and not has_module("humming"):
+        raise MissingExtraError("humming-kernels", "gpu")
+    if kernel in ("humming", "marlin"):
+        return kernel
+    if has_kernels(torch.device("cuda", torch.cuda.current_device())):
+        return "qerl"
+    if kernel == "auto":
+        return "marlin"
+    raise EngineError(
+        "%s needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not %s: write %s",
+        *(KERNEL.set_to("qerl"), torch.cuda.get_device_name(), KERNEL.set_to("auto, humming or marlin")),
+    )
+
+
+def compile_ahead(settings: Settings, kernel: str) -> None:
+    """Start compiling our kernels for the model's shapes in the background, before vLLM is imported and reads weights.
+
+    `linear.load_kernels` then finds them compiled. Where the model's config does not tell the shapes, nothing is
+    started and each kernel is compiled when it is loaded.
+    """
+    if kernel != "qerl":
+        return
+    from qerl.formats.cuda import nvrtc
+    from qerl.formats.nvfp4 import decode, gemm, lora
+    from qerl.model import decode_attention
+
+    try:
+        sizes = sizes_of(settings.config.to_dict(), settings.base)
+    except CheckpointError:
+        return
+    projections, head_dim = sizes.projections, sizes.head_dim
+    bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
+    attention = decode_attention.variants(head_dim, bits) if head_dim in decode_attention.HEAD_DIMS else []
+    needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
+    widths = {columns for _, columns in projections.values()}
+    nvrtc.compile_ahead(
+        [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]
+    )
+
+
+def linear_backend(chosen: str) -> str:
+    """vLLM's `linear_backend` for the chosen kernel. Ours replaces Marlin, for which vLLM compiles nothing."""
+    return {"": "auto", "qerl": "marlin"}.get(chosen, chosen)
+
+
+def has_module(name: str) -> bool:
+    """Whether a package is installed, without importing it."""
+    return find_spec(name) is not None
+
+
+ADVICE = re.compile(r"[.\s]*\b(?:Try|Decrease)\b.*", re.DOTALL)  # vLLM's own advice, which names its arguments
+
+
+def cannot_open(settings: Settings, error: Exception) -> EngineError:
+    """The error to raise when opening vLLM raised `error`, a ValueError or torch's OutOfMemoryError."""
+    text, facts = str(error).lower(), ADVICE.sub("", str(error))
+    limits, keys = ("%s", (MEMORY,)) if settings.options.cap_gib is None else ("%s or %s", (MEMORY, CAP_GIB))
+    if not isinstance(error, ValueError):
+        return out_of_memory(f"opening {settings.base}", error)
+    if "kv cache memory" in text or "cache blocks" in text:
+        return EngineError(
+            "of what a rollout may hold too little is left for the KV cache of one sequence of %d tokens: lower %s, or "
+            f"raise {limits} (%s)",
+            *(settings.model_len, MAX_NEW_TOKENS, *keys, facts),
+        )
+    if "free memory on device" in text:
+        return EngineError(
+            "less of the card is free than a rollout may hold: end what else runs there (nvidia-smi), or lower "
+            f"{limits} (%s)",
+            *(*keys, facts),
+        )
+    return EngineError(f"vLLM cannot open {settings.base}: {error}")
+
+
+class Parts:
+    """Seconds by part, in the order in which the parts began. A part that is timed several times adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        self.seconds.setdefault(name, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - started
+
+
+def whole(total: float, *parts: Mapping[str, float]) -> dict[str, float]:
+    """All parts, and as `rest` the seconds that none of them accounts for; rounded to 0.01 s."""
+    seconds = {name: value for each in parts for name, value in each.items()}
+    return {name: round(value, 2) for name, value in {**seconds, "rest": total - sum(seconds.values())}.items()}
+
+
+def split_compiling(seconds: Mapping[str, float], compiling: float) -> dict[str, float]:
+    """The same parts, with `compile` split off `profile`, the part in which the first forward pass compiles."""
+    named = {"compile": min(compiling, seconds.get("profile", 0.0))}
+    return {**seconds, **named, "profile": seconds.get("profile", 0.0) - named["compile"]}
+
+
+def line(seconds: Mapping[str, float]) -> str:
+    """For the log: the parts that took at least a tenth of a second."""
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.1)
+
+
+def capture_sizes(max_sequences: int) -> list[int]:
+    """The numbers of tokens that get a CUDA graph: about half as many as in vLLM, and the full batch of up to 512.
+
+    A batch between two sizes takes the graph of the larger one, with at most 7 extra rows up to 48, 15 up to 256 and 63
+    above. Since decoding is bound by memory, that costs a few percent. Each graph costs memory and about a tenth of a
+    second of every start. There is none for 56: see `linear.HUMMING_WRONG`.
+    """
+    sizes = {1, 2, 4, *range(8, 56, 8), *range(64, 256, 16), *range(256, 513, 64), max_sequences}
+    return sorted(size for size in sizes if size <= min(2 * max_sequences, 512))

@@ -1,25 +1,52 @@
-"""Where the checkpoint's linears lie in vLLM's fused ones, and how an adapter is copied into their static buffers.
+"""What an open vLLM is given: an adapter or weights, norm gains with noise, scales of keys and values. No vllm.
 
-The frozen start of a base (`qerl.checkpoint.base_start`) has the first columns of each slot. It is written once, when
-the engine opens; the adapter of a sync comes after it.
+All of it is written in place, into buffers that captured CUDA graphs and the policy model read. Nothing is written
+before every tensor has its place and no place lacks a tensor. An adapter may cover only some of the projections
+(`adapter.targets`), but those in every layer; the buffers of the others hold zeros.
 
-Nothing is copied before every tensor has its place and no place lacks a tensor. An adapter may cover only some of the
-projections (`adapter.targets`), but those in every layer; the buffers of the others hold zeros.
+1. Linears: the adapter of each of the checkpoint's linears lies in the buffers of vLLM's fused one. The frozen start of
+   a base (`qerl.checkpoint.base_start`) has the first columns of each slot. It is written once, when the engine opens;
+   the adapter of a sync comes after it.
+2. Experts: their buffers have the shapes of `qerl.model.expert_lora` in bfloat16, with the rank padded by zeros, and B
+   holds the scale.
+3. Norms: their float32 `gain` (`layers.py`) is the checkpoint's weight or the trained one, plus the noise. It is always
+   computed from the clean weights, so noise leaves no trace when it is removed.
+4. Scales of 8-bit keys and values: vLLM 0.25.1 keeps them as float32 buffers of the layer (`_k_scale`, `_v_scale`, and
+   `_q_scale` where queries are rounded too), which our kernel, FlashAttention and vLLM's Triton kernel read on the
+   card, so that they can change under captured graphs. Backends that take them from the host when a graph is captured
+   (FlashInfer) cannot be calibrated.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from qerl.base.errors import EngineError
+from qerl.checkpoint.expert_adapter import LEAVES, is_of_experts
 from qerl.checkpoint.linears import GATE_UP, QKV
-from qerl.engine.update import check_names
+from qerl.engine.update import (
+    BESIDE_A_START,
+    AdapterUpdate,
+    Update,
+    WeightsUpdate,
+    check_fit,
+    check_names,
+    pack_weights_,
+)
+from qerl.formats.nvfp4.ranks import padded_power
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from qerl.engine.kv_scales import KVScales
+    from qerl.engine.vllm.engine import Found
+
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 FUSED = {"qkv_proj": QKV, "gate_up_proj": GATE_UP}  # vLLM's name -> the checkpoint's
@@ -148,3 +175,197 @@ def _check_shapes(name: str, a: torch.Tensor, b: torch.Tensor, slot: AdapterSlot
         )
     if rank > max_rank:
         raise EngineError(f"the adapter has rank {rank}, the engine was opened for {max_rank}: open it for {rank}")
+
+
+FACTOR = ".lora_"
+
+
+@dataclass(frozen=True)
+class ExpertBuffers:
+    """The adapter of a layer's experts. `gate_up_a` (R, hidden) and `down_b` (hidden, R) are shared by all experts, or
+    have them as their first dimension."""
+
+    gate_up_a: torch.Tensor
+    gate_up_b: torch.Tensor  # (experts, 2 width, R)
+    down_a: torch.Tensor  # (experts, R, width)
+    down_b: torch.Tensor
+
+    @classmethod
+    def zeros(cls, sizes: tuple[int, int, int], rank: int, shared: bool, device: torch.device) -> ExpertBuffers:
+        """Buffers for adapters of at most `rank`; `sizes` are (experts, width, hidden)."""
+        experts, width, hidden = sizes
+        rank, outer = padded_power(rank), () if shared else (experts,)
+        shapes = ((*outer, rank, hidden), (experts, 2 * width, rank), (experts, rank, width), (*outer, hidden, rank))
+        return cls(*(torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes))
+
+    @property
+    def shared(self) -> bool:
+        return self.gate_up_a.dim() == 2
+
+    @property
+    def rank(self) -> int:
+        """The padded rank R."""
+        return self.gate_up_a.shape[-2]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The buffers by what their names in an adapter end in."""
+        names = (f"{leaf}.lora_{factor}.weight" for leaf in LEAVES for factor in "AB")
+        return dict(zip(names, (self.gate_up_a, self.gate_up_b, self.down_a, self.down_b), strict=True))
+
+
+def expert_slots(buffers: Mapping[str, ExpertBuffers]) -> dict[str, torch.Tensor]:
+    """The buffers by the names of an adapter's tensors, given those of each layer by the name of its experts."""
+    return {f"{name}.{leaf}": tensor for name, own in buffers.items() for leaf, tensor in own.named().items()}
+
+
+def of_experts(tensors: Mapping[str, torch.Tensor], slots: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An adapter's tensors on experts. Raises EngineError unless all of them have a place, and every layer its own."""
+    found = {name: tensor for name, tensor in tensors.items() if is_of_experts(name)}
+    if found and not slots:
+        raise EngineError(
+            "the adapter acts on experts, and the engine was opened without an adapter on them: open it for the "
+            "adapter's kind and rank on experts"
+        )
+    check_names("experts", found, slots, "adapter")
+    for name, tensor in found.items():
+        _check_shape(name, tensor, slots[name])
+    return found
+
+
+def copy_to_experts_(tensors: Mapping[str, torch.Tensor], slots: Mapping[str, torch.Tensor], scaling: float) -> None:
+    """Overwrite the buffers with A and with B times `scaling`, and what gets no factors with zeros."""
+    with torch.no_grad():
+        for name, buffer in slots.items():
+            along_rows = name.endswith(f"{FACTOR}A.weight")
+            given, dim = tensors.get(name), buffer.dim() - (2 if along_rows else 1)
+            rank = 0 if given is None else given.shape[dim]
+            if given is not None:
+                buffer.narrow(dim, 0, rank).copy_(given if along_rows else given * scaling)
+            buffer.narrow(dim, rank, buffer.shape[dim] - rank).zero_()
+
+
+def _check_shape(name: str, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    if tensor.dim() != buffer.dim():
+        kinds = {2: "shared by all experts", 3: "of each expert"}
+        raise EngineError(
+            f"the adapter's {name} is {kinds.get(tensor.dim(), 'of no kind')}, and the engine was opened for one "
+            f"{kinds[buffer.dim()]}: open it for the adapter's kind on experts"
+        )
+    dim = buffer.dim() - (2 if name.endswith(f"{FACTOR}A.weight") else 1)
+    rank, most = tensor.shape[dim], buffer.shape[dim]
+    if tensor.movedim(dim, 0).shape[1:] != buffer.movedim(dim, 0).shape[1:]:
+        raise EngineError(
+            f"the adapter's {name} is {tuple(tensor.shape)}, and its place is {tuple(buffer.shape)}: it was trained on "
+            "another base"
+        )
+    if rank > most:
+        raise EngineError(f"the adapter has rank {rank} on experts, the engine takes {most}: open it for {rank}")
+
+
+class Gains:
+    """The gains of `norms`, by module name. A norm's `weight` is the checkpoint's and never changes; `gain` acts."""
+
+    def __init__(self, norms: Mapping[str, nn.Module]) -> None:
+        self.norms = dict(norms)
+        self._trained: dict[str, torch.Tensor] = {}
+        self._noise: dict[str, torch.Tensor] = {}
+
+    def set_trained_(self, trained: Mapping[str, torch.Tensor]) -> None:
+        """Have copies of these weights act, and the checkpoint's in all other norms. The noise stays."""
+        import torch
+
+        self._trained = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in trained.items()}
+        self._write_()
+
+    def set_noise_(self, noise: Mapping[str, torch.Tensor]) -> None:
+        """Add these vectors to the named norms and nothing to the others. Raises EngineError if one does not fit."""
+        if unknown := sorted(set(noise) - set(self.norms)):
+            raise EngineError(f"noise was given for norms that the model does not have: {unknown[:4]}")
+        for name, vector in noise.items():
+            if vector.shape != self.norms[name].gain.shape:
+                raise EngineError(
+                    f"noise for {name} has shape {tuple(vector.shape)}, not {tuple(self.norms[name].gain.shape)}"
+                )
+        self._noise = dict(noise)
+        self._write_()
+
+    def _write_(self) -> None:
+        for name, norm in self.norms.items():
+            clean = self._trained.get(name)
+            norm.gain.copy_(norm.weight.data if clean is None else clean)
+            if name in self._noise:
+                norm.gain.add_(self._noise[name].to(norm.gain))
+
+
+READ_ON_THE_CARD = ("FlashAttentionImpl", "TritonAttentionImpl")
+
+
+def attention_layers(model: Any) -> dict[int, Any]:
+    """vLLM's attention layers with 8-bit keys and values, by the number of the decoder layer."""
+    from vllm.model_executor.layers.attention import Attention
+
+    named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    found = {re.search(r"\blayers\.(\d+)\.", name): module for name, module in named.items()}
+    return {int(match[1]): module for match, module in found.items() if match and _in_8_bits(module)}
+
+
+def _in_8_bits(layer: Any) -> bool:
+    return layer.kv_cache_dtype in ("fp8", "fp8_e4m3")
+
+
+def set_scales_(layers: Mapping[int, Any], scales: Mapping[int, KVScales]) -> int:
+    """Overwrite the scales of each layer in place; returns how many layers have them.
+
+    Raises EngineError unless each layer gets scales, and for attention that would not read them.
+    """
+    if set(layers) != set(scales):
+        raise EngineError(
+            f"scales of keys and values are for {len(scales)} layers, and {len(layers)} have 8-bit ones: write "
+            "rollout.kv_cache_dtype: fp8_per_token_head, or auto"
+        )
+    for layer in layers.values():
+        names = {kind.__name__ for kind in type(layer.impl).__mro__}
+        if names.isdisjoint(READ_ON_THE_CARD):
+            raise EngineError(
+                f"vLLM attends by {type(layer.impl).__name__}, whose scales of keys and values cannot change: write "
+                "rollout.kv_cache_dtype: fp8_per_token_head, or auto"
+            )
+    for number, layer in layers.items():
+        _set_(layer, scales[number])
+    return len(layers)
+
+
+def _set_(layer: Any, scales: KVScales) -> None:
+    values = {"k": scales.key, "v": scales.value}
+    if getattr(layer, "query_quant", None) is not None:  # otherwise queries are not rounded
+        values["q"] = scales.query
+    for letter, value in values.items():
+        getattr(layer, f"_{letter}_scale").data.fill_(value)  # vLLM 0.25.1 leaves scales that require a gradient
+        setattr(layer, f"_{letter}_scale_float", value)
+        on_host = getattr(layer, f"_{letter}_scale_cpu", None)
+        if on_host is not None:
+            on_host.fill_(value)
+
+
+def take_(update: Update, found: Found, max_rank: int, device: int) -> None:
+    """Overwrite the adapter, or the weights and the trained norms. Raises EngineError for what does not fit."""
+    if isinstance(update, AdapterUpdate):
+        experts = of_experts(update.tensors, found.expert_slots)
+        others = {name: tensor for name, tensor in update.tensors.items() if name not in experts}
+        factors, norms = split_adapter(others, found.slots, found.gains.norms, max_rank)
+        copy_adapter_(factors, found.slots, update.scaling)
+        copy_to_experts_(experts, found.expert_slots, update.scaling)
+        found.gains.set_trained_(norms)
+    else:
+        if found.has_start:
+            raise EngineError(BESIDE_A_START)
+        _take_weights_(update, found, device)
+
+
+def _take_weights_(update: WeightsUpdate, found: Found, device: int) -> None:
+    import torch
+
+    check_fit(update, found.linears, {name: norm.gain for name, norm in found.gains.norms.items()})
+    pack_weights_(update.weights, found.linears)
+    found.gains.set_trained_(update.norms)
+    torch.cuda.synchronize(device)  # a product may read its weight before the launch ahead of it has ended

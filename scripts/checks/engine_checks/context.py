@@ -82,6 +82,6 @@ def start_of(model: str, rank: int) -> BaseStart:
 
 def ways() -> dict[str, tuple[str, ...]]:
     """The way in which each quantized shape multiplies, for each of `qerl.formats.nvfp4.ways.TOKENS`."""
-    from qerl.engine.vllm.products import BASES
+    from qerl.engine.vllm.linear import BASES
 
     return {base.shape.name: base.ways for base in BASES.values()}

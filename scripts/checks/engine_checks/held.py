@@ -62,7 +62,7 @@ def pools(segments: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _cumem_gib() -> dict[str, float]:
     """The sizes in vLLM's pool for sleep, by tag. Entries that are asleep take no memory."""
-    from qerl.engine.vllm.sleep import allocator
+    from qerl.engine.vllm.worker import allocator
 
     sums: Counter[str] = Counter()
     for data in allocator().pointer_to_data.values():

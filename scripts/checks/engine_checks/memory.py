@@ -27,7 +27,7 @@ def loading(context: Context) -> dict:
 
 def shared_memory(context: Context) -> dict:
     """Every parameter of the policy is stored inside a tensor of the engine, so the base is in memory once."""
-    from qerl.engine.vllm.sleep import kv_cache_bytes
+    from qerl.engine.vllm.worker import kv_cache_bytes
     from qerl.formats.linear import PackedLinear
 
     engine_storages = storages(context.engine.found.model)
@@ -87,7 +87,7 @@ def sleep_and_wake(context: Context) -> dict:
 
     So it does if others take more of the card than it frees, while it falls asleep.
     """
-    from qerl.engine.vllm.sleep import kv_cache_bytes
+    from qerl.engine.vllm.worker import kv_cache_bytes
 
     engine = context.engine
     before = engine.generate(context.prompts[:8], context.greedy)
@@ -131,7 +131,7 @@ def _others_taking(size: int) -> Iterator[None]:
 
     Under `memory.cap_gib` there has to be room for both, since the cap still counts the KV cache then.
     """
-    from qerl.engine.vllm.sleep import KVCacheBackend
+    from qerl.engine.vllm.worker import KVCacheBackend
 
     suspend, taken = KVCacheBackend.suspend, []
 

@@ -36,7 +36,7 @@ def repeat(context: Context) -> dict:
 
 def sampler(context: Context) -> dict:
     """The fused sampler against torch: frequencies of 200,000 draws, logprobs, repeated seeds, greedy draws."""
-    from qerl.engine.vllm.draw_kernel import draw
+    from qerl.engine.vllm.kernels import draw
 
     generator = torch.Generator("cuda").manual_seed(3)
     vocabulary, draws = 5003, 200_000

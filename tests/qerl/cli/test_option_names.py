@@ -18,7 +18,7 @@ from qerl.cli.option_names import options_named
 from qerl.config.keys import describe_config
 from qerl.data.tasks import render_prompt
 from qerl.engine.interface import check_context
-from qerl.engine.vllm.exhausted import out_of_memory
+from qerl.engine.memory import out_of_memory
 from qerl.plan.engine_memory import GIB, plan_memory
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.engine import VLLMEngine
 from qerl.engine.vllm import opening
 opening.import_vllm()
-from qerl.engine.vllm.products import Base
+from qerl.engine.vllm.linear import Base
 Base.input = lambda self, x: x.contiguous()
 VLLMEngine(sys.argv[1], "nvfp4", EngineOptions(max_context=256, cap_gib=8))
 """

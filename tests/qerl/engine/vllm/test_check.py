@@ -1,7 +1,7 @@
 """The check at the start reports parts of ours that vLLM does not use.
 
 The classes here are stand-ins. With those of vLLM, the check is part of every engine that opens
-(tests/qerl/engine/vllm/test_vllm_engine.py).
+(tests/qerl/engine/vllm/test_vllm_engine_gpu.py).
 """
 
 import logging
@@ -49,8 +49,8 @@ def parts(monkeypatch):
         "qerl.engine.vllm.attention": attention,
         "qerl.engine.vllm.experts": SimpleNamespace(products=lambda model: {}),
         "qerl.engine.vllm.linear": SimpleNamespace(AdapterLinearMethod=Method),
-        "qerl.engine.vllm.norm": SimpleNamespace(NoisyRMSNorm=OurNorm),
-        "qerl.engine.vllm.sampling": SimpleNamespace(FusedSampler=OurSampler),
+        "qerl.engine.vllm.layers": SimpleNamespace(NoisyRMSNorm=OurNorm),
+        "qerl.engine.vllm.worker": SimpleNamespace(FusedSampler=OurSampler),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, stand_in)

@@ -1,9 +1,11 @@
-"""Calls of vLLM: what surrounds them, what is read from them, and when.
+"""Calls of vLLM: what surrounds them, what is read from them, when, and which experts were chosen.
 
-The requests here have the shape of vLLM's; real ones are in tests/qerl/engine/vllm/test_vllm_engine_gpu.py.
+The requests, routers and KV cache here have the shape of vLLM's; real ones are in
+tests/qerl/engine/vllm/test_vllm_engine_gpu.py.
 """
 
 import gc
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +13,19 @@ import torch
 from vllm_stand_in import opened_engine, vllm_parts
 
 from qerl.base.errors import EngineError
-from qerl.engine.interface import Request, SamplingParams, Source
+from qerl.engine.interface import UNRECORDED, Request, SamplingParams, Source
 from qerl.engine.vllm import requests
 from qerl.engine.vllm.requests import (
     NEW_OBJECTS,
+    Chosen,
+    Reader,
+    check_cache,
     completion,
     drop_prefix_cache,
     first_at_each_position,
     rare_collections,
     serve,
+    slots_of,
 )
 
 
@@ -244,3 +250,207 @@ def test_a_completion_carries_the_experts_that_were_chosen_for_it(monkeypatch, t
     turns = Turns(2)
     assert engine.run(turns, seed=5) == {}
     assert turns.done == [(0, 2), (0, 1)]
+
+
+class State:
+    """A request that ends after as many tokens as the first id of its prompt says; they count up from the last id."""
+
+    def __init__(self, prompt):
+        self.prompt, self.sampled = prompt, 0
+
+    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason):
+        assert (new_token_ids, pooling_output, stop_reason) == ([], None, None)
+        return SimpleNamespace(outputs=[self.output(finish_reason)])
+
+    def output(self, reason):
+        ids = [self.prompt[-1] + number for number in range(1, self.sampled + 1)]
+        return SimpleNamespace(finish_reason=reason, token_ids=ids, logprobs=flat(*[[-0.5]] * self.sampled))
+
+
+class AsynchronousLLM:
+    """The parts of vLLM's LLM that are used, with a step that is still under way when requests are aborted."""
+
+    def __init__(self):
+        self.llm_engine = self.output_processor = self.engine_core = self.scheduler = self
+        self.request_states, self.batch_queue, self.count, self.to_forget = {}, [], 0, []
+        vars(self).update(vars(vllm_parts()))
+
+    def enqueue(self, prompts, params, use_tqdm):
+        names = [f"{self.count + index}-x" for index in range(len(prompts))]
+        self.count += len(prompts)
+        self.request_states |= {
+            name: State(prompt["prompt_token_ids"]) for name, prompt in zip(names, prompts, strict=True)
+        }
+        return names
+
+    def has_unfinished_requests(self):
+        return bool(self.request_states)
+
+    def has_requests(self):
+        return bool(self.request_states or self.to_forget)
+
+    def step(self):
+        self.to_forget = []
+        self.batch_queue = ["the next step"] if self.request_states else []
+        for state in self.request_states.values():
+            state.sampled += 1
+        ended = {name: state for name, state in self.request_states.items() if state.sampled == state.prompt[0]}
+        self.request_states = {name: state for name, state in self.request_states.items() if name not in ended}
+        return [
+            SimpleNamespace(request_id=name.partition("-")[0], finished=True, outputs=[state.output("stop")])
+            for name, state in ended.items()
+        ]
+
+    def abort_request(self, names, internal):
+        assert internal
+        self.to_forget = names
+        self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
+
+
+class Supplied(Source):
+    """Two requests, then one wherever one ends, until `wanted` have ended."""
+
+    def __init__(self, wanted, *lengths):
+        self.wanted, self.waiting, self.room, self.done = wanted, list(enumerate(lengths)), 2, {}
+
+    def begin(self, wait, together):
+        if len(self.done) >= self.wanted:
+            return None
+        given, self.waiting = self.waiting[: self.room], self.waiting[self.room :]
+        self.room -= len(given)
+        return [Request(index, [length, 100], SamplingParams(9), 10 + index) for index, length in given]
+
+    def ended(self, indices):
+        assert set(indices) <= set(self.done)
+        self.room += len(indices)
+        return True
+
+    def finished(self, index, completion):
+        self.done[index] = completion.token_ids
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    reasons = SimpleNamespace(FinishReason=SimpleNamespace(ABORT="abort"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", reasons)
+    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
+    llm = AsynchronousLLM()
+    return SimpleNamespace(llm=llm, engine=opened_engine(monkeypatch, tmp_path, llm))
+
+
+def test_what_has_not_ended_is_taken_out_with_the_tokens_it_has(engine):
+    supply = Supplied(2, 7, 2, 1, 5)
+    left = engine.engine.run(supply, seed=5)
+    assert supply.done == {1: [101, 102], 2: [101]}  # the third began where the second ended
+    assert sorted(left) == [0]
+    assert left[0].token_ids == [101, 102, 103]
+    assert left[0].logprobs == [-0.5] * 3
+    assert left[0].finish_reason == "unfinished"
+    assert not engine.llm.has_requests()
+    assert not engine.llm.batch_queue  # the step that was under way has ended
+
+
+def test_a_call_ends_when_nothing_is_left(engine):
+    supply = Supplied(9, 3, 1, 2)
+    assert engine.engine.run(supply, seed=5) == {}
+    assert supply.done == {1: [101], 0: [101, 102, 103], 2: [101, 102]}
+
+
+def test_a_caller_that_has_enough_samples_nothing(engine):
+    assert engine.engine.run(Supplied(0, 3), seed=5) == {}
+    assert engine.llm.count == 0
+
+
+LAYERS, CHOSEN, BLOCK = 3, 2, 4
+
+
+class Router:
+    def set_capture_fn(self, function):
+        self.capture = function
+
+
+@pytest.fixture
+def routers():
+    return [Router() for _ in range(LAYERS)]
+
+
+@pytest.fixture
+def chosen(routers):
+    made = Chosen(routers, CHOSEN, 200, tokens=16, device=torch.device("cpu"))
+    made.allocate_(10 * BLOCK)
+    return made
+
+
+def choices(tokens, step):
+    """What the routers choose for tokens, ids that differ for each token, layer and step; (tokens, layers, k)."""
+    ids = torch.arange(tokens * LAYERS * CHOSEN).view(tokens, LAYERS, CHOSEN) + 50 * step
+    return ids % 200
+
+
+def forward(routers, chosen, step, slots, padding=3):
+    """A forward pass with tokens for `slots`, padded as CUDA graphs pad them."""
+    ids = choices(len(slots) + padding, step)
+    for layer, router in enumerate(routers):
+        router.capture(ids[:, layer].int())
+    chosen.keep_(torch.tensor(slots))
+    return ids[: len(slots)].byte()
+
+
+def runner(requests):
+    """vLLM's runner, with the blocks of requests by their names."""
+    table = torch.zeros(len(requests), 6, dtype=torch.int32)
+    for row, blocks in enumerate(requests.values()):
+        table[row, : len(blocks)] = torch.tensor(blocks)
+    states = SimpleNamespace(req_id_to_index={name: row for row, name in enumerate(requests)})
+    tables = SimpleNamespace(block_tables=[SimpleNamespace(gpu=table)], kernel_block_sizes=[BLOCK], cp_size=1)
+    return SimpleNamespace(req_states=states, block_tables=tables)
+
+
+def output(name, prompt, sampled):
+    return SimpleNamespace(
+        request_id=name, prompt_token_ids=[0] * prompt, outputs=[SimpleNamespace(token_ids=[0] * sampled)]
+    )
+
+
+def test_a_request_is_read_through_its_blocks_in_their_order(routers, chosen):
+    slots = slots_of(torch.tensor([7, 2, 5]), BLOCK, 10).tolist()
+    assert slots == [28, 29, 30, 31, 8, 9, 10, 11, 20, 21]
+    prefill = forward(routers, chosen, 1, slots[:7])
+    decoded = [forward(routers, chosen, step, [slot]) for step, slot in enumerate(slots[7:], 2)]
+    reader = Reader(chosen, runner({"3-abc": [7, 2, 5], "31-abc": [9]}))
+    found = reader.of_output(output("3", prompt=7, sampled=4))
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, torch.cat([prefill, *decoded]))
+
+
+def test_a_prompt_that_was_found_in_the_cache_has_the_choices_of_who_computed_it(routers, chosen):
+    shared = forward(routers, chosen, 1, slots_of(torch.tensor([4, 1]), BLOCK, 8).tolist())
+    own = forward(routers, chosen, 2, slots_of(torch.tensor([6]), BLOCK, 2).tolist())
+    reader = Reader(chosen, runner({"0-x": [4, 1, 3], "1-y": [4, 1, 6]}))
+    assert torch.equal(reader.of_output(output("1", prompt=8, sampled=3)), torch.cat([shared, own]))
+
+
+def test_tokens_that_were_never_computed_are_unrecorded(chosen):
+    reader = Reader(chosen, runner({"0-x": [1]}))
+    assert reader.of_output(output("0", prompt=2, sampled=1)).unique().tolist() == [UNRECORDED]
+
+
+def test_an_output_whose_blocks_were_taken_is_unrecorded_and_said_to_be(chosen, caplog):
+    found = Reader(chosen, runner({"1-x": [1]})).of_output(output("0", prompt=2, sampled=3))
+    assert torch.equal(found, torch.full((4, LAYERS, CHOSEN), UNRECORDED, dtype=torch.uint8))
+    assert "KV cache was full" in caplog.text
+
+
+def test_what_a_byte_cannot_name_is_refused_at_the_start(routers):
+    with pytest.raises(EngineError, match="256 experts"):
+        Chosen(routers, CHOSEN, 256, tokens=4, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "tables"), [(2, SimpleNamespace(cp_size=1)), (1, SimpleNamespace(cp_size=2)), (1, None)]
+)
+def test_a_cache_of_another_kind_is_refused(groups, tables):
+    with pytest.raises(EngineError, match="router_replay: false"):
+        check_cache(groups, tables)

@@ -1,10 +1,13 @@
-"""The sync of an adapter into the engine's fused buffers: products with them are right, and each misfit raises."""
+"""The sync of an adapter, norms with noise, scales of keys and values: what acts is right, and each misfit raises."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.engine.vllm.sync import AdapterSlot, copy_adapter_, split_adapter
+from qerl.engine.kv_scales import KVScales
+from qerl.engine.vllm.sync import AdapterSlot, Gains, copy_adapter_, set_scales_, split_adapter
 
 MAX_RANK, HIDDEN, LAYERS = 4, 8, 2
 SIZES = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
@@ -123,3 +126,103 @@ def test_a_diverged_adapter_leaves_no_trace(slots, norms):
     copy_adapter_(split_adapter(narrow, slots, norms, MAX_RANK)[0], slots, scaling=2.0)
     for slot in slots.values():
         assert (torch.ones(1, HIDDEN) @ slot.lora_a.T @ slot.lora_b.T).isfinite().all()
+
+
+FIRST, LAST = "model.layers.0.input_layernorm", "model.norm"
+
+
+@pytest.fixture
+def gained():
+    modules = {}
+    for name, value in ((FIRST, 1.5), (LAST, 0.5)):
+        modules[name] = torch.nn.Module()
+        modules[name].weight = torch.nn.Parameter(torch.full((4,), value, dtype=torch.bfloat16))
+        modules[name].register_buffer("gain", torch.full((4,), float("nan")))
+    return modules
+
+
+def values(gained):
+    return {name: norm.gain.tolist() for name, norm in gained.items()}
+
+
+def test_noise_below_the_grid_of_bfloat16_acts_and_is_removed_without_a_trace(gained):
+    gains = Gains(gained)
+    gains.set_noise_({FIRST: torch.full((4,), 2.0**-12)})
+    assert values(gained) == {FIRST: [1.5 + 2.0**-12] * 4, LAST: [0.5] * 4}
+    gains.set_noise_({LAST: torch.full((4,), 2.0**-12)})  # replaces the earlier noise
+    assert values(gained) == {FIRST: [1.5] * 4, LAST: [0.5 + 2.0**-12] * 4}
+    gains.set_noise_({})
+    assert values(gained) == {FIRST: [1.5] * 4, LAST: [0.5] * 4}
+    assert gained[FIRST].weight.dtype == torch.bfloat16
+
+
+def test_trained_weights_keep_the_noise_and_those_of_the_checkpoint_come_back(gained):
+    gains = Gains(gained)
+    gains.set_noise_({FIRST: torch.full((4,), 0.25)})
+    trained = torch.nn.Parameter(torch.full((4,), 1.0 + 2.0**-12))
+    gains.set_trained_({FIRST: trained})
+    assert values(gained) == {FIRST: [1.25 + 2.0**-12] * 4, LAST: [0.5] * 4}
+    with torch.no_grad():
+        trained.add_(1.0)  # the optimizer's next step, which acts after the next sync
+    gains.set_noise_({FIRST: torch.full((4,), 0.5)})
+    assert values(gained)[FIRST] == [1.5 + 2.0**-12] * 4
+    gains.set_trained_({FIRST: trained})
+    assert values(gained)[FIRST] == [2.5 + 2.0**-12] * 4
+    gains.set_trained_({})
+    assert values(gained)[FIRST] == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        ({"model.layers.9.input_layernorm": torch.zeros(4)}, "does not have: .'model.layers.9.input_layernorm'"),
+        ({FIRST: torch.zeros(5)}, r"has shape \(5,\), not \(4,\)"),
+    ],
+)
+def test_noise_that_does_not_fit_is_refused_and_changes_nothing(gained, noise, message):
+    gains = Gains(gained)
+    gains.set_noise_({FIRST: torch.full((4,), 0.25)})
+    with pytest.raises(EngineError, match=message):
+        gains.set_noise_({LAST: torch.full((4,), 9.0), **noise})
+    gains.set_trained_({})
+    assert values(gained) == {FIRST: [1.75] * 4, LAST: [0.5] * 4}
+
+
+class FlashAttentionImpl:
+    pass
+
+
+class OurImpl(FlashAttentionImpl):
+    pass
+
+
+class FlashInferImpl:
+    pass
+
+
+def layer(impl=OurImpl, query_quant=None):
+    scales = {f"_{letter}_scale": torch.tensor(1.0, requires_grad=True) for letter in "qkv"}  # as vLLM leaves them
+    on_host = {f"_{letter}_scale_cpu": torch.tensor(1.0) for letter in "kv"}
+    return SimpleNamespace(impl=impl(), query_quant=query_quant, **scales, **on_host)
+
+
+SCALES = {0: KVScales(2.0, 4.0, 0.5), 1: KVScales(8.0, 16.0, 0.25)}
+
+
+def test_scales_are_written_in_place_and_queries_have_theirs_where_they_are_rounded():
+    layers = {0: layer(), 1: layer(query_quant=object())}
+    addresses = [one._k_scale.data_ptr() for one in layers.values()]
+    assert set_scales_(layers, SCALES) == 2
+    assert [one._k_scale.data_ptr() for one in layers.values()] == addresses
+    found = [(one._q_scale.item(), one._k_scale.item(), one._v_scale.item()) for one in layers.values()]
+    assert found == [(1.0, 4.0, 0.5), (8.0, 16.0, 0.25)]
+    assert (layers[1]._k_scale_float, layers[1]._v_scale_cpu.item()) == (16.0, 0.25)
+
+
+def test_layers_without_scales_and_attention_that_would_not_read_them_are_refused():
+    with pytest.raises(EngineError, match="for 2 layers, and 1 have 8-bit ones"):
+        set_scales_({0: layer()}, SCALES)
+    layers = {0: layer(), 1: layer(FlashInferImpl)}
+    with pytest.raises(EngineError, match="attends by FlashInferImpl, whose scales"):
+        set_scales_(layers, SCALES)
+    assert layers[0]._k_scale == 1  # nothing was written

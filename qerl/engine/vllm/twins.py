@@ -1,0 +1,88 @@
+"""The kernels of `kernels.py` in plain torch.
+
+`reference_draw` uses the same random numbers as `kernels.draw`. It uses the Gumbel-max trick: the largest of z + g is a
+draw from softmax(z), where g = -log(-log(1 - u)) and u is uniform. The u are words of Philox (`qerl/base/philox.py`).
+The first word for the request's seed and the token's position is the key of the row; the four words of one counter are
+for four logits, a quarter of a block apart.
+
+Rows of the functions on experts are pairs: row p is that of token p // k and of its choice p % k.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from qerl.base.philox import WORD, Words, philox
+
+BLOCK = 4096  # logits per program
+QUARTER = BLOCK // 4
+SMALLEST = 4.6566127342e-10  # the smallest u: 2^-31, with the digits that the kernel has
+
+
+def reference_draw(
+    logits: torch.Tensor,
+    request: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token (n,) int64 and its logprob (n,) float32 for each row of `logits` (n, vocabulary).
+
+    `request` (n,) indexes `temperature` (float32) and `seeds` (int64); `positions` is (n,) int64. The logprob is that
+    of softmax(logits / temperature). At temperature 0 the token is the first with the largest logit, and the logprob
+    that of softmax(logits).
+    """
+    temperature, key = temperature[request], row_keys(seeds[request], positions)
+    scaled = logits.double() / torch.where(temperature == 0.0, 1.0, temperature).double()[:, None]
+    noise = gumbel(key, logits.shape[1]).masked_fill_(temperature[:, None] == 0.0, 0.0)
+    tokens = (scaled + noise).argmax(1)
+    return tokens, scaled.log_softmax(1).gather(1, tokens[:, None])[:, 0].float()
+
+
+def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The key (n,) of each row's noise: 32 bits, as int64."""
+    nothing = torch.zeros_like(positions)
+    counter = Words(positions & WORD, (positions >> 32) & WORD, nothing, nothing)
+    return philox(counter, (seeds & WORD, (seeds >> 32) & WORD)).first
+
+
+def gumbel(key: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Standard Gumbel noise (n, vocabulary) for the rows' keys (n,), computed in float64 from a float32 u."""
+    blocks = -(-vocabulary // BLOCK)
+    lanes = torch.arange(blocks * QUARTER, device=key.device)[None, :].expand(len(key), -1)
+    nothing = torch.zeros_like(lanes)
+    words = philox(Words(lanes, nothing, nothing, nothing), (key[:, None], torch.zeros_like(key)[:, None]))
+    bits = torch.stack(words, 1).unflatten(2, (blocks, QUARTER)).transpose(1, 2).flatten(1)[:, :vocabulary]
+    positive = torch.where(bits > WORD // 2, WORD - bits, bits)  # read as a signed word s: s, or -1 - s if negative
+    uniform = (positive.float() * SMALLEST).clamp(min=SMALLEST).double()
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def shrink(x: torch.Tensor, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A x of each pair's expert, (pairs, R), for x (tokens or pairs, n), a (experts, R, n) and ids (tokens, k)."""
+    rows = x if len(x) == ids.numel() else x.repeat_interleave(ids.shape[1], 0)
+    return torch.bmm(a[ids.flatten()].float(), rows.float()[:, :, None])[:, :, 0].to(x.dtype)
+
+
+def activate(inner: torch.Tensor, h: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (pairs, width) for inner (pairs, 2 width) + B h, with h (tokens or pairs, R) and b (experts, 2
+    width, R). The sum is rounded before the activation, as in the trainer."""
+    rows = h if len(h) == ids.numel() else h.repeat_interleave(ids.shape[1], 0)
+    added = torch.bmm(b[ids.flatten()].float(), rows.float()[:, :, None])[:, :, 0]
+    gate, up = (inner.float() + added).to(inner.dtype).float().chunk(2, -1)
+    return (F.silu(gate) * up).to(inner.dtype)
+
+
+def expand_(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor):
+    """y (pairs, hidden) += w B h in place, with h (pairs, R), b (experts, hidden, R) and weights w (tokens, k)."""
+    added = torch.bmm(b[ids.flatten()].float(), h.float()[:, :, None])[:, :, 0]
+    return y.copy_(y.float() + weights.flatten()[:, None] * added)
+
+
+def combine(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(tokens, hidden): the sum of each token's rows of y (pairs, hidden), and B times its weighted sum of h (pairs, R)
+    for b (hidden, R)."""
+    tokens, k = weights.shape
+    hidden = (h.float().view(tokens, k, -1) * weights[:, :, None]).sum(1).to(h.dtype)
+    return (y.float().view(tokens, k, -1).sum(1) + hidden.float() @ b.float().t()).to(y.dtype)

@@ -1,0 +1,279 @@
+"""Our Triton kernels and their twins: the adapter on experts, and the draw of a token.
+
+The adapter's products are those of the trainer, and the sync fills its buffers. The twin of the draw is compared with
+the softmax. The kernels are compared with the twins on a card, or (experts) with `TRITON_INTERPRET=1 pytest -m gpu` by
+Triton's interpreter. Last run on an H200 on 2026-11-23.
+"""
+
+import os
+
+import pytest
+import torch
+from expert_layers import EXPERTS, HIDDEN, RANK, WIDTH, loop, random_factors
+
+from qerl.base.errors import EngineError
+from qerl.base.philox import WORD, Words, philox
+from qerl.engine.vllm import twins
+from qerl.engine.vllm.sync import ExpertBuffers, copy_to_experts_, expert_slots, of_experts
+from qerl.engine.vllm.twins import BLOCK, QUARTER, gumbel, reference_draw, row_keys
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+TOKENS, CHOSEN, SCALE = 7, 2, 0.5
+
+
+def tensors_of(kind, rank=RANK):
+    """An adapter on the experts of two layers, by the names of its tensors."""
+    outer = () if kind == "shared" else (EXPERTS,)
+    shapes = ((*outer, rank, HIDDEN), (EXPERTS, 2 * WIDTH, rank), (EXPERTS, rank, WIDTH), (*outer, HIDDEN, rank))
+    leaves = [f"{leaf}.lora_{factor}.weight" for leaf in ("gate_up_proj", "down_proj") for factor in "AB"]
+    return {f"{name}.{leaf}": torch.randn(shape) for name in NAMES for leaf, shape in zip(leaves, shapes, strict=True)}
+
+
+def buffers_of(kind, rank=RANK):
+    made = {name: ExpertBuffers.zeros((EXPERTS, WIDTH, HIDDEN), rank, kind == "shared", "cpu") for name in NAMES}
+    for own in made.values():
+        for tensor in own.named().values():
+            tensor.fill_(9.0)  # as after an earlier sync
+    return made
+
+
+def routed(generator=None):
+    logits = torch.randn(TOKENS, EXPERTS, generator=generator)
+    weights, ids = logits.softmax(-1).topk(CHOSEN)
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def product(x, gate_up, down, ids, weights, own):
+    """A layer with its adapter by the twins, in the order of `expert_product.ExpertProduct`."""
+    pairs = x.repeat_interleave(CHOSEN, 0)
+    inner = torch.bmm(gate_up[ids.flatten()], pairs[:, :, None])[:, :, 0]
+    h = x @ own.gate_up_a.t() if own.shared else twins.shrink(x, own.gate_up_a, ids)
+    act = twins.activate(inner, h, own.gate_up_b, ids)
+    y = torch.bmm(down[ids.flatten()], act[:, :, None])[:, :, 0] * weights.flatten()[:, None]
+    h = twins.shrink(act, own.down_a, ids)
+    if own.shared:
+        return twins.combine(y, h, own.down_b, weights)
+    return twins.expand_(y, h, own.down_b, ids, weights).view(len(x), CHOSEN, -1).sum(1)
+
+
+@pytest.mark.usefixtures("fresh_seed")
+@pytest.mark.parametrize("kind", ["shared", "per_expert"])
+def test_a_layer_with_its_adapter_is_the_loop_over_experts(kind):
+    x, (ids, weights) = torch.randn(TOKENS, HIDDEN), routed()
+    gate_up, down = 0.3 * torch.randn(EXPERTS, 2 * WIDTH, HIDDEN), 0.3 * torch.randn(EXPERTS, HIDDEN, WIDTH)
+    factors = random_factors(kind)
+    a, b, c, d = (factor.detach() for factor in factors.tensors)
+    own = ExpertBuffers(a, b * factors.scale, c, d * factors.scale)
+    expected = loop(x, gate_up, down, ids, weights, (a, b, c, d, factors.scale))
+    torch.testing.assert_close(product(x, gate_up, down, ids, weights, own).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("fresh_seed")
+@pytest.mark.parametrize("kind", ["shared", "per_expert"])
+def test_a_sync_leaves_nothing_but_the_factors(kind):
+    given, buffers = tensors_of(kind), buffers_of(kind)
+    slots = expert_slots(buffers)
+    copy_to_experts_(of_experts(given, slots), slots, SCALE)
+    for name, own in buffers.items():
+        assert own.rank == 16
+        for leaf, buffer in own.named().items():
+            tensor = given[f"{name}.{leaf}"]
+            rank = -2 if "lora_A" in leaf else -1
+            expected = (tensor if rank == -2 else tensor * SCALE).bfloat16()
+            assert torch.equal(buffer.narrow(rank, 0, RANK), expected)
+            assert not buffer.narrow(rank, RANK, 16 - RANK).any()
+    copy_to_experts_({}, slots, SCALE)  # an adapter on attention alone
+    assert not any(buffer.any() for buffer in slots.values())
+
+
+def _without(part):
+    return lambda given: {name: tensor for name, tensor in given.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("layers.1"), "nothing for .*layers.1"),
+        (_without("gate_up_proj.lora_B"), "nothing for .*gate_up_proj.lora_B"),
+        (lambda given: {name.replace("layers.1", "layers.7"): each for name, each in given.items()}, "layers.7"),
+        (lambda given: {name: each[..., :-1, :-1] for name, each in given.items()}, "trained on another base"),
+        (lambda _: tensors_of("per_expert"), "of each expert, and the engine was opened for one shared"),
+        (lambda _: tensors_of("shared", 20), "rank 20 on experts, the engine takes 16"),
+    ],
+)
+def test_factors_that_do_not_fit_raise(change, message):
+    with pytest.raises(EngineError, match=message):
+        of_experts(change(tensors_of("shared")), expert_slots(buffers_of("shared")))
+
+
+def test_an_engine_without_an_adapter_on_experts_says_so():
+    with pytest.raises(EngineError, match="without an adapter on them"):
+        of_experts(tensors_of("shared"), {})
+
+
+def aligned(ids, block):
+    """What vLLM's `moe_align_block_size` says of `ids`, in plain Python."""
+    from qerl.engine.vllm.kernels import Routing
+
+    chosen, pairs, experts = ids.flatten().tolist(), [], []
+    for expert in range(EXPERTS):
+        own = [pair for pair, each in enumerate(chosen) if each == expert]
+        own += [len(chosen)] * (-len(own) % block)
+        pairs, experts = pairs + own, experts + [expert] * (len(own) // block)
+    filler = [len(chosen)] * (2 * block)  # the tensors are longer than what counts
+    numbers = (pairs + filler, [*experts, 77, 77], [len(pairs)])
+    tensors = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in numbers)
+    return Routing(*tensors, block, ids.numel(), ids.shape[1])
+
+
+@pytest.mark.gpu(instead=INTERPRETED)
+@pytest.mark.usefixtures("fresh_seed")
+@pytest.mark.parametrize("block", [8, 16, 48])
+def test_kernels_are_their_twins(block):
+    from qerl.engine.vllm import kernels
+
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    (ids, weights), rank, wide = routed(), 16, 80
+    ids, weights = ids.to(DEVICE), weights.to(DEVICE)
+    routing = aligned(ids, block)
+
+    def drawn(*shape):
+        return torch.randn(shape, device=DEVICE).to(dtype)
+
+    def same(found, expected):
+        torch.testing.assert_close(
+            found.float(), expected.float(), rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-4
+        )
+
+    pairs, a = TOKENS * CHOSEN, drawn(EXPERTS, rank, 200)
+    for x in (drawn(TOKENS, 200), drawn(pairs, 200)):
+        same(kernels.shrink(x, a, routing), twins.shrink(x, a, ids))
+    inner, b = drawn(pairs, 2 * wide), drawn(EXPERTS, 2 * wide, rank)
+    for h in (drawn(TOKENS, rank), drawn(pairs, rank)):
+        same(kernels.activate(inner, h, b, routing), twins.activate(inner, h, b, ids))
+    y, h, b = drawn(pairs, wide), drawn(pairs, rank), drawn(EXPERTS, wide, rank)
+    same(kernels.expand_(y.clone(), h, b, routing, weights), twins.expand_(y.clone(), h, b, ids, weights))
+    same(kernels.combine(y, h, b[0], weights), twins.combine(y, h, b[0], weights))
+
+
+GREEDY = 0.0
+
+
+def test_a_key_has_the_64_bits_of_seed_and_position():
+    seeds = torch.tensor([0x299F31D0A4093822, -1, 0])
+    positions = torch.tensor([0, 2**40 + 5, 0])
+    keys = row_keys(seeds, positions)
+    one = [torch.tensor([word]) for word in (5, 2**8, 0, 0)]
+    assert keys[1] == philox(Words(*one), (torch.tensor([WORD]),) * 2).first
+    assert keys[2] == 0x6627E8D5
+    assert (
+        len({*keys.tolist(), *row_keys(seeds, positions + 1).tolist(), *row_keys(seeds + 1, positions).tolist()}) == 9
+    )
+
+
+def test_the_noise_has_a_standard_gumbel_distribution():
+    """A Gumbel variable has the mean gamma (Euler's) and the variance pi^2 / 6. No two logits of a row share a word."""
+    noise = gumbel(torch.tensor([3, 4]), 3 * BLOCK - 7)
+    assert noise.shape == (2, 3 * BLOCK - 7)
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)
+    assert noise.var().item() == pytest.approx(1.6449, abs=0.1)
+    assert all(len(row.unique()) > 0.999 * len(row) for row in noise)
+    assert torch.equal(gumbel(torch.tensor([4]), 100)[0], noise[1, :100])
+    assert noise.isfinite().all()
+
+
+def drawn(logits, temperature=1.0, seed=1, first=0):
+    """A token and its logprob for each row; positions start at `first`."""
+    positions = torch.arange(first, first + len(logits))
+    request = torch.zeros(len(logits), dtype=torch.int32)
+    return reference_draw(logits, request, torch.tensor([temperature]), torch.tensor([seed]), positions)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_tokens_are_as_frequent_as_the_softmax_says(temperature):
+    """Tokens are in each quarter of two blocks. A chi-square of 9 degrees is above 33.7 in one of 10,000 cases."""
+    some = torch.tensor([0, 1, 900, QUARTER, 2000, 3 * QUARTER - 1, BLOCK - 1, BLOCK, BLOCK + 500, BLOCK + QUARTER])
+    logits = torch.full((BLOCK + QUARTER + 1,), -1e4)
+    logits[some] = temperature * torch.linspace(0, 2, len(some))
+    tokens, _ = drawn(logits.expand(600, -1), temperature)
+    observed = (tokens[:, None] == some).sum(0)
+    expected = 600 * torch.linspace(0, 2, len(some)).softmax(0)
+    assert observed.sum() == 600
+    assert ((observed - expected) ** 2 / expected).sum() < 33.7
+
+
+def test_the_logprob_is_that_of_the_drawn_token():
+    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * 3
+    tokens, logprobs = drawn(logits, 0.7)
+    expected = torch.log_softmax(logits / 0.7, 1)[torch.arange(40), tokens]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    assert len(tokens.unique()) > 20
+
+
+def test_at_temperature_zero_the_first_of_the_largest_logits_is_taken():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    logits[:, 7], logits[:, 90] = 9.0, 9.0
+    for seed in (1, 2):
+        tokens, logprobs = drawn(logits, GREEDY, seed)
+        assert tokens.tolist() == [7] * 5
+        torch.testing.assert_close(logprobs, logits.log_softmax(1)[:, 7])
+
+
+def test_a_seed_and_a_position_determine_the_tokens_and_others_give_others():
+    logits = torch.zeros(30, 1000)
+    tokens, _ = drawn(logits, seed=11)
+    assert torch.equal(drawn(logits, seed=11)[0], tokens)
+    assert (drawn(logits, seed=12)[0] == tokens).sum() < 5
+    assert torch.equal(drawn(logits, seed=11, first=10)[0][:20], tokens[10:])  # in whatever row it is
+    assert len(tokens.unique()) > 25
+
+
+def random_batch(rows, vocabulary, dtype):
+    """The inputs of a step: rows of a wider tensor, whose other columns would win, and requests from a larger table."""
+    wide = torch.full((rows, vocabulary + 24), 1e30, device="cuda", dtype=dtype)
+    logits = wide[:, :vocabulary].normal_(0, 3)
+    logits[1:2, :BLOCK] = float("-inf")
+    table = 2 * rows + 3
+    request = torch.randperm(table, device="cuda")[:rows].int()
+    temperature = torch.rand(table, device="cuda") * 1.7 + 0.3
+    temperature[request[2::4]] = GREEDY
+    seeds = torch.randint(-(2**63), 2**63 - 1, (table,), device="cuda")
+    positions = torch.randint(2**20, (rows,), device="cuda")
+    return logits, request, temperature, seeds, positions
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("vocabulary", [5003, 152064])
+@pytest.mark.parametrize("rows", [1, 7, 128])
+def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtype):
+    """The same token, unless noisy logits are equal within float32 rounding, and the logprob of that token."""
+    from qerl.engine.vllm.kernels import draw
+
+    logits, request, temperature, seeds, positions = batch = random_batch(rows, vocabulary, dtype)
+    tokens, logprobs = draw(*batch)
+    expected, _ = reference_draw(*batch)
+    assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
+    greedy = temperature[request] == GREEDY
+    assert torch.equal(tokens[greedy], expected[greedy])
+    scaled = logits.double() / torch.where(greedy, 1.0, temperature[request]).double()[:, None]
+    noisy = scaled + gumbel(row_keys(seeds[request], positions), vocabulary).masked_fill_(greedy[:, None], 0.0)
+    which = torch.arange(rows, device="cuda")
+    assert (noisy[which, expected] - noisy[which, tokens] < 1e-4).all()
+    torch.testing.assert_close(logprobs.double(), scaled.log_softmax(1)[which, tokens], rtol=0, atol=1e-4)
+    again = draw(*batch)
+    assert torch.equal(again[0], tokens)
+    assert torch.equal(again[1], logprobs)
+
+
+@pytest.mark.gpu
+def test_another_number_of_sequences_compiles_no_further_kernel(compiled):
+    from qerl.engine.vllm.kernels import draw
+
+    draw(*random_batch(16, 5003, torch.bfloat16))
+    compiled.clear()
+    for rows in (1, 7, 32, 33, 128):
+        draw(*random_batch(rows, 5003, torch.bfloat16))
+    assert compiled == []
