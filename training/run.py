@@ -29,6 +29,7 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.plan import checkpoint_bytes, trainer_bytes
 from qerl.plan.several import check_ranks
+from qerl.plan.trained import engine_expert_rank, engine_rank
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan
 from training.distill.teacher import find_teacher, open_teacher
 from training.parts import Given, make_parts
@@ -197,7 +198,33 @@ def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0, ran
 
     It is one of `ranks`.
     """
-    options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base), ranks))
+    options = engine_options(config, trainer_bytes(config, sizes_at(base), ranks))
     frozen = base.start if config.adapter.start == "frozen" else None
     options = replace(options, max_context=max(options.max_context, context), start=frozen)
     return open_engine(base.base, base.format, options)
+
+
+def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
+    """The engine that a recipe asks for; `kept_bytes` is what the trainer keeps on the card during a rollout."""
+    rollout = config.rollout
+    return EngineOptions(
+        engine=rollout.engine,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        records_experts=rollout.router_replay,
+        # An extra rollout of dynamic sampling can be larger than the step.
+        batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
+        kernel=rollout.kernel,
+        memory=rollout.memory,
+        cap_gib=config.memory.cap_gib,
+        trainer_bytes=kept_bytes,
+        deterministic=rollout.deterministic,
+        tune_kernels=rollout.tune_kernels,
+        kv_cache_dtype=rollout.kv_cache_dtype,
+        calibrates_kv=rollout.calibrates_kv,
+        max_context=config.data.max_prompt_tokens + config.longest_completion,
+        max_rank=engine_rank(config),
+        experts=config.adapter.experts,
+        expert_rank=engine_expert_rank(config),
+        seed=config.run.seed,
+    )

@@ -251,3 +251,30 @@ def check_tokens(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
             f"a prompt has token {largest} and the model only those up to {vocabulary - 1}: its tokenizer or chat "
             "template is of another model; copy them from the checkpoint that the weights are from"
         )
+
+
+def extended(earlier: torch.Tensor | None, later: torch.Tensor | None) -> torch.Tensor | None:
+    """The experts chosen for a text, from those of its beginning, which were chosen first, and those of all of it."""
+    if earlier is None or later is None:
+        return later
+    import torch
+
+    return torch.cat([earlier, later[len(earlier) :]])
+
+
+def joined(begun: Completion, rest: Completion) -> Completion:
+    """A completion of two parts."""
+    return Completion(
+        begun.token_ids + rest.token_ids,
+        begun.logprobs + rest.logprobs,
+        rest.finish_reason,
+        extended(begun.experts, rest.experts),
+    )
+
+
+def of_length(ids: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The experts chosen for so many tokens: what is missing at the end is UNRECORDED."""
+    import torch
+
+    missing = ids.new_full((max(0, tokens - len(ids)), *ids.shape[1:]), UNRECORDED)
+    return torch.cat([ids, missing])[:tokens]

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError
-from qerl.plan.trained import engine_expert_rank, engine_rank
 
 if TYPE_CHECKING:
     import torch
 
     from qerl.checkpoint.base_start import BaseStart
-    from qerl.config.schema import RunConfig
 
 ENGINES = ("auto", "transformers", "vllm")
 KERNELS = ("auto", *dict.fromkeys(kernel for each in formats.all_formats() for kernel in each.kernels))
@@ -59,32 +57,6 @@ class EngineOptions:
     seed: int = 0
     max_sequences: int = MAX_SEQUENCES
     enforce_eager: bool = False
-
-    @classmethod
-    def of_recipe(cls, config: RunConfig, trainer_bytes: int) -> EngineOptions:
-        """The engine that a recipe asks for; `trainer_bytes`: see the class."""
-        rollout = config.rollout
-        return cls(
-            engine=rollout.engine,
-            dtype=config.model.dtype,
-            trust_remote_code=config.model.trust_remote_code,
-            records_experts=rollout.router_replay,
-            # An extra rollout of dynamic sampling can be larger than the step.
-            batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
-            kernel=rollout.kernel,
-            memory=rollout.memory,
-            cap_gib=config.memory.cap_gib,
-            trainer_bytes=trainer_bytes,
-            deterministic=rollout.deterministic,
-            tune_kernels=rollout.tune_kernels,
-            kv_cache_dtype=rollout.kv_cache_dtype,
-            calibrates_kv=config.rollout.calibrates_kv,
-            max_context=config.data.max_prompt_tokens + config.longest_completion,
-            max_rank=engine_rank(config),
-            experts=config.adapter.experts,
-            expert_rank=engine_expert_rank(config),
-            seed=config.run.seed,
-        )
 
     def for_adapter(self, tensors: Mapping[str, torch.Tensor]) -> EngineOptions:
         """The options of an engine that gets the adapter with these tensors.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import CheckpointError
 from qerl.base.printable import printable
 from qerl.data.tasks.environment import ASKS
-from qerl.engine.interface import Completion, Request, SamplingParams, Source
+from qerl.engine.interface import Completion, Request, SamplingParams, Source, extended
 from qerl.episodes.values import Ending, Episode, Limits, Message, Start, Turn
 
 if TYPE_CHECKING:
@@ -108,8 +108,6 @@ class Episodes(Source):
         episode.logprobs += completion.logprobs
         episode.written += [True] * len(completion.token_ids)
         if completion.experts is not None:
-            from qerl.engine.recorded import extended
-
             episode.experts = extended(episode.experts, completion.experts)
         episode.answer = self._chat.decode(completion.token_ids)
         episode.turns.append(Turn("assistant", action.text, len(completion.token_ids)))

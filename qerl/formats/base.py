@@ -133,6 +133,3 @@ class Format:
     ) -> dict[str, Any] | None:
         """That of a folder that is made from one with `quantization`, in this format or in another."""
         return self.quantization_config(unquantized)
-
-    def check_for_vllm(self, folder: Path, kernel: str) -> None:
-        """Raise EngineError for what vLLM or `kernel` would refuse after it has loaded all weights."""

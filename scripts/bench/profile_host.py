@@ -34,7 +34,7 @@ from scripts.bench.host_calls import Call, Recorder
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
 
-SAMPLING = ("generate", "sample_from", "converse")  # methods of an engine
+SAMPLING = ("run",)  # methods of an engine
 STEP_ENDS = "the step ends"  # what is after it is not part of time/step_s
 
 

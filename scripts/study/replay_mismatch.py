@@ -33,10 +33,9 @@ from make_random_checkpoint import write
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.recipe import load_recipe
 from qerl.data.tasks import get_task
-from qerl.engine.interface import Completion, Engine, SamplingParams
+from qerl.engine.interface import Completion, Engine, SamplingParams, of_length
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.engine.recorded import of_length
 from qerl.model.norms import block_norms
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from quantize.run import quantize_checkpoint

@@ -90,7 +90,7 @@ def drawn(engine, prompts, sampling, seed=None, finished=None, first_index=0):
     import torch
 
     from qerl.engine.interface import Completion, request_seed
-    from qerl.engine.recorded import blocks_of
+    from qerl.engine.transformers.sampling import blocks_of
 
     tokens, blocks, experts = [], blocks_of(engine.policy_model()), []
     for index in range(first_index, first_index + len(prompts)):

@@ -18,7 +18,7 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source
 from qerl.checkpoint.verify import FailedCheck, verify
-from qerl.engine.vllm.checkpoint import check_checkpoint
+from qerl.engine.vllm.opening import check_folder
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
@@ -214,7 +214,7 @@ def test_unequal_scales_of_an_expert_are_refused_when_a_folder_is_named(download
     assert words in str(raised.value)
     assert "quantize the 16-bit model with `qerl quantize`" in str(raised.value)
     with pytest.raises(EngineError, match=words):
-        check_checkpoint(folder, "marlin")
+        check_folder(folder, FORMAT, "marlin")
 
 
 def test_a_folder_whose_experts_share_their_scales_is_taken(made):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from qerl.engine.recorded import of_length
+from qerl.engine.interface import of_length
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion

@@ -32,9 +32,9 @@ from qerl.engine.interface import (
     SamplingParams,
     Source,
     check_requests,
+    joined,
     request_seed,
 )
-from qerl.engine.recorded import joined, recorded_experts
 from qerl.engine.transformers.kv import kv_in_8_bits
 from qerl.engine.transformers.sampling import (
     Ended,
@@ -43,6 +43,7 @@ from qerl.engine.transformers.sampling import (
     filters,
     forked_rng,
     pad_left,
+    recorded_experts,
 )
 from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_update_
 from qerl.formats.linear import PackedLinear

@@ -1,4 +1,4 @@
-"""How the transformers engine samples: which rows together, the filters, the logprobs, the end of a row, its seeds."""
+"""How the transformers engine samples: rows of a batch, filters, logprobs, the end of a row, seeds, experts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import nn
 from transformers import LogitsProcessor
 from transformers.generation import (
     MinPLogitsWarper,
@@ -19,6 +20,7 @@ from transformers.generation import (
 
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
+from qerl.model.experts import ExpertBlock
 
 
 class Ended(StoppingCriteria):
@@ -115,3 +117,35 @@ def forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+class Recorder:
+    """What the blocks of a model chose while rows padded on the left were sampled, a token at a time."""
+
+    def __init__(self, blocks: list[ExpertBlock]) -> None:
+        self._blocks = blocks
+
+    def of_row(self, row: int, first: int, past: int) -> torch.Tensor | None:
+        """A row's choices from place `first` of the padded row to before `past`; None without experts."""
+        if not self._blocks:
+            return None
+        each = [torch.cat([ids[row] for ids in block.recorded])[first:past] for block in self._blocks]
+        return torch.stack(each, 1).cpu()
+
+
+def blocks_of(model: nn.Module) -> list[ExpertBlock]:
+    """The blocks of experts in a model, from the first layer to the last; none in a dense model."""
+    return [module for module in model.modules() if isinstance(module, ExpertBlock)]
+
+
+@contextmanager
+def recorded_experts(model: nn.Module, wanted: bool) -> Iterator[Recorder]:
+    """Let the model's blocks of experts record what they choose within it, if that is `wanted`."""
+    blocks = blocks_of(model) if wanted else []
+    for block in blocks:
+        block.recorded = []
+    try:
+        yield Recorder(blocks)
+    finally:
+        for block in blocks:
+            block.recorded = None

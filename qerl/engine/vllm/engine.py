@@ -99,7 +99,7 @@ class VLLMEngine(Engine):
         parts = Parts()
         kernel = opening.choose_kernel(self.options.kernel, settings.format)
         format = formats.get(settings.format)
-        format.check_for_vllm(Path(settings.base), kernel)
+        opening.check_folder(Path(settings.base), format, kernel)
         expected = read_activations(Path(settings.base), format) if format.rounds_inputs else {}
         with parts.part("imports"):
             opening.compile_ahead(settings, kernel)

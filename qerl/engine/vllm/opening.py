@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,12 +31,20 @@ from qerl.base.errors import (
     EngineError,
     MissingExtraError,
 )
-from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.experts import Decoder, decoder_of
+from qerl.checkpoint.linears import fused
+from qerl.checkpoint.load_experts import check_complete, check_served_family
 from qerl.checkpoint.own_head import KEY, has_own_head
 from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shared_scales import check_shared
 from qerl.engine.memory import out_of_memory
 from qerl.engine.options import KERNELS
-from qerl.engine.vllm.checkpoint import check_experts_served
+from qerl.formats.base import Format
+from qerl.formats.fp8.format import rounds_input
+from qerl.formats.fp8.layout import BLOCK as FP8_BLOCK
+from qerl.formats.fp8.layout import CODES
+from qerl.formats.fp8.layout import KERNEL_ROWS as FP8_ROWS
+from qerl.formats.nvfp4.layout import PACKED
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.plan.sizes import sizes_of
 
@@ -412,3 +420,78 @@ def capture_sizes(max_sequences: int) -> list[int]:
     """
     sizes = {1, 2, 4, *range(8, 56, 8), *range(64, 256, 16), *range(256, 513, 64), max_sequences}
     return sorted(size for size in sizes if size <= min(2 * max_sequences, 512))
+
+
+def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None:
+    """Raise EngineError for experts that vLLM would not serve as they are, and CheckpointError if some are missing."""
+    from qerl.formats.nvfp4.kernel_experts import takes
+
+    if not decoder.has_experts:
+        return
+    check_served_family(decoder, folder)
+    if not format.holds_experts:
+        raise EngineError(
+            f"{folder} has experts in {format.label}, and vLLM serves them in NVFP4 or 16 bits here: quantize the "
+            f"16-bit model with `--scheme {formats.DEFAULT.scheme}`"
+        )
+    if format.quantized and not takes(decoder.hidden, decoder.width):
+        raise EngineError(
+            "%s has experts of %d x %d, which vLLM's Marlin kernel does not multiply by: write %s",
+            *(folder, decoder.width, decoder.hidden, ENGINE.set_to("transformers")),
+        )
+    check_complete(decoder, format, read_tensors(folder))
+
+
+def check_folder(folder: Path, format: Format, kernel: str) -> None:
+    """Raise EngineError for what vLLM or `kernel` would refuse after all weights have been read."""
+    if not format.quantized:
+        return
+    tensors = read_tensors(folder)
+    groups = fused(format.quantized_linears(tensors))
+    if kernel == "qerl":
+        _check_own_kernel(groups, tensors)
+    if format.shared_tensor is not None:
+        try:
+            check_shared(groups, tensors, format.shared_tensor, str(folder))
+        except CheckpointError as error:
+            raise EngineError("%s", error) from error
+    if format.block_rows > 1:
+        _check_blocks(folder, groups, tensors)
+
+
+def _check_own_kernel(groups: Sequence[Sequence[str]], tensors: Mapping[str, Any]) -> None:
+    from qerl.formats.nvfp4 import gemm
+
+    for modules in (group for group in groups if ".experts." not in group[0]):
+        shapes = [tensors[f"{module}.{PACKED}"].shape for module in modules]
+        rows, columns = sum(shape[0] for shape in shapes), 2 * shapes[0][1]
+        if not gemm.takes(rows, columns):
+            raise EngineError(
+                "%s is %d x %d, which qerl's kernel does not take: write %s",
+                *(", ".join(modules), rows, columns, KERNEL.set_to("humming or marlin")),
+            )
+
+
+def _check_blocks(folder: Path, groups: Sequence[Sequence[str]], tensors: Mapping[str, Any]) -> None:
+    """Raise EngineError if a linear of an FP8 folder does not suit vLLM's blocks, or the card's products."""
+    import torch
+
+    config = read_json(folder / "config.json")["quantization_config"]
+    capability = torch.cuda.get_device_capability()
+    if rounds_input(config) and capability < FP8_CAPABILITY:
+        raise EngineError(
+            f"{folder} multiplies activations in FP8, which needs compute capability {FP8_CAPABILITY} (Ada, Hopper or "
+            f"newer), and {torch.cuda.get_device_name()} has {capability}: quantize the model with `--scheme "
+            f"{formats.DEFAULT.name}`, whose kernels run there"
+        )
+    for modules in groups:
+        shapes = {module: tensors[f"{module}.{CODES}"].shape for module in modules}
+        for place, (module, (rows, columns)) in enumerate(shapes.items()):
+            last = place == len(shapes) - 1
+            if columns % FP8_BLOCK or rows % (FP8_ROWS if last else FP8_BLOCK) or module == "lm_head":
+                raise EngineError(
+                    "%s is %d x %d, and vLLM takes FP8 in linears of decoder layers with columns (and rows of what it "
+                    "fuses) in whole blocks of %d: leave it in 16 bits (`qerl quantize --ignore`, or "
+                    "qat.quant_cfg.ignore), or write %s",
+                    *(module, rows, columns, FP8_BLOCK, ENGINE.set_to("transformers")),
+                )

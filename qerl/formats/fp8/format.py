@@ -109,11 +109,6 @@ class _FP8Block(Format):
         rounds = not self.recognises(quantization) or rounds_input(quantization)
         return self.quantization_config(unquantized, "dynamic" if rounds else "none")
 
-    def check_for_vllm(self, folder: Path, kernel: str) -> None:
-        from qerl.engine.vllm.checkpoint import check_fp8
-
-        check_fp8(folder, self)
-
 
 def rounds_input(quantization: Mapping[str, Any] | None) -> bool:
     """Whether linears multiply activations in 8 bits, by a folder's quantization_config."""

@@ -111,11 +111,6 @@ class _NVFP4(Format):
         """Inputs are rounded as in the folder that it is made from."""
         return self.quantization_config(unquantized, self.activations(quantization))
 
-    def check_for_vllm(self, folder: Path, kernel: str) -> None:
-        from qerl.engine.vllm.checkpoint import check_checkpoint
-
-        check_checkpoint(folder, kernel)
-
 
 def _kind_of(inputs: Any, outputs: Any) -> str:
     if outputs or not (inputs is None or isinstance(inputs, dict)):

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from engine_checks.compare import mismatch, same
 from engine_checks.context import Context
-from qerl.engine.interface import Completion, Request, SamplingParams, Source
-from qerl.engine.recorded import joined
+from qerl.engine.interface import Completion, Request, SamplingParams, Source, joined
 
 LENGTHS = (40, 3, 24, 9, 200, 5)
 

@@ -15,9 +15,8 @@ from engine_checks.context import Context
 from engine_checks.memory import storages
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.shards import read_json
-from qerl.engine.interface import UNRECORDED, SamplingParams
+from qerl.engine.interface import UNRECORDED, SamplingParams, of_length
 from qerl.engine.options import EngineOptions
-from qerl.engine.recorded import of_length
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.engine.vllm.engine import VLLMEngine
 from qerl.model.routing import Replay

@@ -16,7 +16,7 @@ from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
-from qerl.engine.vllm.checkpoint import check_experts_served
+from qerl.engine.vllm.opening import check_experts_served
 from qerl.formats import NVFP4
 from qerl.model.experts import ExpertBlock
 

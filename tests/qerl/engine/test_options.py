@@ -1,49 +1,11 @@
-"""An engine's options as one value: from a recipe, and with the engine that runs here."""
+"""An engine's options as one value: for an adapter, and with the engine that runs here."""
 
 import pytest
 import torch
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.config.recipe import load_recipe
 from qerl.engine.open import with_chosen_engine
 from qerl.engine.options import EngineOptions
-
-RECIPE = {
-    "rollout.engine": "vllm",
-    "model.dtype": "bfloat16",
-    "model.trust_remote_code": True,
-    "rollout.kernel": "marlin",
-    "rollout.memory": 0.5,
-    "memory.cap_gib": 24.0,
-    "rollout.tune_kernels": True,
-    "rollout.kv_cache_dtype": "fp8",
-    "adapter.rank": 16,
-    "run.seed": 7,
-}
-
-
-def test_what_a_recipe_asks_of_the_engine_reaches_it():
-    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=200"]
-    config = load_recipe("dapo_7b", [f"{key}={value}" for key, value in RECIPE.items()] + lengths)
-    options = EngineOptions.of_recipe(config, trainer_bytes=5)
-    assert options == EngineOptions(
-        engine="vllm",
-        dtype="bfloat16",
-        trust_remote_code=True,
-        records_experts=True,
-        batch_size=config.rollout.prompts_per_step * config.rollout.group_size,
-        kernel="marlin",
-        memory=0.5,
-        cap_gib=24.0,
-        trainer_bytes=5,
-        tune_kernels=True,
-        kv_cache_dtype="fp8",
-        calibrates_kv=True,
-        max_context=300,
-        max_rank=16,
-        expert_rank=16,
-        seed=7,
-    )
 
 
 def test_an_engine_is_opened_for_the_ranks_and_the_kind_of_an_adapter():

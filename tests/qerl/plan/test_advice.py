@@ -13,12 +13,12 @@ from qerl.base.errors import ConfigError
 from qerl.cli.main import app
 from qerl.cli.plan import this_card
 from qerl.config.recipe import load_recipe, recipe_names
-from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings
 from qerl.plan.advice import advice, largest_completion, with_values
 from qerl.plan.cards import CARDS, card_of
 from qerl.plan.plan import plan, trainer_bytes
 from qerl.plan.sizes import KNOWN, read_sizes
+from training.run import engine_options
 
 GIB = 2**30
 
@@ -85,7 +85,7 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, rec
     sizes = read_sizes(str(tmp_path))
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(int(sizes.weights_bytes("nvfp4")))
-    options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes))
+    options = engine_options(config, trainer_bytes(config, sizes))
     arguments = Settings(str(tmp_path), "nvfp4", options).memory_arguments(gib * GIB)
     assert arguments["kv_cache_memory_bytes"] is None
     made = plan(config, sizes, card_of(str(gib)))

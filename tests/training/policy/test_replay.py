@@ -6,7 +6,7 @@ from bases import write_base
 
 from qerl.checkpoint.load import load_model
 from qerl.engine.interface import UNRECORDED
-from qerl.engine.recorded import recorded_experts
+from qerl.engine.transformers.sampling import recorded_experts
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from training.loss.correction import Mismatch
 from training.policy.packed_policy import PackedPolicy

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from qerl.base.errors import EngineError
-from qerl.engine.vllm.checkpoint import check_checkpoint
+from qerl.engine.vllm.opening import check_folder
+from qerl.formats import NVFP4
 
 
 def write(folder, **linears):
@@ -22,7 +23,7 @@ def write(folder, **linears):
 
 def test_what_qerl_quantize_writes_is_taken(nvfp4_base):
     for kernel in ("qerl", "humming", "marlin"):
-        check_checkpoint(nvfp4_base, kernel)
+        check_folder(nvfp4_base, NVFP4, kernel)
 
 
 def test_fused_linears_with_different_global_scales_are_named(tmp_path):
@@ -38,7 +39,7 @@ def test_fused_linears_with_different_global_scales_are_named(tmp_path):
     with pytest.raises(
         EngineError, match=r"layers\.0\.self_attn\.k_proj, .*q_proj, .*v_proj .*3\.0, 3\.5.* `qerl quantize`"
     ):
-        check_checkpoint(folder, "marlin")
+        check_folder(folder, NVFP4, "marlin")
 
 
 @pytest.mark.parametrize("rows", [(12, 12), (20, 12)])
@@ -46,8 +47,8 @@ def test_a_shape_that_our_kernel_does_not_support_is_refused_for_that_kernel_onl
     """gate/up are one product with all their rows. Its 24 rows are a multiple of 8, the 12 of down_proj are not."""
     gate, up = rows
     folder = write(tmp_path, mlp__gate_proj=(gate, 64, 5.0), mlp__up_proj=(up, 64, 5.0))
-    check_checkpoint(folder, "qerl")
+    check_folder(folder, NVFP4, "qerl")
     write(tmp_path, mlp__gate_proj=(gate, 64, 5.0), mlp__up_proj=(up, 64, 5.0), mlp__down_proj=(12, 64, 7.0))
     with pytest.raises(EngineError, match=r"mlp\.down_proj is 12 x 64, .* write rollout\.kernel=humming or marlin"):
-        check_checkpoint(folder, "qerl")
-    check_checkpoint(folder, "marlin")
+        check_folder(folder, NVFP4, "qerl")
+    check_folder(folder, NVFP4, "marlin")
