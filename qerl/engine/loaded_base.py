@@ -18,6 +18,7 @@ from qerl.base.errors import EngineError
 from qerl.checkpoint.activations import check_placed, read_activations
 from qerl.checkpoint.base_modules import base_linears, load_start_
 from qerl.checkpoint.load import load_model, local_folder
+from qerl.engine.memory import Cap
 from qerl.engine.update import AdapterUpdate, Update, write_update_
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4.place import place_in_kernel_layout_
@@ -38,8 +39,8 @@ class LoadedBase:
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
         """Load the weights at `base`: on the card if there is one, else on the CPU."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and options.cap_gib is not None:
-            _limit_process_(options.cap_gib)
+        if device == "cuda":
+            Cap(torch.cuda.current_device(), options.cap_gib)
         folder = local_folder(base, options.trust_remote_code)
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, options.trust_remote_code)
         expected = read_activations(folder, formats.get(format))
@@ -76,12 +77,6 @@ class LoadedBase:
         self._model = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _limit_process_(cap_gib: float) -> None:
-    device = torch.cuda.current_device()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total), device)
 
 
 def _bring_fp8_product() -> None:

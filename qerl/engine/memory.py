@@ -45,21 +45,6 @@ def own_bytes(device: int) -> int:
     return max(0, total - free - others_bytes(device))
 
 
-def check_beside_cap(outside_bytes: int, cap_bytes: int) -> None:
-    """Raise EngineError if what the driver counts to this process outside torch leaves nothing of its cap.
-
-    Then another process has begun to use the card after `others_bytes` was asked.
-    """
-    if outside_bytes >= cap_bytes:
-        raise EngineError(
-            "%s is %.1f GiB, and the card has %.1f GiB more in use than when this process began: another process has "
-            "taken memory meanwhile. Start again when it has all that it needs, or take another card (--gpu)",
-            CAP_GIB,
-            cap_bytes / GIB,
-            outside_bytes / GIB,
-        )
-
-
 class Cap:
     """A limit in bytes for everything that this process has on the card, or none.
 
@@ -88,7 +73,12 @@ class Cap:
             return
         torch.cuda.synchronize(self._device)
         outside = max(0, own_bytes(self._device) - torch.cuda.memory_reserved(self._device))
-        check_beside_cap(outside, self._bytes)
+        if outside >= self._bytes:  # another process has begun to use the card after `others_bytes` was asked
+            raise EngineError(
+                "%s is %.1f GiB, and the card has %.1f GiB more in use than when this process began: another process "
+                "has taken memory meanwhile. Start again when it has all that it needs, or take another card (--gpu)",
+                *(CAP_GIB, self._bytes / GIB, outside / GIB),
+            )
         self._outside = outside
         self.limit_()
 

@@ -19,12 +19,9 @@ brings them itself: an in-memory update of a single LoRA adapter (without the mu
 
 from __future__ import annotations
 
-import logging
 import os
 
 from qerl.base.errors import EngineError
-
-logger = logging.getLogger(__name__)
 
 SLEEP_BACKEND = "qerl_kv"
 CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
@@ -55,20 +52,14 @@ def register_if_asked() -> None:
         register()
 
 
-def check(model, runner, own_attention: bool) -> None:
-    """Raise EngineError unless the linears, experts and norms of vLLM's decoder layers are ours.
-
-    Only warns where vLLM uses its own sampler, or its own attention although ours was asked for (`own_attention`): that
-    is right but slower.
-    """
+def check(model) -> None:
+    """Raise EngineError unless the linears, experts and norms of vLLM's decoder layers are ours."""
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import LinearBase
 
-    from qerl.engine.vllm.attention import attends_by_ours
     from qerl.engine.vllm.experts import products
     from qerl.engine.vllm.layers import NoisyRMSNorm
     from qerl.engine.vllm.linear import AdapterLinearMethod
-    from qerl.engine.vllm.worker import FusedSampler
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
@@ -81,17 +72,3 @@ def check(model, runner, own_attention: bool) -> None:
             "off), or this vLLM is not the supported version 0.25.1"
         )
     products(model)
-    sampler = getattr(runner, "sampler", None)
-    if not isinstance(sampler, FusedSampler):
-        _warn("sampler", sampler, runner)
-    if own_attention and not attends_by_ours(model):
-        _warn("attention", next((m.impl for m in model.modules() if hasattr(m, "impl")), None), runner)
-
-
-def _warn(what: str, found: object, runner: object) -> None:
-    logger.warning(
-        "vLLM took its own %s (%s; runner %s) in place of qerl's: results are right and rollouts slower. Another vLLM "
-        "plugin or a variable such as VLLM_USE_V2_MODEL_RUNNER may be the cause",
-        what,
-        *(f"{type(thing).__module__}.{type(thing).__name__}" for thing in (found, runner)),
-    )

@@ -157,10 +157,5 @@ def attention_name(model: torch.nn.Module) -> str:
     return " + ".join(sorted(names))
 
 
-def attends_by_ours(model: torch.nn.Module) -> bool:
-    """Whether vLLM uses our backend; it leaves layers that our kernel does not take to FlashAttention."""
-    return any(isinstance(module.impl, DecodeImpl) for module in model.modules() if isinstance(module, Attention))
-
-
 def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{DecodeBackend.__name__}")

@@ -338,11 +338,10 @@ def find(llm: Any, options: EngineOptions) -> Found:
     from qerl.engine.vllm.experts import kernel_names, products
     from qerl.engine.vllm.layers import NoisyRMSNorm
     from qerl.engine.vllm.linear import RouterMethod, kernel_name
-    from qerl.engine.vllm.opening import asks_for_own_attention
     from qerl.engine.vllm.sync import adapter_slots, expert_slots
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    vllm_plugin.check(runner.model, runner, asks_for_own_attention(options.kv_cache_dtype))
+    vllm_plugin.check(runner.model)
     modules = dict(runner.model.named_modules())
     linears = {
         name: module

@@ -159,19 +159,14 @@ def _register(layer: nn.Module, name: str, tensor: torch.Tensor, attributes: dic
 def _check_kind(layer: RoutedExperts) -> None:
     """Raise EngineError for experts that our product does not compute."""
     moe: FusedMoEConfig = layer.moe_config
-    unlike = {
-        "several cards": moe.moe_parallel_config.tp_size > 1 or moe.moe_parallel_config.use_ep,
-        "biases": moe.has_bias,
-        f"the activation {layer.activation.value}": layer.activation != MoEActivation.SILU,
-        "a clamped activation": layer.swiglu_limit is not None,
-        "router weights on the input": layer.apply_router_weight_on_input,
-        "padded sizes": moe.hidden_dim != moe.hidden_dim_unpadded,
-        "16-bit floats other than bfloat16": moe.in_dtype != torch.bfloat16,
-    }
-    if found := [name for name, is_so in unlike.items() if is_so]:
+    plain = layer.activation == MoEActivation.SILU and layer.swiglu_limit is None and not moe.has_bias
+    plain = plain and not layer.apply_router_weight_on_input and moe.hidden_dim == moe.hidden_dim_unpadded
+    one_card = moe.moe_parallel_config.tp_size == 1 and not moe.moe_parallel_config.use_ep
+    if not (plain and one_card and moe.in_dtype == torch.bfloat16):
         raise EngineError(
-            "%s has experts with %s, which qerl does not serve with vLLM: write %s",
-            *(layer.layer_name, ", ".join(found), ENGINE.set_to("transformers")),
+            "%s has experts of a kind that qerl does not serve with vLLM (only SwiGLU in bfloat16 without biases): "
+            "write %s",
+            *(layer.layer_name, ENGINE.set_to("transformers")),
         )
 
 

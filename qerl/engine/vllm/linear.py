@@ -44,7 +44,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from qerl.base.devices import driver_version
-from qerl.base.errors import KERNEL, EngineError
+from qerl.base.errors import KERNEL
 from qerl.checkpoint.activations import INPUT_SCALE, check_served
 from qerl.engine.vllm import CONFIG_KEY, fp8
 from qerl.engine.vllm.fp8 import HELD, FP8BlockMethod
@@ -115,14 +115,7 @@ class AdapterLinearMethod(LinearMethodBase):
         layer.qerl_bias = None if bias is None else bias.data.clone()  # a kernel may permute its own
         global_scale = getattr(layer, "weight_global_scale", None)
         if global_scale is not None:
-            # If the parts of a fused linear differ, vLLM takes the largest and only warns: the result would be wrong.
-            scales = set(global_scale.data.flatten().tolist())
-            if len(scales) != 1:
-                raise EngineError(
-                    f"{layer.prefix}: vLLM fuses linears that this checkpoint gives different global scales "
-                    f"{sorted(scales)}; quantize it again with `qerl quantize`, which shares them"
-                )
-            layer.qerl_global_scale = scales.pop()
+            layer.qerl_global_scale = global_scale.data.max().item()  # equal in all parts: `opening.check_folder`
             _warn_of_dropped_scales(layer)
         self.inner.process_weights_after_loading(layer)
         if self.options.deterministic and kernel_name(layer) == "humming":
@@ -195,17 +188,12 @@ def kernel_weight(layer: LinearBase) -> KernelWeight:
         wgmma = "wgmma" in str(layer.humming_metas[""].mma_type).lower()
         layout = HUMMING_WGMMA if wgmma else HUMMING_MMA
         return KernelWeight(layout, layer.weight.data, layer.weight_scale.data, in_features=in_features, **common)
-    if name == "marlin":
-        weight, scales = layer.weight.data, layer.weight_scale.data
-        # For bfloat16 vLLM stores 2^119 / (global scale * factor); the factor is a power of two (marlin_utils_fp4.py).
-        factor = 2.0**119 / (layer.qerl_global_scale * layer.weight_global_scale.item())
-        factor = 2.0 ** round(torch.tensor(factor, dtype=torch.float64).log2().item())
-        return KernelWeight(MARLIN, weight, scales, in_features=in_features, scale_factor=factor, **common)
-    raise EngineError(
-        "vLLM chose its %s kernel for NVFP4, whose layout the trainer cannot read: write %s (a card of compute "
-        "capability 8.0 or newer)",
-        *(name, KERNEL.set_to("humming or marlin")),
-    )
+    assert name == "marlin", f"vLLM chose its {name} kernel, although it was told another"
+    weight, scales = layer.weight.data, layer.weight_scale.data
+    # For bfloat16 vLLM stores 2^119 / (global scale * factor); the factor is a power of two (marlin_utils_fp4.py).
+    factor = 2.0**119 / (layer.qerl_global_scale * layer.weight_global_scale.item())
+    factor = 2.0 ** round(torch.tensor(factor, dtype=torch.float64).log2().item())
+    return KernelWeight(MARLIN, weight, scales, in_features=in_features, scale_factor=factor, **common)
 
 
 def _warn_of_dropped_scales(layer: LinearBase) -> None:
@@ -406,12 +394,6 @@ class QerlNvFp4LinearKernel(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Replace the checkpoint's codes and block scales by ours; vLLM calls this for one linear at a time."""
-        rows, columns = layer.weight.shape[0], 2 * layer.weight.shape[1]
-        if not gemm.takes(rows, columns):
-            raise EngineError(
-                "%s is %d x %d, which qerl's kernel does not take: write %s",
-                *(layer.prefix, rows, columns, KERNEL.set_to("humming or marlin")),
-            )
         words, scales = slab_layout.pack(layer.weight.data, layer.weight_scale.data, layer.prefix)
         layer.weight = torch.nn.Parameter(words, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
-ATTENTION = "attention_config"
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
@@ -240,12 +239,7 @@ def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
     if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
         return {}
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
-    return early | ({ATTENTION: {"backend": "CUSTOM"}} if kv_cache_dtype in ("auto", "fp8") else {})
-
-
-def asks_for_own_attention(kv_cache_dtype: str) -> bool:
-    """Whether vLLM is told to use our attention on this card."""
-    return ATTENTION in _for_hopper(kv_cache_dtype)
+    return early | ({"attention_config": {"backend": "CUSTOM"}} if kv_cache_dtype in ("auto", "fp8") else {})
 
 
 def check_vllm() -> None:
@@ -359,23 +353,16 @@ ADVICE = re.compile(r"[.\s]*\b(?:Try|Decrease)\b.*", re.DOTALL)  # vLLM's own ad
 
 def cannot_open(settings: Settings, error: Exception) -> EngineError:
     """The error to raise when opening vLLM raised `error`, a ValueError or torch's OutOfMemoryError."""
-    text, facts = str(error).lower(), ADVICE.sub("", str(error))
-    limits, keys = ("%s", (MEMORY,)) if settings.options.cap_gib is None else ("%s or %s", (MEMORY, CAP_GIB))
     if not isinstance(error, ValueError):
         return out_of_memory(f"opening {settings.base}", error)
-    if "kv cache memory" in text or "cache blocks" in text:
-        return EngineError(
-            "of what a rollout may hold too little is left for the KV cache of one sequence of %d tokens: lower %s, or "
-            f"raise {limits} (%s)",
-            *(settings.model_len, MAX_NEW_TOKENS, *keys, facts),
-        )
-    if "free memory on device" in text:
-        return EngineError(
-            "less of the card is free than a rollout may hold: end what else runs there (nvidia-smi), or lower "
-            f"{limits} (%s)",
-            *(*keys, facts),
-        )
-    return EngineError(f"vLLM cannot open {settings.base}: {error}")
+    facts = ADVICE.sub("", str(error))
+    if "memory" not in facts:
+        return EngineError(f"vLLM cannot open {settings.base}: {error}")
+    return EngineError(
+        "the card has too little free memory for a rollout, or a rollout may hold too little for the KV cache of one "
+        "sequence of %d tokens: end what else runs there (nvidia-smi), lower %s, or change %s or %s (%s)",
+        *(settings.model_len, MAX_NEW_TOKENS, MEMORY, CAP_GIB, facts),
+    )
 
 
 class Parts:

@@ -245,21 +245,14 @@ def copy_to_experts_(tensors: Mapping[str, torch.Tensor], slots: Mapping[str, to
 
 
 def _check_shape(name: str, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-    if tensor.dim() != buffer.dim():
-        kinds = {2: "shared by all experts", 3: "of each expert"}
+    dim = buffer.dim() - (2 if name.endswith(f"{FACTOR}A.weight") else 1)  # along which ranks lie
+    fits = tensor.dim() == buffer.dim() and tensor.shape[dim] <= buffer.shape[dim]
+    if not fits or tensor.movedim(dim, 0).shape[1:] != buffer.movedim(dim, 0).shape[1:]:
         raise EngineError(
-            f"the adapter's {name} is {kinds.get(tensor.dim(), 'of no kind')}, and the engine was opened for one "
-            f"{kinds[buffer.dim()]}: open it for the adapter's kind on experts"
+            f"the adapter's {name} is {tuple(tensor.shape)}, and its place {tuple(buffer.shape)} with the rank in "
+            f"dimension {dim}: it was trained on another base, or the engine was opened for another kind of adapter on "
+            "experts, or for a smaller rank"
         )
-    dim = buffer.dim() - (2 if name.endswith(f"{FACTOR}A.weight") else 1)
-    rank, most = tensor.shape[dim], buffer.shape[dim]
-    if tensor.movedim(dim, 0).shape[1:] != buffer.movedim(dim, 0).shape[1:]:
-        raise EngineError(
-            f"the adapter's {name} is {tuple(tensor.shape)}, and its place is {tuple(buffer.shape)}: it was trained on "
-            "another base"
-        )
-    if rank > most:
-        raise EngineError(f"the adapter has rank {rank} on experts, the engine takes {most}: open it for {rank}")
 
 
 class Gains:

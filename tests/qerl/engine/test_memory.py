@@ -12,7 +12,7 @@ import torch
 
 from qerl.base.errors import EngineError
 from qerl.engine import memory
-from qerl.engine.memory import GIB, Cap, check_beside_cap, of_others, others_bytes, outgrown, own_bytes
+from qerl.engine.memory import GIB, Cap, of_others, others_bytes, outgrown, own_bytes
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,6 @@ from qerl.engine.memory import GIB, Cap, check_beside_cap, of_others, others_byt
 )
 def test_memory_that_is_neither_torchs_nor_a_contexts_belongs_to_others(used, reserved, others):
     assert of_others(int(used * GIB), int(reserved * GIB)) == int(others * GIB)
-
-
-def test_a_cap_that_another_process_has_used_up_meanwhile_is_refused_with_what_to_do():
-    """Seen on a card with several runs: what a 7B took counted as ours, and the cap was 10 GiB."""
-    check_beside_cap(3 * GIB, 10 * GIB)
-    with pytest.raises(EngineError, match=r"memory.cap_gib is 10.0 GiB.* 60.5 GiB more.*another card \(--gpu\)"):
-        check_beside_cap(int(60.5 * GIB), 10 * GIB)
 
 
 HOLD = """
@@ -68,6 +61,13 @@ def card(monkeypatch):
     monkeypatch.setattr(memory, "own_bytes", lambda device: 12 * GIB)
     monkeypatch.setattr(memory, "others_bytes", lambda device: 18 * GIB)
     return shares
+
+
+def test_a_cap_that_another_process_has_used_up_meanwhile_is_refused_with_what_to_do(card, monkeypatch):
+    """Seen on a card with several runs: what a 7B took counted as ours, and the cap was 10 GiB."""
+    monkeypatch.setattr(memory, "own_bytes", lambda device: int(69.5 * GIB))
+    with pytest.raises(EngineError, match=r"memory.cap_gib is 10.0 GiB.* 60.5 GiB more.*another card \(--gpu\)"):
+        Cap(0, 10.0).count_outside_()
 
 
 def test_what_lies_outside_torch_is_taken_off_and_a_sleeping_cache_is_added(card):
