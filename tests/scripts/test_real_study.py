@@ -46,7 +46,7 @@ class TestJobs:
         assert config.noise.enabled is arm.endswith("noise")
         assert (config.qat is not None) == arm.startswith("qat")
         assert config.model.format == ("bf16" if arm.startswith("bf16") else "nvfp4")
-        expected = {"_F": "frozen", "F_": "frozen", "_S": "trained", "S_": "trained"}
+        expected = {"_D": "frozen", "_F": "frozen", "F_": "frozen", "_S": "trained", "S_": "trained"}
         start = next((kind for part, kind in expected.items() if part in arm), None)
         if config.model.format == "nvfp4" and config.qat is None:
             assert config.adapter.start == (start or "none")
