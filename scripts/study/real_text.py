@@ -50,11 +50,19 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], most: int) -> list[list[int]
 def decoded(folder: Path, device: str) -> Any:
     """The model of a folder, quantized or not, with float32 weights."""
     import torch
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
-    packed = "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = AutoConfig.from_pretrained(folder)
+    packed = getattr(config, "quantization_config", None) is not None
     how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if packed else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
+    if (
+        packed
+    ):  # compressed-tensors keeps a decoded model where it was loaded: its weights go to one of transformers alone
+        decoded_weights = model.state_dict()
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.load_state_dict({name: decoded_weights[name].detach().to("cpu") for name in model.state_dict()})
     return model.float().to(device).eval().requires_grad_(False)
 
 

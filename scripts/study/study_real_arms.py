@@ -23,7 +23,12 @@ BASES = {  # folder -> the options of `qerl quantize` that make it
 SPARSE = ("rollout.dynamic_sampling.enabled=true", "rollout.max_new_tokens=128")  # at 80 tokens, 83% are truncated
 BF16, INPUTS = "bf16", "bf16_inputs"  # the 16-bit model, and an adapter for it that a run begins with
 DISTILLED = "distilled"  # the run directory of a distillation from the 16-bit model, whose adapter a run begins with
-DISTILL = ("--set", "rollout.group_size=4", "--steps", "240")  # 240 steps of 16 prompts read the 4096 training rows once
+DISTILL = (
+    "--set",
+    "rollout.group_size=4",
+    "--steps",
+    "240",
+)  # 240 steps of 16 prompts read the 4096 training rows once
 
 
 @dataclass(frozen=True)
