@@ -28,7 +28,7 @@ DISTILL = (
     "rollout.group_size=4",
     "--steps",
     "240",
-)  # 240 steps of 16 prompts read the 4096 training rows once
+)  # 240 x 16 of the 4096 training rows, each once
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def distill(work: Path, variant: str, run: Callable[..., Any]) -> None:
     given = [part for text in values for part in ("--set", text)]
     command = ["distill", "--recipe", str(RECIPE), "--teacher", str(work / BF16), *given, *DISTILL, "--out", str(out)]
     shutil.rmtree(out, ignore_errors=True)
-    run([sys.executable, "-m", "qerl.cli", *command], cwd=ROOT, check=True)
+    run([sys.executable, "-m", "qerl.cli.main", *command], cwd=ROOT, check=True)
     out.rename(work / DISTILLED)
 
 

@@ -29,7 +29,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
         left.plot(steps, curves.mean(0), color=colours[arm], label=ARMS[arm].title, linewidth=1.4)
     left.set_title("share of right completions while training", fontsize=10)
     left.set_xlabel("step")
-    left.legend(fontsize=6)
     dots(right, results, arms, colours)
     for place in (left, right):
         place.spines[["top", "right"]].set_visible(False)
@@ -52,6 +51,8 @@ def dots(place: Any, results: dict[str, Any], arms: list[str], colours: dict[str
         place.axvline(
             np.mean([accuracy(row) for row in best(results, BF16)]), color="grey", linewidth=0.8, linestyle=":"
         )
-    place.set_yticks(range(len(arms)), [ARMS[arm].title for arm in reversed(arms)], fontsize=7)
+    place.set_yticks(range(len(arms)), [ARMS[arm].title for arm in reversed(arms)], fontsize=7, fontweight="bold")
+    for arm, label in zip(reversed(arms), place.get_yticklabels(), strict=True):  # the key to the curves as well
+        label.set_color(colours[arm])
     place.set_title("accuracy on unseen problems, %: before (hollow) and after", fontsize=10)
-    place.set_xlim(left=0)
+    place.set_xlim(0, 80)
