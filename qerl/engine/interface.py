@@ -54,9 +54,9 @@ class Completion:
     "unfinished" that sampling ended before the completion did.
 
     `experts` is there if the model is a mixture of experts and the engine was opened with `records_experts`: which
-    experts it chose for every token that it read, uint8 (tokens, layers, k) on the CPU. The tokens are those of the
-    prompt, whether they were computed for this request or found in a cache, and all of `token_ids` but the last, which
-    is sampled and not read: len(prompt) + len(token_ids) - 1 rows, or one more. The layers are the decoder layers that
+    experts it chose for every token that it read, uint8 (tokens, layers, k) on the CPU. The tokens are the prompt's,
+    whether they were computed for this request or found in a cache, and all of `token_ids` but the last, which is
+    sampled and not read: len(prompt) + len(token_ids) - 1 rows, or one more. The layers are the decoder layers that
     have experts, from first to last, and the k experts of a token are in any order. An entry may be UNRECORDED in all
     its layers. An unfinished completion needs none.
     """
@@ -254,7 +254,7 @@ def check_tokens(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
 
 
 def extended(earlier: torch.Tensor | None, later: torch.Tensor | None) -> torch.Tensor | None:
-    """The experts chosen for a text, from those of its beginning, which were chosen first, and those of all of it."""
+    """The experts chosen for a text: for its beginning the `earlier` choices, and for the rest the `later` ones."""
     if earlier is None or later is None:
         return later
     import torch

@@ -72,7 +72,7 @@ def deliver(update: Update, engine: Engine) -> int:
 def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Mapping[str, torch.Tensor]) -> None:
     """Raise EngineError for names that have no place, norms that lack an update, and norms of another size.
 
-    Any linears may be trained, also those of some layers only. `norms` has the weights (d,) of the norms that can be.
+    Any linears may be trained, also in some layers only. `norms` has the weights (d,) of the norms that can be.
     """
     check_places("linear", update.weights, linears)
     check_names("norm", update.norms, norms)

@@ -3,6 +3,10 @@
 The adapter and the noise act on the very modules that are trained, so nothing has to be copied: `sync` checks that the
 factors it is given are the model's own (in evaluation it attaches them). Whole weights are packed into those modules.
 Logprobs are recorded during sampling, from the scores that each token was drawn from.
+
+Keys and values in 8 bits are rounded before each product of attention, including those of earlier tokens, since
+transformers' cache holds them as they were computed. A cache in 8 bits returns the same, because rounding a second time
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from qerl import formats
 from qerl.base.errors import EngineError
@@ -35,7 +41,6 @@ from qerl.engine.interface import (
     joined,
     request_seed,
 )
-from qerl.engine.transformers.kv import kv_in_8_bits
 from qerl.engine.transformers.sampling import (
     Ended,
     LogprobRecorder,
@@ -48,7 +53,7 @@ from qerl.engine.transformers.sampling import (
 from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_update_
 from qerl.formats.linear import PackedLinear
 from qerl.formats.weight_cache import cached_weights
-from qerl.model.kv_rounding import set_kv_scales_
+from qerl.model.kv_rounding import rounded_kv, set_kv_scales_
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.master import serving
 from qerl.model.norms import block_norms, set_norm_noise_
@@ -326,3 +331,28 @@ def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
             yield
         finally:
             model.train(training)
+
+
+NAME = "qerl_kv8"
+
+
+def attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' interface."""
+    return sdpa_attention_forward(module, query, *rounded_kv(module, key, value), *given, **named)
+
+
+@contextmanager
+def kv_in_8_bits(model: PreTrainedModel) -> Iterator[None]:
+    """Within it the model's layers round keys and values by the scales that they have."""
+    config = model.config.get_text_config()
+    before, config._attn_implementation = config._attn_implementation, NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -247,7 +247,7 @@ FULL = 0.9  # blocks are made larger until they are less full than that (fused_m
 
 
 class ExpertBase(Protocol):
-    """The frozen weights of a layer's experts, and products with them; `name` is that of the kernel."""
+    """The frozen weights of a layer's experts, and products with them; `name` names the kernel."""
 
     name: str
     experts: int

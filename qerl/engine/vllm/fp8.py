@@ -228,7 +228,7 @@ def fp8_lora_linear(
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T, where the adapter reads x as it is. A and B are those of `HELD`."""
+    """x W^T + bias + (x A^T) B^T, where the adapter reads x as it is. A and B are the ones in `HELD`."""
     x = x.contiguous()
     adapter = HELD[codes.data_ptr()].adapter
     return lora.product_with_adapter(lambda: _product(x, codes, scale, None), x, adapter, bias)

@@ -248,7 +248,7 @@ def _arguments(routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _shares(rows: torch.Tensor, routing: Routing) -> int:
-    """How many pairs share a row: those of a token, or one."""
+    """How many pairs share a row: all pairs of a token, or one."""
     return 1 if len(rows) == routing.count else routing.chosen
 
 

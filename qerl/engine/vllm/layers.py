@@ -165,7 +165,7 @@ class _FillGain(QuantizeMethodBase):
         """Does nothing, as the norm already has its weight."""
 
     def apply(self, layer: torch.nn.Module, *args, **kwargs) -> torch.Tensor:
-        raise NotImplementedError("a norm is no linear")
+        raise NotImplementedError("a norm is not a linear")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         layer.gain.copy_(layer.weight.data)

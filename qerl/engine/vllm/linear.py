@@ -8,7 +8,7 @@ Products with NVFP4 weights are computed in the way that suits the number of tok
 chooses. Weights in our own layout are multiplied by `gemm.py`, weights in a layout of vLLM's by the kernel that it
 belongs to, and either can also be decoded and multiplied by cuBLAS. Times are measured once on a card, inside a CUDA
 graph, as in decoding, over so many layers of a shape that their weights do not fit the card's cache. However a kernel
-was chosen, its results are compared with those of the decoded weight: for Humming and Marlin at each size of the CUDA
+was chosen, its results are compared with the decoded weight's: for Humming and Marlin at each size of the CUDA
 graphs, for our own kernel at each of `ways.TOKENS`. Sizes at which a kernel is wrong are left to other ways.
 
 Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
@@ -288,7 +288,7 @@ def nvfp4_lora_linear(
     lora_b: torch.Tensor,
     rows: int,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T. A and B are those of `BASES`; as arguments they tell compilers what is read."""
+    """x W^T + bias + (x A^T) B^T. A and B are the ones in `BASES`; as arguments they tell compilers what is read."""
     base = BASES[words.data_ptr()]
     return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, base.adapter)
 

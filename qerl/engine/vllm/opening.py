@@ -184,7 +184,7 @@ def _set_environment_() -> None:
 
 
 def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
-    """The arguments of vLLM's LLM, except for those of memory, kernel choice, seed and CUDA graphs."""
+    """The arguments of vLLM's LLM, except for memory, kernel choice, seed and CUDA graphs."""
     from qerl.engine import vllm as vllm_plugin
 
     options = settings.options

@@ -3,7 +3,7 @@
 Embeddings, head, norms and 16-bit linears are shared by pointer; a part of a fused linear is a range of its rows. An
 NVFP4 linear decodes its rows exactly from the kernel's own layout (`qerl.formats.nvfp4.kernel_linear`), so that trainer
 and sampler differ only in the order of summation. An FP8 linear multiplies by the engine's own product. Experts are
-decoded in the same way, or shared. The layers around them are those of `qerl.model`.
+decoded in the same way, or shared. The layers around them come from `qerl.model`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qerl.model.place import fuse_
 
 
 def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The transformers model of checkpoint `folder` whose weights are those of vLLM's `engine_model`, frozen.
+    """The transformers model of checkpoint `folder` with the weights of vLLM's `engine_model`, frozen.
 
     Raises EngineError if a module of one model has no counterpart of the same size in the other.
     """

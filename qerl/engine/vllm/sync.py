@@ -214,7 +214,7 @@ class ExpertBuffers:
 
 
 def expert_slots(buffers: Mapping[str, ExpertBuffers]) -> dict[str, torch.Tensor]:
-    """The buffers by the names of an adapter's tensors, given those of each layer by the name of its experts."""
+    """The buffers by the names of an adapter's tensors; `buffers` has each layer's by the name of its experts."""
     return {f"{name}.{leaf}": tensor for name, own in buffers.items() for leaf, tensor in own.named().items()}
 
 

@@ -5,7 +5,7 @@ draw from softmax(z), where g = -log(-log(1 - u)) and u is uniform. The u are wo
 The first word for the request's seed and the token's position is the key of the row; the four words of one counter are
 for four logits, a quarter of a block apart.
 
-Rows of the functions on experts are pairs: row p is that of token p // k and of its choice p % k.
+Rows of the functions on experts are pairs: row p belongs to token p // k and its choice p % k.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_checks.context import Context
-from qerl.engine.transformers.kv import kv_in_8_bits
+from qerl.engine.transformers.engine import kv_in_8_bits
 
 
 def compare(context: Context, completions: list, temperature: float) -> dict:
