@@ -6,10 +6,10 @@ Its sampler has vLLM's last steps fused: it reads the logits once to get a token
 (v1/worker/gpu/sample) copies the logits to float32, draws (Gumbel-max), sums the exponentials in one program per
 sequence, and counts the token's rank, which a rollout does not need. That takes 0.16 ms per step with one sequence and
 0.68 ms with 256 (7B, H200). `FusedSampler` takes two launches. Its noise is the same as vLLM's (Philox by the request's
-seed and position, -log(-log1p(-u))), but it uses all four numbers of a Philox call, so a seed gives other tokens than in
-vLLM. A batch with a request that asks for more (top-k, top-p, min-p, penalties, biases, bad words, more logprobs) goes
-to vLLM's own sampler. Ranks are not computed and always 0. Remove when vLLM's sampler reads the logits once and counts
-no rank unless asked.
+seed and position, -log(-log1p(-u))), but it uses all four numbers of a Philox call, so a seed gives other tokens than
+in vLLM. A batch with a request that asks for more (top-k, top-p, min-p, penalties, biases, bad words, more logprobs)
+goes to vLLM's own sampler. Ranks are not computed and always 0. Remove when vLLM's sampler reads the logits once and
+counts no rank unless asked.
 
 The sleep frees the KV cache and nothing else. vLLM's own level 1 moves the weights to the host and back, and its level
 2 drops them; ours have to stay, because the trainer uses them as well. Addresses do not change, so the CUDA graphs stay
