@@ -5,13 +5,13 @@ import time
 
 import own_environments
 import pytest
-from scripted import Scripted, run, scripted_environments, starts
+from scripted import END, Scripted, run, scripted_environments, starts
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
 from qerl.data.tasks import get_task
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import KNOWN, TOOLS, Source, UnfitError, build, register
 from qerl.episodes.play import episode_metrics, play
 from qerl.episodes.values import Start
@@ -74,6 +74,24 @@ def test_what_ends_an_episode_and_is_counted(tokenizer):
     metrics = episode_metrics(episodes)
     assert metrics["environment/failed_share"] == pytest.approx(4 / 7)
     assert metrics["environment/turn_limit_share"] == pytest.approx(1 / 7)
+
+
+def test_an_answer_that_came_in_time_counts_however_long_the_engine_then_samples(tokenizer):
+    class Slow(Scripted):
+        def run(self, source, seed=None):
+            assert source.begin(wait=False, together=True) == []
+            while requests := source.begin(wait=True, together=True):
+                for request in requests:
+                    ids = [*self._encode(self.lines[request.index].pop(0)), END]
+                    source.finished(request.index, Completion(ids, [-0.5] * len(ids), "stop"))
+                time.sleep(2.0)  # other completions are sampled
+
+    made = scripted_environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5)
+    try:
+        found = play(Slow(tokenizer, ["pens", "books"]), made, starts(made.chat, "books"), SamplingParams(50), 0)
+    finally:
+        made.close()
+    assert [episode.ended for episode in found] == ["done"]
 
 
 def test_a_process_that_ends_takes_its_episodes_with_it_and_the_next_rollout_has_another(tokenizer):
