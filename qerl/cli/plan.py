@@ -11,8 +11,8 @@ import typer
 
 from qerl.base.errors import ConfigError
 from qerl.cli.shell_values import card_values, key_values, recipe_values
-from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.duration import MEAN_COMPLETION, Likely, duration, likely
+from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.sizes import KNOWN
 
 if TYPE_CHECKING:

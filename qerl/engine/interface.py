@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from qerl.engine.kv_scales import KVScales
     from qerl.engine.update import Update
+    from qerl.formats.fp8.kv import KVScales
 
 UNCALIBRATED = "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
 UNRECORDED = 255  # in `Completion.experts`: the choice is not known, and the trainer makes its own

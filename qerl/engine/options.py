@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError
+from qerl.plan.engine_memory import MAX_SEQUENCES
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "transformers", "vllm")
 KERNELS = ("auto", *dict.fromkeys(kernel for each in formats.all_formats() for kernel in each.kernels))
-MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in turn
 
 
 @dataclass(frozen=True)

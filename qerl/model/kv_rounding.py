@@ -17,7 +17,7 @@ from qerl.formats.fp8.kv import rounded
 if TYPE_CHECKING:
     import torch
 
-    from qerl.engine.kv_scales import KVScales
+    from qerl.formats.fp8.kv import KVScales
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:

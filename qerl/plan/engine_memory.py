@@ -8,6 +8,7 @@ from typing import Any
 from qerl.base.errors import CAP_GIB, MEMORY, EngineError
 
 GIB = 2**30
+MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in turn
 DEFAULT_SHARE = 0.85  # of the limit; less if the rest would be too small for what lies outside the budget
 GRAPH_RESERVE = GIB  # for CUDA graphs and the context, which vLLM does not count (0.5 to 0.8 GiB for a 7B)
 CONTEXT = int(0.5 * GIB)  # a CUDA context before anything has been computed

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import EngineError
 from qerl.config.rules_experts import check_experts
-from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.activations import CALIBRATING, calibrates, calibration_memory
 from qerl.plan.cards import Card
 from qerl.plan.engine_memory import (
@@ -21,6 +20,7 @@ from qerl.plan.engine_memory import (
     GRAPH_RESERVE,
     GRAPHS,
     KERNELS,
+    MAX_SEQUENCES,
     budget_bytes,
     chosen_bytes,
     kv_cache_bytes,

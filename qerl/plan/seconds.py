@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.activations import rounding_seconds, rounds_to_four_bits
 from qerl.plan.cards import Card
+from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes
 from qerl.plan.teacher import teacher_flops

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qerl.data.sources import sources_of
-from qerl.engine.options import MAX_SEQUENCES
+from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.seconds import TRAIN_RATE, decode_seconds
 
 if TYPE_CHECKING:

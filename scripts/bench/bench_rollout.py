@@ -169,10 +169,10 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
     from qerl.checkpoint.kinds import format_of
     from qerl.engine.interface import SamplingParams
-    from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
     from qerl.engine.update import AdapterUpdate, deliver
     from qerl.engine.vllm.engine import VLLMEngine
+    from qerl.formats.fp8.kv import KVScales
     from qerl.plan.sizes import read_sizes
 
     options = EngineOptions(

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from qerl.formats.fp8 import reference
 
 if TYPE_CHECKING:
-    from qerl.engine.kv_scales import KVScales
+    from qerl.formats.fp8.kv import KVScales
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, TOKENS = 3584, 18944, 28, 28, 4, 128, 8192, 24
 STD, NORM_STD, BIAS_STD = 0.02, 0.1, 0.5
@@ -155,7 +155,7 @@ def prompts_of(base: str, task: str, prompts: int) -> list:
 def calibrated(base: str, asked: list) -> dict[int, KVScales]:
     """The scales of keys and values that a run would take."""
     from qerl.checkpoint.load import load_model
-    from qerl.engine.kv_scales import scales_of
+    from qerl.formats.fp8.kv import scales_of
     from training.policy.kv_ranges import ROWS, measured
 
     return scales_of(measured(load_model(base, "bf16", "float32"), asked[:ROWS]))

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.base.parallel import ALONE, Parallel
-from qerl.engine.kv_scales import KVScales, Ranges, scales_of
+from qerl.formats.fp8.kv import KVScales, Ranges, scales_of
 from qerl.model.kv_rounding import set_kv_scales_
 
 if TYPE_CHECKING:

@@ -61,8 +61,8 @@ from qerl.model.norms import block_norms, set_norm_noise_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
+    from qerl.formats.fp8.kv import KVScales
     from qerl.formats.nvfp4.activations import Activations
 
 

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
     from qerl.engine.vllm.requests import Reader
     from qerl.engine.vllm.sync import AdapterSlot
+    from qerl.formats.fp8.kv import KVScales
 
 
 logger = logging.getLogger(__name__)

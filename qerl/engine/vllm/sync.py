@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from qerl.engine.kv_scales import KVScales
     from qerl.engine.vllm.engine import Found
+    from qerl.formats.fp8.kv import KVScales
 
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.engine.kv_scales import KVScales
 from qerl.engine.vllm.sync import AdapterSlot, Gains, copy_adapter_, set_scales_, split_adapter
+from qerl.formats.fp8.kv import KVScales
 
 MAX_RANK, HIDDEN, LAYERS = 4, 8, 2
 SIZES = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
