@@ -192,12 +192,12 @@ batch_told() { tests told 200 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k 
 
 batch_kernels() {
     tests kernels 200 -n 6 tests/qerl/formats/nvfp4/test_gemm_gpu.py tests/qerl/model/test_layers_gpu.py \
-        tests/qerl/model/test_decode_attention.py tests/qerl/engine/vllm/test_draw.py tests/scripts/test_bench_linear.py \
+        tests/qerl/model/test_decode_attention.py tests/qerl/engine/vllm/test_kernels.py tests/scripts/test_bench_linear.py \
         tests/training/policy/test_packing.py tests/training/policy/test_packed_attention_gpu.py \
         tests/training/policy/test_token_logprobs.py tests/training/policy/test_logprob_kernels.py \
         tests/training/policy/test_copies.py tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
         tests/qerl/cli/test_kernels.py tests/qerl/formats/cuda/test_ahead.py
-    tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_own_memory.py
+    tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_memory.py
 }
 
 batch_pack() {
@@ -582,7 +582,7 @@ batch_marlin32() {
 }
 
 batch_moe() {
-    tests moe-kernels 100 tests/qerl/formats/nvfp4/test_kernel_experts.py tests/qerl/engine/vllm/test_expert_lora.py \
+    tests moe-kernels 100 tests/qerl/formats/nvfp4/test_kernel_experts.py tests/qerl/engine/vllm/test_kernels.py \
         tests/qerl/model/test_experts_gpu.py tests/qerl/model/test_expert_kernels.py
     tests moe-engine 480 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
 }
