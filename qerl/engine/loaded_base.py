@@ -48,7 +48,7 @@ class LoadedBase:
         placed = place_in_kernel_layout_(self._model) if device == "cuda" else 0
         if options.start is not None:
             load_start_(self._model, options.start)
-        if device == "cuda" and format == formats.FP8_BLOCK.name:
+        if device == "cuda" and formats.get(format).block_rows > 1:  # FP8
             _bring_fp8_product()
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
         self.kernel = "qerl" if placed else f"{'unpack + ' if packed else ''}torch {self._model.dtype}"

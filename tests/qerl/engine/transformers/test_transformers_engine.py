@@ -10,7 +10,7 @@ from bases import write_base
 from qerl.base.errors import ConfigError, EngineError
 from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, save_adapter
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Request, SamplingParams, Source, request_seed
 from qerl.engine.open import choose_engine, open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
@@ -125,6 +125,68 @@ def test_after_an_error_in_the_callback_the_engine_works_as_before(engine):
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_grad_enabled()
     assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+
+
+class Turns(Source):
+    """Two turns of each prompt: the second one follows the first and a token."""
+
+    def __init__(self):
+        self.waiting, self.done = [(index, prompt, 0) for index, prompt in enumerate(PROMPTS)], []
+
+    def begin(self, wait, together):
+        assert wait == bool(self.waiting or len(self.done) == 2 * len(PROMPTS))
+        given, self.waiting = self.waiting, []
+        return [Request(index, prompt, SAMPLED, 10 * turn + index, turn) for index, prompt, turn in given]
+
+    def finished(self, index, completion):
+        self.done.append((index, completion))
+        if len(self.done) <= len(PROMPTS):
+            self.waiting.append((index, [*PROMPTS[index], *completion.token_ids, 5], 1))
+
+
+def test_each_turn_of_conversations_is_drawn_as_a_batch_of_its_own(shared):
+    turns = Turns()
+    assert shared.run(turns, seed=7) == {}
+    first, second = dict(turns.done[: len(PROMPTS)]), turns.done[len(PROMPTS) :]
+    assert [first[index] for index in range(len(PROMPTS))] == shared.generate(PROMPTS, SAMPLED, seed=7)
+    order = [index for index, _ in turns.done[: len(PROMPTS)]]
+    prompts = [[*PROMPTS[index], *first[index].token_ids, 5] for index in order]
+    again = shared.generate(prompts, SAMPLED, seed=request_seed(7, 1))
+    assert dict(second) == dict(zip(order, again, strict=True))
+
+
+class Lengths(Source):
+    """Two completions at once of these lengths, until `wanted` have ended."""
+
+    def __init__(self, wanted, *lengths):
+        self.wanted, self.waiting, self.room, self.done, self.told = wanted, list(enumerate(lengths)), 2, {}, []
+
+    def begin(self, wait, together):
+        if len(self.done) >= self.wanted:
+            return None
+        given, self.waiting = self.waiting[: self.room], self.waiting[self.room :]
+        self.room -= len(given)
+        return [Request(index, PROMPTS[index], SamplingParams(length), index) for index, length in given]
+
+    def ended(self, indices):
+        self.told += indices
+        self.room += len(indices)
+        return bool(self.waiting) or len(self.told) >= self.wanted
+
+    def finished(self, index, completion):
+        self.done[index] = completion
+
+
+def test_a_completion_goes_on_while_others_end_and_begin_and_is_left_unfinished_at_the_end(shared):
+    source = Lengths(2, 40, 3, 5, 9)
+    left = shared.run(source, seed=3)
+    assert source.told == [1, 2]
+    assert {index: len(one.token_ids) for index, one in source.done.items()} == {1: 3, 2: 5}
+    assert {index: (len(one.token_ids), one.finish_reason) for index, one in left.items()} == {0: (8, "unfinished")}
+    drawn = source.done | left
+    scores = shared.score([PROMPTS[index] for index in drawn], [one.token_ids for one in drawn.values()])
+    for one, expected in zip(drawn.values(), scores, strict=True):
+        assert one.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
