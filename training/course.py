@@ -30,8 +30,8 @@ from qerl.plan.plan import wishes_of
 from qerl.plan.trained import acting_rank, trains_masters
 from qerl.report.sampling import sampling_text
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
-from training.preflight.adapter_start import keep_start_
 from training.preflight.checks import sizes_at
+from training.preflight.start import keep_start_
 from training.run_dir.checkpoint import checkpoint_step
 from training.run_dir.folder import only_writer
 from training.run_dir.inputs import Inputs, check_same_inputs, note_inputs, versions

@@ -36,18 +36,18 @@ from training.parts import Given, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
-from training.preflight.activations import check_activations
-from training.preflight.adapter_start import settle_start, start_to_resume
 from training.preflight.checks import (
+    check_activations,
     check_engine,
     check_memory,
     check_room,
+    check_trackers,
     free_bytes,
     read_prompts,
     settle_qat,
     sizes_at,
 )
-from training.preflight.trackers import check_trackers
+from training.preflight.start import settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.rollout.groups import Prompt
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint

@@ -195,7 +195,7 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
 
 def model_in_recipe(run: Path) -> tuple[str, str]:
     """model.base and model.format of the run's recipe."""
-    from qerl.config.saved import read_config
+    from qerl.config.recipe import read_config
 
     try:
         model = read_config(run / "config.yaml")[0]["model"]

@@ -1,12 +1,26 @@
-"""The sections `data` and `rewards` of a recipe: rows, where they come from, and what their completions earn."""
+"""The section `data` of a recipe: its keys and their rules.
+
+The sections `data` and `rewards` of a recipe: rows, where they come from, and what their completions earn.
+
+What the rules ask of a task, a template and columns, wherever a recipe names them.
+
+The rules of `qerl/config/rules.py` about several sources of rows.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rewards import check_rewards
 from qerl.config.section import Section
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
 
 
 class RewardConfig(Section):
@@ -114,3 +128,133 @@ class DataConfig(Section):
     curriculum: CurriculumConfig | None = Field(
         None, description="rows are chosen by how many of their completions were right; null: in turn"
     )
+
+
+COLUMNS = ("question", "answer", "id")  # the columns that a task reads
+ASKING = ("prompt", "messages")  # other names of the question
+
+
+def known_task(key: str, name: str) -> Conflicts:
+    """There is a task of this name."""
+    from qerl.data.tasks import TASKS
+
+    names = list(TASKS)  # asking TASKS for a name would import its file
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"{key}: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
+        yield Conflict({key: name}, "there is no such task", hint)
+
+
+def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
+    """Only columns that a task reads are mapped."""
+    for column, source in (columns or {}).items():
+        if column not in (*COLUMNS, *ASKING):
+            meant = f"{{{source}: {column}}}" if source in COLUMNS else "{question: THEIR_NAME, answer: THEIR_NAME}"
+            yield Conflict(
+                {f"{key}.{column}": source},
+                f"only our columns can be mapped ({', '.join(COLUMNS)})",
+                f"{key}: {meant}",
+            )
+
+
+def template_of(key: str, template: str | None) -> Conflicts:
+    """A template holds the question, and no other name."""
+    from qerl.data.tasks.template_names import unknown_name
+
+    if template is None or template == "default":
+        return
+    if "{question}" not in template:
+        yield Conflict(
+            {key: template},
+            "it has no {question}, so no prompt would hold its problem",
+            f"{key}: '{{question}} Put your final answer within \\boxed{{}}.', or default",
+        )
+    elif (name := unknown_name(template)) is not None:
+        yield Conflict(
+            {key: template},
+            f"{{{name}}} would be printed as it stands, since only {{question}} is put in",
+            f"the column {name} into the question of each row, or {{ {name} }} for the text in braces",
+        )
+
+
+def sources(config: RunConfig) -> Conflicts:
+    """Each source has a name of its own and what one source could have, and nothing says two things of its rows."""
+    data = config.data
+    if not data.sources:
+        return
+    for key in ("source", "limit"):
+        if (value := getattr(data, key)) is not None:
+            yield Conflict(
+                {f"data.{key}": value, "data.sources": [each.name for each in data.sources]},
+                "each of several sources has its own",
+                f"data.sources.0.{key}, or leave data.sources out (--set 'data.sources=[]')",
+            )
+    names = [source.name for source in data.sources]
+    for i, source in enumerate(data.sources):
+        key = f"data.sources.{i}"
+        if source.name in names[:i]:
+            yield Conflict({f"{key}.name": source.name}, "another source has this name", "a name of its own")
+        if source.task is not None:
+            yield from known_task(f"{key}.task", source.task)
+        yield from columns_of(f"{key}.columns", source.columns)
+        yield from template_of(f"{key}.prompt_template", source.prompt_template)
+        yield from check_rewards(config, f"{key}.rewards", source.rewards)
+        yield from _validated(config, i)
+
+
+def curriculum(config: RunConfig) -> Conflicts:
+    """Bounds leave something between them, and one reward of each source says what is right."""
+    this = config.data.curriculum
+    if this is None:
+        return
+    if this.low >= this.high:
+        yield Conflict(
+            {"data.curriculum.low": this.low, "data.curriculum.high": this.high},
+            "every row would be hard or easy",
+            f"a low below {this.high:g}",
+        )
+    listed = {"rewards": config.rewards} if not config.data.sources else {}
+    for i, source in enumerate(config.data.sources):
+        listed[f"data.sources.{i}.rewards" if source.rewards else "rewards"] = source.rewards or config.rewards
+    for key, rewards in listed.items():
+        names = [reward.name for reward in rewards]
+        short = [name.replace(":", ".").rpartition(".")[2] for name in names]
+        if this.reward is None and "accuracy" not in names and len(names) > 1:
+            yield Conflict(
+                {"data.curriculum.reward": None, key: names},
+                "which of them says what is right is not known",
+                f"data.curriculum.reward: {names[0]}",
+            )
+        if this.reward is not None and this.reward not in (*names, *short):
+            yield Conflict(
+                {"data.curriculum.reward": this.reward, key: names},
+                "there is no such reward among them",
+                f"data.curriculum.reward: {names[0]}",
+            )
+
+
+def _validated(config: RunConfig, i: int) -> Conflicts:
+    source, key = config.data.sources[i], f"data.sources.{i}"
+    if source.validation is None and not source.held_out:
+        return
+    if source.validation is not None and source.held_out:
+        yield Conflict(
+            {f"{key}.held_out": source.held_out, f"{key}.validation.split": source.validation.split},
+            "both say which rows validations ask",
+            "one of the two",
+        )
+    if source.limit is not None and source.held_out >= source.limit:
+        yield Conflict(
+            {f"{key}.held_out": source.held_out, f"{key}.limit": source.limit},
+            "no row would be left to train on",
+            f"{key}.limit above {source.held_out}",
+        )
+    for name in ("task", "source"):
+        if (value := getattr(config.validation, name)) is not None:
+            yield Conflict(
+                {f"validation.{name}": value, f"{key}.name": source.name},
+                "this source names the rows that validations ask",
+                f"validation.{name}: null, or neither held_out nor validation in any source",
+            )
+    if source.validation is not None:
+        yield from columns_of(f"{key}.validation.columns", source.validation.columns)

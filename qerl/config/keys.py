@@ -1,18 +1,34 @@
-"""Every key of a recipe as a table, and the key that a mistyped one was meant to be."""
+"""The keys of a recipe: their values from text, and what is said about those that cannot be taken.
+
+Every key of a recipe as a table, and the key that a mistyped one was meant to be.
+
+A pydantic ValidationError as one line: where, which key, what was got, what to write instead.
+
+Configuration data while it is put together from recipe, base recipe, `--set` and flags, each key with its origin.
+
+A mapping given for a section merges into it key by key; everything else (numbers, lists, data.columns) replaces what
+was there.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from qerl.config.choice import OneOf
+from qerl.base.errors import ConfigError
+from qerl.config.conflict import Conflict, OneOf
+from qerl.config.quant import expanded
+from qerl.config.rewards import may_hold_key
 from qerl.config.schema import RunConfig
 from qerl.config.section import Section
-from qerl.config.yaml_text import Path
+from qerl.config.yaml_text import Path, YamlError, parse
 
 # What other trainers (TRL, verl, NeMo RL, open-r1, PEFT) call our keys. Their names are too different for difflib.
 OTHER_NAMES = {
@@ -211,12 +227,12 @@ def paths_below(value: object, path: Path = ()) -> Iterator[Path]:
 def _leaves(
     section: type[Section] = RunConfig, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    for name, field in section.model_fields.items():
-        below = section_of(field)
+    for name, key in section.model_fields.items():
+        below = section_of(key)
         if below is None:
-            yield (*path, name), field
+            yield (*path, name), key
         else:
-            yield from _leaves(below, (*path, name, "N") if is_list(field) else (*path, name))
+            yield from _leaves(below, (*path, name, "N") if is_list(key) else (*path, name))
 
 
 def _alternatives(annotation: object) -> tuple[object, ...]:
@@ -254,3 +270,285 @@ def _yaml_word(value: object) -> str:
         changed = value.model_dump(exclude_defaults=True)
         return "{" + ", ".join(f"{key}: {_yaml_word(each)}" for key, each in changed.items()) + "}"
     return str(value)
+
+
+SHOWN = 60  # characters of a value that are shown
+
+
+def to_config_error(error: ValidationError, origins: Mapping[Path, str], source: str) -> ConfigError:
+    """The first mistake of a configuration; unknown keys first, since a misspelt key also makes one missing.
+
+    `origins` gives the place (`file:line`, `--set ...`) of each key that was written; the others are in `source`.
+    """
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    line = _line(details[0], origins, source)
+    places = {detail["loc"] for detail in details}
+    around = {place for place in places if any(len(one) > len(place) and one[: len(place)] == place for one in places)}
+    more = len(places - around - {details[0]["loc"]})  # a list with a wrong item also counts as too short
+    return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
+
+
+def unknown_key(path: Path, *below: Path) -> str:
+    """What an error says of a key that does not exist; it names the nearest one that does.
+
+    `below`: the paths of what was written under it, one of which may be a key of another trainer.
+    """
+    dotted = ".".join(map(str, path))
+    close = nearest_key(path)
+    if close is None and (foreign := next(filter(None, (foreign_key(path, rest) for rest in below)), None)):
+        dotted, close = foreign
+    if close is not None:
+        return f"{dotted}: unknown key; did you mean {close}?"
+    section = section_at(path[:-1])
+    if section is None:
+        return f"{dotted}: unknown key; {'.'.join(map(str, path[:-1]))} holds a value, not keys"
+    return f"{dotted}: unknown key; the keys here are {', '.join(section.model_fields)}"
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: in YAML's words, with its kind where that matters, cut to SHOWN characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"{_cut(repr(value))} (text)"
+    if isinstance(value, list | tuple):
+        return f"the list {_cut(repr(list(value)))}"
+    if isinstance(value, dict):
+        return f"the mapping {_cut(repr(value))}"
+    return _cut(str(value))
+
+
+def origin_of(path: Path, origins: Mapping[Path, str]) -> str | None:
+    """Where a key was written, or else the innermost section or item around it."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return None
+
+
+def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
+    conflict = detail.get("ctx", {}).get("error")
+    if isinstance(conflict, Conflict):
+        return f"{_conflict_place(conflict, origins) or source}: {conflict}"
+    path = detail["loc"]
+    place = origin_of(path, origins) or source
+    if detail["type"] == "extra_forbidden":
+        return f"{place}: {unknown_key(path, *paths_below(detail['input']))}"
+    dotted = ".".join(map(str, path))
+    field = field_at(path)
+    if detail["type"] == "missing":
+        section = section_at(path)
+        if section is not None:
+            required = [key for key, below in section.model_fields.items() if below.is_required()]
+            return f"{place}: {dotted}: missing; write {dotted}: and under it at least {', '.join(required)}"
+        return f"{place}: {dotted}: missing; write {dotted} ({type_text(field)}: {field.description})"
+    return f"{place}: {dotted}: got {shown(detail['input'])}, expected {_expected(path, field)}{_remedy(detail, field)}"
+
+
+def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | None:
+    """Where the first of the keys was written; those on the command line come before those in a file."""
+    places = [origins.get(tuple(int(p) if p.isdecimal() else p for p in key.split("."))) for key in conflict.keys]
+    written = [place for place in places if place is not None]
+    return next((place for place in written if place.startswith("--")), next(iter(written), None))
+
+
+def _expected(path: Path, field: FieldInfo | None) -> str:
+    section = section_at(path)
+    if section is not None and (isinstance(path[-1], int) or not _holds_list(field)):
+        return f"keys ({', '.join(section.model_fields)})"
+    if section is not None:
+        return "a list of " + "{" + ", ".join(section.model_fields) + "}"
+    text = "text" if field is None else type_text(field)  # None: a value in data.columns
+    return text.removeprefix("list of ") if isinstance(path[-1], int) else text
+
+
+def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
+    kind, value = detail["type"], detail["input"]
+    if kind == "literal_error" and isinstance(value, str):
+        if (write := OTHER_VALUES.get((".".join(map(str, detail["loc"])), value))) is not None:
+            return f"; write {write}"
+        close = nearest(value, detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+        return f"; did you mean {close}?" if close else ""
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off", "y", "n"):
+        return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
+    if kind in ("int_type", "float_type") and (number := _as_number(value, kind)) is not None:
+        return f"; write {number}" + (" without quotes" if isinstance(value, str) and "_" not in value else "")
+    if kind == "string_type" and isinstance(value, int | float):
+        return f"; write '{str(value).lower()}' in quotes if that text is meant"
+    if kind == "string_type" and isinstance(value, dict | list):
+        again = f"--set '{'.'.join(map(str, detail['loc']))}=\"...\"'"
+        return f"; write text with a colon, brace or bracket in quotes (after --set in a second pair: {again})"
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"; write [{value if section_at(detail['loc']) is None else _named(value)}]"
+    if kind == "model_type" and isinstance(value, str) and isinstance(detail["loc"][-1], int):
+        return f"; write {_named(value)}"
+    if kind == "model_type":
+        return _section_remedy(detail["loc"], value)
+    if field is None:
+        return ""
+    default = default_text(field)
+    return f"; the default is {default}" if default != "required" and not isinstance(detail["loc"][-1], int) else ""
+
+
+def _named(value: str) -> str:
+    """The YAML for an item of a list of sections of which only the name was written."""
+    return f'{{name: "{value}"}}' if ":" in value else f"{{name: {value}}}"
+
+
+def _section_remedy(path: Path, value: object) -> str:
+    """What to write instead of a single value for a whole section: usually its switch."""
+    dotted = ".".join(map(str, path))
+    keys = section_at(path).model_fields
+    switch = next((key for key in ("enabled", "mode") if key in keys), None)
+    if field_at(path).default is None:
+        return f"; write keys under it, or {dotted}: null"
+    if switch and value in (None, False, "off", "no", "none"):
+        return (
+            f"; write {dotted}.{switch}: {'false' if switch == 'enabled' else 'off'}, or leave it out for the defaults"
+        )
+    return "; write keys under it, or leave it out for the defaults"
+
+
+def _as_number(value: object, kind: str) -> str | None:
+    """The number that was probably meant by a text, or by a float where a whole number belongs."""
+    if isinstance(value, bool) or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    if kind == "int_type":
+        return str(int(number)) if number.is_integer() else None
+    return repr(number) if isinstance(value, str) else None
+
+
+def _holds_list(field: FieldInfo) -> bool:
+    return type(field.get_default()) is tuple
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+QUANT_CFG = ("qat", "quant_cfg")
+
+
+@dataclass
+class Draft:
+    """`origins` maps a key to where it was written, `file:line` or `--set ...`. `source` is the file, which errors name
+    for a missing key."""
+
+    source: str
+    data: dict = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
+
+    def merge(self, data: dict, origins: dict[Path, str]) -> None:
+        """Merge a recipe over this one. Unknown keys are kept: the validation reports them."""
+        for key, value in data.items():
+            self._assign((key,), value, origins.get)
+
+    def override(self, text: str) -> None:
+        """Apply one `a.b=c`: c is YAML, a.b may hold list indices (`rewards.0.weight`). Raises ConfigError."""
+        key, equals, value_text = (part.strip() for part in text.partition("="))
+        # Errors show the origin, and a header or a URL may hold a secret.
+        secret = "headers" in text or ("://" in text and ("@" in text or "?" in text)) or may_hold_key(text)
+        origin = f"--set {key}=..." if secret else f"--set {text}"
+        if not equals or not key:
+            raise ConfigError(f"{origin}: is not KEY=VALUE; write --set section.key=value")
+        if not value_text:
+            raise ConfigError(
+                f"{origin}: has no value; write --set {key}=null, or --set {key}='\"\"' for an empty text"
+            )
+        try:
+            value = parse(value_text).data
+        except YamlError as error:
+            raise ConfigError(
+                f"{origin}: {error}; text that is not YAML goes in quotes: --set '{key}=\"...\"'"
+            ) from None
+        self.put(key, value, origin)
+
+    def put(self, key: str, value: object, origin: str) -> None:
+        """Set one dotted key. Raises ConfigError if there is no such key or item."""
+        path: Path = ()
+        parts = key.split(".")
+        for index, part in enumerate(parts):
+            below = [(*parts[index + 1 :], *under) for under in paths_below(value)]
+            path = (*path, self._step(path, part, below, origin))
+        self._assign(path, value, lambda _: origin)
+
+    def _step(self, parent: Path, part: str, below: list[Path], origin: str) -> str | int:
+        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item. `below` are
+        the paths of what is written under it, for an error."""
+        holder = field_at(parent)
+        of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
+        if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part), *below)}")
+        container = self._container((*parent, part))
+        if isinstance(container, dict):
+            return part
+        if part.isdecimal() and int(part) < len(container):
+            return int(part)
+        dotted = ".".join(map(str, parent))
+        numbers = f"0 to {len(container) - 1}" if container else "none"
+        raise ConfigError(
+            f"{origin}: {dotted} is a list, item {part} is not in it; write {dotted}.N with N an item's "
+            f"number ({numbers}), or the whole list: --set '{dotted}=[...]'"
+        )
+
+    def _is_free(self, path: Path) -> bool:
+        """Whether the path lies in a mapping with keys of the user's own (data.columns, rewards.N.args)."""
+        fields = (field_at(path[:length]) for length in range(1, len(path) + 1))
+        return any(is_mapping(found) for found in fields if found is not None)
+
+    def _assign(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:
+        section = section_at(path)
+        merges = section is not None and not (is_list(field_at(path)) and not isinstance(path[-1], int))
+        if merges and isinstance(value, dict) and (value or isinstance(self._container(path).get(path[-1]), dict)):
+            for key, inner in value.items():
+                self._assign((*path, key), inner, origin)
+            return
+        self._container(path)[path[-1]] = value
+        for old in [old for old in self.origins if old[: len(path)] == path]:
+            del self.origins[old]
+        self._note(path, value, origin)
+
+    def _note(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:
+        if (place := origin(path)) is not None:
+            self.origins[path] = place
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in items:
+            self._note((*path, key), inner, origin)
+
+    def _container(self, path: Path) -> dict | list:
+        """The mapping or list that holds the last part of the path; made from the defaults if it was not written."""
+        container: dict | list = self.data
+        for length in range(1, len(path)):
+            here, part = path[:length], path[length - 1]
+            if isinstance(container, dict) and container.get(part) is None:
+                container[part] = _default(here)
+            if here == QUANT_CFG and isinstance(container[part], str):
+                container[part] = self._keys_of(container[part])  # of which one is to change
+            container = container[part]
+            if not isinstance(container, dict | list):
+                place = self.origins.get(here, self.source)
+                dotted = ".".join(map(str, here))
+                raise ConfigError(f"{place}: {dotted}: got {shown(container)}, expected keys; write them under it")
+        return container
+
+    def _keys_of(self, quant_cfg: str) -> object:
+        try:
+            return expanded(quant_cfg)
+        except Conflict as conflict:
+            raise ConfigError(f"{self.origins.get(QUANT_CFG, self.source)}: {conflict}") from None
+
+
+def _default(path: Path) -> dict | list:
+    """A list's default as YAML data; anything else is an empty mapping, whose keys have defaults of their own."""
+    holder = field_at(path)
+    if holder is None or not is_list(holder):
+        return {}
+    return [item if isinstance(item, str) else item.model_dump() for item in holder.default]

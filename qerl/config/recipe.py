@@ -1,4 +1,8 @@
-"""Recipes: a YAML file over the defaults of `schema.py`, then `--set a.b=c`, then flags; each mistake in one line.
+"""Recipes: reading them, and the ones that runs save.
+
+Read the config.yaml that a run saved, as plain data: a run of an older version may have keys that are gone.
+
+Recipes: a YAML file over the defaults of `schema.py`, then `--set a.b=c`, then flags; each mistake in one line.
 
 The shipped recipes are data files of the package `training.recipes`, found by name through importlib.resources: qerl
 imports no code of `training`. A recipe may start with `extends: NAME` (one level) and state only what differs; what
@@ -12,17 +16,56 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import FiniteFloat, ValidationError
 
-from qerl.base.bounded import read_bytes
+from qerl.base.bounded import read_bytes, read_text
 from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
+from qerl.base.read_back import Shape
 from qerl.config import yaml_text
-from qerl.config.draft import Draft
-from qerl.config.keys import nearest
-from qerl.config.messages import shown, to_config_error
+from qerl.config.keys import Draft, nearest, shown, to_config_error
 from qerl.config.schema import RunConfig
+
+
+class _Reward(Shape):
+    name: str
+    weight: FiniteFloat = 1.0
+
+
+class _Source(Shape):
+    name: str | None = None
+    rewards: list[_Reward] | None = None
+
+
+class _Data(Shape):
+    sources: list[_Source] | None = None
+
+
+class _Saved(Shape):
+    """What reports and cards read of a configuration."""
+
+    model: dict[str, Any] | None = None
+    data: _Data | None = None
+    run: dict[str, Any] | None = None
+    validation: dict[str, Any] | None = None
+    rewards: list[_Reward] | None = None
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """The data and the text of a run's config.yaml. Raises OSError, or ValueError if it is no such file."""
+    text = read_text(path, 4 * yaml_text.CHARACTERS)
+    data = yaml_text.parse(text).data
+    if not isinstance(data, dict):
+        raise ValueError("it holds no sections such as `model:`")
+    try:
+        _Saved.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return data, text
+
 
 FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe and --set, and the name of the option
     "base": ("model.base", "--model"),

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from qerl import formats
 from qerl.checkpoint.linears import PROJECTIONS
-from qerl.config.choice import OneOf
+from qerl.config.conflict import OneOf
 from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig

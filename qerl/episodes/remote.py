@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from qerl.base.errors import ConfigError
 from qerl.base.own.headers import check_headers
-from qerl.config.rules_rewards import url_mistake, url_shown
+from qerl.config.rewards import url_mistake, url_shown
 from qerl.episodes.driven import BadEnvironmentError, messages_of, number
 from qerl.episodes.values import Action, Reply
 

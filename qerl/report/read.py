@@ -13,7 +13,7 @@ from qerl.base.errors import DataError
 from qerl.base.nearby import no_folder
 from qerl.base.read_back import OF_EVALUATION, Row, read_object, read_rows
 from qerl.checkpoint.sealed import adapter_damage, adapters_of_run
-from qerl.config.saved import read_config
+from qerl.config.recipe import read_config
 from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 
 logger = logging.getLogger(__name__)

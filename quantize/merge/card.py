@@ -22,7 +22,7 @@ from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.named_base import EMBEDDED, WORDS
 from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.quantized_folder import quantized_from
-from qerl.config.saved import read_config
+from qerl.config.recipe import read_config
 from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of
 from quantize.merge.report import MergeReport

@@ -20,7 +20,7 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.update import WeightsUpdate
 from qerl.plan.trained import DEFAULT_START
 from training.policy.build import build_policy
-from training.preflight.adapter_start import settle_start, start_to_resume
+from training.preflight.start import settle_start, start_to_resume
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 

@@ -1,4 +1,10 @@
-"""Checks of a run before an engine is opened: data, rewards, base, adapter, context and memory. No torch on import.
+"""What is checked before a run loads anything large.
+
+What a run that rounds activations is told, or refused for, before an engine is opened. No torch on import.
+
+Whether the trackers of a recipe can report, before anything heavy is loaded. No torch.
+
+Checks of a run before an engine is opened: data, rewards, base, adapter, context and memory. No torch on import.
 
 `check_config` and `check_resumed` need the configuration and files alone, so the command calls them before it imports
 anything heavy. `read_prompts` reads the data, and holds prompts and adapter to what the base allows. `check_engine`
@@ -9,18 +15,21 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl import formats
+from qerl.base.devices import FP8_CAPABILITY
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
+from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
-from qerl.config.rules import vllm_only
-from qerl.config.rules_experts import check_experts
+from qerl.config.rules import check_experts, vllm_only
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.grading.own_grader import check_grader
@@ -36,8 +45,7 @@ from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.plan import GIB, plan, settled_for
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears, trains_masters
-from training.preflight.trackers import check_trackers
-from training.preflight.warm_start import check_warm_start
+from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import base_to_resume, config_to_resume
@@ -51,10 +59,81 @@ if TYPE_CHECKING:
     from qerl.episodes.play import Environments
     from training.rollout.groups import Prompt
 
-CALIBRATION = "qat.quant_cfg.calibration.data"
-PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
 
 logger = logging.getLogger(__name__)
+
+
+def check_activations(config: RunConfig, base: ModelRef) -> None:
+    """Warn that GRPO may not converge with 4-bit activations, by the recipe or of a frozen base. A distillation does.
+
+    Raises ConfigError for dropout on an adapter's input: the engine's adapter reads what its linear reads; and for
+    training in FP8 on a card without.
+    """
+    if config.train.fp8_recipe is not None:
+        _check_card(config.train.fp8_recipe)
+    if config.qat is not None:
+        packed = formats.get(config.qat.quant_cfg.weights.format)
+        kind = config.qat.quant_cfg.activations if packed.four_bit_inputs else "none"
+    else:
+        kind = kind_of_activations(local_folder(base.base, config.model.trust_remote_code), formats.get(base.format))
+        if kind != "none" and config.adapter.dropout:
+            raise ConfigError(
+                f"adapter.dropout: {config.adapter.dropout:g} does not go with {base.base}, whose linears round their "
+                "input to 4 bits: write adapter.dropout: 0"
+            )
+    if kind != "none" and config.distill is None:
+        logger.warning(GRPO_WARNING)
+
+
+def _check_card(recipe: str) -> None:
+    import torch
+
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"train.fp8_recipe: {recipe} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) and "
+            f"{torch.cuda.get_device_name()} has {capability}: write train.fp8_recipe: null"
+        )
+
+
+OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE that need no key
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that is not installed, or for wandb if it would ask for a key."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"logging.report_to names {name}, which is not installed: run `pip install {name}`, or leave it out "
+                "(metrics.jsonl is written in any case)"
+            )
+    if "wandb" in names and not _wandb_has_key():
+        raise ConfigError(
+            "logging.report_to names wandb, which has no key here: run `wandb login`, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline to keep its files in the run until `wandb sync` (metrics.jsonl is written in any case)"
+        )
+
+
+def _wandb_has_key() -> bool:
+    """Whether wandb finds a key where it looks for one, or needs none, by its settings of environment and files."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if os.environ.get("WANDB_MODE", settings.mode) in OFFLINE or settings.api_key or settings.identity_token_file:
+        return True
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        from wandb.sdk.lib.wbauth.wbnetrc import read_netrc_auth  # wandb 0.31.0; it has no public function for this
+    except ImportError:
+        return True  # wandb itself then says what is missing
+    try:
+        return read_netrc_auth(host=settings.base_url) is not None
+    except wandb.errors.AuthenticationError:  # a key that cannot be one
+        return False
+
+
+CALIBRATION = "qat.quant_cfg.calibration.data"
+PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
 
 
 def check_config(config: RunConfig) -> None:

@@ -16,8 +16,8 @@ from qerl.data.sources import sources_of
 from qerl.data.tasks import grade, task_of
 from qerl.plan.duration import likely
 from qerl.plan.validation import validation_count
-from training.preflight.adapter_start import settle_start
 from training.preflight.checks import read_prompts, sizes_at
+from training.preflight.start import settle_start
 from training.rewards.rewards import rewards_of_run
 from training.validation.questions import Questions, read_questions
 

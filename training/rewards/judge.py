@@ -23,7 +23,7 @@ from typing import Any
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.own.exchange import AskError, Server, ask, check_patience, shown
 from qerl.base.own.headers import Headers, check_headers
-from qerl.config.rules_rewards import secret_place, url_mistake, url_shown
+from qerl.config.rewards import secret_place, url_mistake, url_shown
 
 LARGEST = 4 * 2**20  # bytes of a reply
 READ = 20_000  # characters at the end of a reply in which a score is looked for

@@ -26,7 +26,7 @@ from qerl.api.given import PYTHON, given_function
 from qerl.base.errors import ConfigError
 from qerl.base.own.columns import COLUMNS, check_columns
 from qerl.base.own.function import Named, own_function
-from qerl.config.rules_rewards import OWN, is_url
+from qerl.config.rewards import OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.own_grader import check_grader
 from qerl.data.sources import sources_of

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.own.exchange import AskError, Server, ask, check_patience, shown
 from qerl.base.own.headers import Headers, check_headers
-from qerl.config.rules_rewards import url_mistake, url_shown
+from qerl.config.rewards import url_mistake, url_shown
 
 SENT = {"prompts": "prompts", "question": "questions", "answer": "answers", "row": "rows"}  # column -> name in JSON
 LARGEST = 16 * 2**20  # bytes of an answer: a million rewards in all their digits need 20 MB

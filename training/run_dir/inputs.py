@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from qerl.api.given import GivenFunction
 from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
-from qerl.config.rules_rewards import is_url
+from qerl.config.rewards import is_url
 from qerl.data.grading.own_grader import find_grader
 from qerl.data.sources import sources_of
 from qerl.data.tasks import task_of

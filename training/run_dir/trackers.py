@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
 from qerl.config import yaml_text
-from qerl.config.rules_rewards import without_secrets
+from qerl.config.rewards import without_secrets
 from qerl.config.schema import RunConfig
 
 ROWS, TEXT = 32, 4000  # of a table: rows, and characters of a cell

@@ -22,10 +22,16 @@ from qerl.plan.plan import checkpoint_bytes
 from qerl.plan.several import check_ranks
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, settled_plan
 from training.policy.packed_policy import PackedPolicy
-from training.preflight.activations import check_activations
-from training.preflight.checks import check_memory, check_room, check_trained, free_bytes, sizes_at
-from training.preflight.trackers import check_trackers
-from training.preflight.warm_start import check_warm_start
+from training.preflight.checks import (
+    check_activations,
+    check_memory,
+    check_room,
+    check_trackers,
+    check_trained,
+    free_bytes,
+    sizes_at,
+)
+from training.preflight.start import check_warm_start
 from training.run import packed_base, policy_on
 from training.run_dir.folder import written
 from training.run_dir.phase_times import PhaseTimes

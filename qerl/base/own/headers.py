@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qerl.base.errors import ConfigError
-from qerl.config.rules_rewards import VARIABLE, header_mistake
+from qerl.config.rewards import VARIABLE, header_mistake
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from qerl.base.read_back import Shape, read_object, read_rows
 from qerl.checkpoint.sealed import CHECKSUMS, read_sums
 from qerl.checkpoint.shards import read_header, read_json, read_tensors
 from qerl.config import yaml_text
-from qerl.config.saved import read_config
+from qerl.config.recipe import read_config
 
 DEEP = 100_000
 NESTED = {"lists": "[" * DEEP + "]" * DEEP, "objects": '{"a":' * DEEP + "1" + "}" * DEEP, "open": "[" * DEEP}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl.config.saved import read_config
+from qerl.config.recipe import read_config
 
 SOUND = "data:\n  task: arith\n  sources:\n  - {name: easy, rewards: [{name: accuracy}]}\n"
 

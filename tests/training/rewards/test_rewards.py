@@ -7,7 +7,7 @@ import time
 import pytest
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.config.rules_rewards import REWARD_NAMES
+from qerl.config.rewards import REWARD_NAMES
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, grade
 from training.rewards.functions import accuracy, format, length, soft_overlong

@@ -10,7 +10,7 @@ from small_run import small_config
 import training.run
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.config.rules_rewards import without_secrets
+from qerl.config.rewards import without_secrets
 from training.preflight.checks import check_config
 from training.run import resume, start
 from training.run_dir.folder import new_run_dir

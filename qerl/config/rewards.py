@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qerl.config.data import RewardConfig
     from qerl.config.schema import RunConfig
 
+
 REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length", "judge", "environment")
 UNAVAILABLE = ("code",)  # find_reward says why
 OWN = "your own: path/to/file.py:function, package.module:function or the http://... URL of a reward server"
