@@ -23,11 +23,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from qerl.base.errors import ConfigError
-from qerl.config.conflict import Conflict, OneOf
+from qerl.config.conflict import Conflict
 from qerl.config.quant import expanded
 from qerl.config.rewards import may_hold_key
 from qerl.config.schema import RunConfig
-from qerl.config.section import Section
+from qerl.config.section import OneOf, Section
 from qerl.config.yaml_text import Path, YamlError, parse
 
 # What other trainers (TRL, verl, NeMo RL, open-r1, PEFT) call our keys. Their names are too different for difflib.

@@ -21,8 +21,8 @@ from pydantic import BeforeValidator, Field
 
 from qerl import formats
 from qerl.config import yaml_text
-from qerl.config.conflict import Conflict, Conflicts, OneOf
-from qerl.config.section import Section
+from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.section import OneOf, Section
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

@@ -16,14 +16,13 @@ from pydantic import Field, model_validator
 
 from qerl import formats
 from qerl.checkpoint.linears import PROJECTIONS
-from qerl.config.conflict import OneOf
 from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.noise import NoiseConfig
 from qerl.config.quant import QatConfig, with_its_format
 from qerl.config.rules import rules_of
-from qerl.config.section import Section
+from qerl.config.section import OneOf, Section
 from qerl.config.sft import SftConfig
 from qerl.config.train import TrainConfig
 from qerl.config.validation import ValidationConfig

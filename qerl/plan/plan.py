@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import EngineError
-from qerl.config.rules import check_experts
+from qerl.config.experts import check_experts
 from qerl.plan.activations import CALIBRATING, calibrates, calibration_memory
 from qerl.plan.cards import Card
 from qerl.plan.engine_memory import (

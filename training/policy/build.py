@@ -16,7 +16,7 @@ from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
-from qerl.config.rules import adapts_experts, expert_rank
+from qerl.config.experts import adapts_experts, expert_rank
 from qerl.formats.fp8.training import recipe_of
 from qerl.formats.linear import PackedLinear
 from qerl.model.master import multiply_by_masters_

@@ -29,7 +29,8 @@ from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
-from qerl.config.rules import check_experts, vllm_only
+from qerl.config.experts import check_experts
+from qerl.config.rules import vllm_only
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.grading.own_grader import check_grader

@@ -37,7 +37,7 @@ from qerl.checkpoint.base_start import (
 from qerl.checkpoint.expert_adapter import OF_EXPERTS, describe, is_of_experts
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import local_folder
-from qerl.config.rules import expert_rank
+from qerl.config.experts import expert_rank
 from qerl.plan.advice import with_values
 from qerl.plan.trained import DEFAULT_START
 

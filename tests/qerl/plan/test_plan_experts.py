@@ -10,8 +10,8 @@ from qerl.checkpoint.adapter import attach_lora
 from qerl.checkpoint.expert_adapter import attach_to_experts_
 from qerl.checkpoint.load import load_model
 from qerl.cli.plan import expert_sentences
+from qerl.config.experts import check_experts
 from qerl.config.recipe import load_recipe
-from qerl.config.rules import check_experts
 from qerl.plan.advice import advice
 from qerl.plan.cards import card_of
 from qerl.plan.plan import CHOSEN, DECODED, plan
