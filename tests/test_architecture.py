@@ -54,6 +54,9 @@ ALLOWED_UPWARD = """
     qerl.config.data -> qerl.data.tasks
     qerl.config.data -> qerl.data.tasks.template_names
     qerl.config.environment -> qerl.episodes.build
+    qerl.config.experts -> qerl.checkpoint.expert_adapter
+    qerl.config.experts -> qerl.checkpoint.experts
+    qerl.config.experts -> qerl.engine.interface
     qerl.config.rules -> qerl.engine.interface
     qerl.config.schema -> qerl.checkpoint.linears
     qerl.config.schema -> qerl.engine.options
@@ -125,7 +128,7 @@ MOST_MODULES, LARGE_FOLDERS = (
         "eval": 20,
         "qerl/checkpoint": 43,
         "qerl/cli": 19,
-        "qerl/config": 16,
+        "qerl/config": 17,
         "qerl/data/tasks": 16,
         "qerl/formats/nvfp4": 22,
         "qerl/model": 23,
