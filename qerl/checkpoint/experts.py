@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.linears import ATTENTION, DENSE_MLP
 
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # in memory, for every family
+FUSED_GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # in memory, for every family
 LINEARIZED = ("gate_proj", "up_proj", "down_proj")
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
@@ -133,9 +133,9 @@ class Decoder:
         return (self.hidden, self.width) if leaf == self.family.down else (self.width, self.hidden)
 
     def shape_in_memory(self, tensor: str) -> tuple[int, int, int] | None:
-        """Of `GATE_UP` or `DOWN`, (experts, out, in); None without experts."""
+        """Of `FUSED_GATE_UP` or `DOWN`, (experts, out, in); None without experts."""
         shapes = {
-            GATE_UP: (self.experts, 2 * self.width, self.hidden),
+            FUSED_GATE_UP: (self.experts, 2 * self.width, self.hidden),
             DOWN: (self.experts, self.hidden, self.width),
         }
         return shapes.get(tensor) if self.has_experts else None
@@ -145,7 +145,7 @@ class Decoder:
         found = self.family and _EXPERT.fullmatch(module)
         if not found or int(found["layer"]) not in self.sparse or found["leaf"] not in self.family.leaves:
             return None
-        tensor = DOWN if found["leaf"] == self.family.down else GATE_UP
+        tensor = DOWN if found["leaf"] == self.family.down else FUSED_GATE_UP
         first_row = self.width if found["leaf"] == self.family.up else 0
         return Place(f"model.layers.{found['layer']}.{tensor}", int(found["expert"]), first_row)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder, Place
+from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place
 from qerl.checkpoint.reader import TensorReader
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from qerl.formats.experts import ExpertWeights
 
 SERVED = ("Qwen3-MoE",)  # the families that the plugin of vLLM knows
-PARTS = {GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
+PARTS = {FUSED_GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
 
 
 def check_served_family(decoder: Decoder, folder: Path) -> None:
@@ -63,7 +63,7 @@ def place_blocks_(model: nn.Module, decoder: Decoder, weights: Mapping[str, nn.M
     for number, layer in enumerate(decoder.sparse):
         inside = f"model.layers.{layer}"
         router = model.get_submodule(f"{inside}.mlp.gate")
-        experts = Experts(weights[f"{inside}.{GATE_UP}"], weights[f"{inside}.{DOWN}"])
+        experts = Experts(weights[f"{inside}.{FUSED_GATE_UP}"], weights[f"{inside}.{DOWN}"])
         block = ExpertBlock(router, experts, decoder.chosen, decoder.normalises, number)
         model.set_submodule(f"{inside}.mlp", block)
     model.config.output_router_logits = False  # transformers would read them from its own routers, for a loss of theirs

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from vllm.model_executor.layers.linear import LinearBase
 
 from qerl.base.errors import ENGINE, EngineError
-from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder, decoder_of
+from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, decoder_of
 from qerl.checkpoint.load_experts import place_blocks_
 from qerl.checkpoint.shards import read_json
 from qerl.engine.vllm import fp8
@@ -82,7 +82,7 @@ def expert_views(engine_model: nn.Module) -> dict[str, nn.Module]:
     views = {}
     for name, product in products(engine_model).items():
         layer = name.removesuffix(".mlp.experts")
-        views[f"{layer}.{GATE_UP}"], views[f"{layer}.{DOWN}"] = product.base.views()
+        views[f"{layer}.{FUSED_GATE_UP}"], views[f"{layer}.{DOWN}"] = product.base.views()
     return views
 
 
@@ -93,7 +93,7 @@ def _place_experts_(model: PreTrainedModel, engine_model: nn.Module, decoder: De
     expected = {
         f"model.layers.{layer}.{tensor}": decoder.shape_in_memory(tensor)
         for layer in decoder.sparse
-        for tensor in (GATE_UP, DOWN)
+        for tensor in (FUSED_GATE_UP, DOWN)
     }
     if found != expected:
         odd = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
