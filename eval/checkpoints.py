@@ -18,8 +18,8 @@ from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.nearby import no_folder
 from qerl.base.parallel import ALONE, Parallel
-from qerl.checkpoint.kinds import kind_of
-from qerl.checkpoint.weights_run import export_line, through_quantizer
+from qerl.checkpoint.adapter_file import export_line, through_quantizer
+from qerl.checkpoint.folder import kind_of
 
 logger = logging.getLogger(__name__)
 

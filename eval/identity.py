@@ -12,8 +12,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from eval.environment import identity_of
+from qerl.checkpoint.adapter_file import weights_digest
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.weights_digest import weights_digest
 from qerl.data.grading.own_grader import find_grader
 
 if TYPE_CHECKING:

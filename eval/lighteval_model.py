@@ -14,7 +14,7 @@ from lighteval.utils.cache_management import SampleCache
 from eval.plan import batch_seed
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.completion_text import text_of_engine
+from qerl.checkpoint.chat_template import text_of_engine
 from qerl.engine.interface import Engine, SamplingParams
 
 

@@ -23,9 +23,8 @@ from eval.plan import context_length, default_out, find_model, with_engine, with
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
 from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError
-from qerl.checkpoint.resolve import ModelRef, describe
-from qerl.checkpoint.trained_with import run_of
-from qerl.checkpoint.weights_digest import weights_digest
+from qerl.checkpoint.adapter_file import weights_digest
+from qerl.checkpoint.resolve import ModelRef, describe, run_of
 
 if TYPE_CHECKING:
     from rich.table import Table

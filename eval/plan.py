@@ -23,9 +23,8 @@ from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.chat_template import check_chat_template, check_switches
-from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
+from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.trained_with import run_of, switches_for
 from qerl.data.examples import check_answers, check_source
 from qerl.data.grading.own_grader import check_grader
 from qerl.data.rendered import Renderer

@@ -24,7 +24,7 @@ from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
 from qerl.base.errors import ConfigError
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.completion_text import text_of_engine
+from qerl.checkpoint.chat_template import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
@@ -136,7 +136,7 @@ class _Adapter:
 
 
 def _read_adapter(ref: ModelRef) -> _Adapter:
-    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.adapter import read_fitting_adapter
 
     tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
     return _Adapter(tensors, scaling)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.experts import GATE_UP as MLP
 from qerl.checkpoint.experts import Decoder
-from qerl.checkpoint.linears import GATE_UP as MLP
 from qerl.checkpoint.source import Source
 from quantize.calibration import Calibration
 from quantize.compressor import SCHEME, load_compressor, power_of_two_observer

@@ -1,6 +1,6 @@
 """Static scales of activations, from each linear's inputs over calibration rows, one decoder layer in memory at a time.
 
-They are what a run with `nvfp4_w4a4_static` computes with the whole model (`qerl.checkpoint.input_scales`): powers of
+They are what a run with `nvfp4_w4a4_static` computes with the whole model (`qerl.checkpoint.activations`): powers of
 two with head room, for rows that the calibration has not seen and for training.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.input_scales import scales_of
+from qerl.checkpoint.activations import scales_of
 from qerl.checkpoint.source import Source
 from qerl.checkpoint.verify import ReadTensor
 from quantize.streams import LayeredModel

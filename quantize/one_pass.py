@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import LORA_A, LORA_B
 from qerl.checkpoint.experts import all_experts
-from qerl.checkpoint.packed import finite, weight_for_scales
-from qerl.checkpoint.source import Source
+from qerl.checkpoint.source import Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
 from quantize.streams import LayeredModel
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl.checkpoint.packed import Tensors
+    from qerl.checkpoint.source import Tensors
     from qerl.formats.nvfp4.reference import GlobalScaleKind
 
 Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name

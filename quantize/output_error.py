@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.packed import power_of_two_scale_of, weight_for_scales
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.source import Source
+from qerl.checkpoint.source import Source, power_of_two_scale_of, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
 from quantize.streams import LayeredModel
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.packed import Tensors, finite, weight_for_scales
-from qerl.checkpoint.source import Source
+from qerl.checkpoint.source import Source, Tensors, finite, weight_for_scales
 
 if TYPE_CHECKING:
     import torch

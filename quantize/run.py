@@ -35,17 +35,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.activations import read_activations
+from qerl.checkpoint.activations import read_activations, with_input_scales
 from qerl.checkpoint.base_start import START
-from qerl.checkpoint.input_scales import with_input_scales
-from qerl.checkpoint.output import check_space, check_target, staged_folder
-from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
-from qerl.checkpoint.quantized_folder import REPORT, default_quantized_dir
+from qerl.checkpoint.folder import REPORT, default_quantized_dir
+from qerl.checkpoint.output import check_space, check_target, copy_small_files, staged_folder, write_json, write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
-from qerl.checkpoint.source import Source, read_source
+from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
-from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.formats.scheme import make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, default_data, load_calibration

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from qerl.checkpoint.packed import Tensors
+    from qerl.checkpoint.source import Tensors
     from quantize.calibration import Calibration
 
 USED = ("calibration", "calibration_size", "sequence_length", "start_rank", "start_of", "trust_remote_code", "device")

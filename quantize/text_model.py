@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from qerl.checkpoint.output import check_space
+from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source
-from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 
 logger = logging.getLogger(__name__)
 

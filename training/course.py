@@ -21,9 +21,8 @@ from transformers import PrinterCallback
 from qerl.api.given import write_given_rows
 from qerl.base.disk import replace_text
 from qerl.base.parallel import Parallel, check_same
+from qerl.checkpoint.adapter_file import export_line, trains_weights, weights_digest
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.weights_digest import weights_digest
-from qerl.checkpoint.weights_run import export_line, trains_weights
 from qerl.config.recipe import save_config
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import wishes_of

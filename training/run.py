@@ -19,10 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
-from qerl.checkpoint.start import starting_model
-from qerl.checkpoint.teacher import teacher_beside
-from qerl.checkpoint.weights_run import BASE
+from qerl.checkpoint.adapter_file import BASE
+from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model, teacher_beside
 from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine

@@ -1,25 +1,110 @@
-"""How the linears of a checkpoint round their input, from its config.json and its `input_global_scale` tensors."""
+"""Linears that round their input, and the scales that they use.
+
+Whether the linears that engines multiply by as one matrix share the scale that they have to share.
+
+vLLM takes the global scale of an expert's gate for its up as well, and says so in a warning at most: a folder that
+gives them different ones would be another model there.
+
+How the linears of a checkpoint round their input, from its config.json and its `input_global_scale` tensors.
+
+Static scales of activations, NVFP4's `input_global_scale`: from the largest input of each linear over some rows.
+
+Like the weights' global scales they are powers of two with head room, so that rounded activations are exact in
+bfloat16, and activations may grow in training before blocks saturate. Linears that read the same input have the same
+amax, so that those which engines fuse share their scale.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError, EngineError
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import decoder_of, fused
+from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors, weight_files
+from qerl.formats.nvfp4.layout import PACKED
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
 
+    from qerl.checkpoint.source import Tensors
     from qerl.formats.base import Format
     from qerl.formats.nvfp4.activations import Activations
 
     Serve = Callable[[torch.Tensor], torch.Tensor]
+
+
+def check_experts(folder: Path) -> None:
+    """Raise CheckpointError if the experts in a packed folder do not share what they have to, or are in a format that
+    they cannot be in; other folders are not read."""
+    config, format = read_json(folder / "config.json"), format_of(folder)
+    if not format.quantized or not decoder_of(config, str(folder)).has_experts:
+        return
+    rounds = format.activations(config.get("quantization_config")) != "none"
+    if rounds or not format.holds_experts:
+        raise CheckpointError(
+            f"{folder} is a mixture of experts in {format.label}{', with rounded activations' if rounds else ''}, and "
+            "qerl has experts in NVFP4 with 16-bit activations, or in 16 bits: quantize the 16-bit model with `qerl "
+            "quantize`"
+        )
+    stamps = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(folder))
+    if found := _unequal_experts(folder, stamps):
+        raise CheckpointError(found)
+
+
+@lru_cache(maxsize=8)
+def _unequal_experts(folder: Path, stamps: tuple) -> str | None:
+    """What is wrong, in words. It takes seconds with thousands of experts, and a command asks several times."""
+    tensors, own = read_tensors(folder), format_of(folder)
+    groups = [group for group in fused(own.quantized_linears(tensors)) if ".experts." in group[0]]
+    try:
+        check_shared(groups, tensors, own.shared_tensor, str(folder))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def check_shared(groups: Iterable[Sequence[str]], tensors: Mapping[str, TensorInfo], tensor: str, name: str) -> None:
+    """Raise CheckpointError, which calls the folder `name`, if linears that are fused differ in their `tensor`.
+
+    It holds one number; `groups` holds module names as `fused` gives them.
+    """
+    several = [group for group in groups if len(group) > 1]
+    names = [f"{module}.{tensor}" for group in several for module in group]
+    scales = _numbers({each: tensors[each].file for each in names})
+    for modules in several:
+        found = {scales[f"{module}.{tensor}"] for module in modules}
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{name} gives {', '.join(modules)} different global scales {sorted(found)}, and vLLM, which fuses "
+                "them, takes one for all: quantize the 16-bit model with `qerl quantize`, which shares them"
+            )
+
+
+def _numbers(files: Mapping[str, Path]) -> dict[str, float]:
+    """The values of tensors that hold one number each, given the file of each."""
+    from safetensors import SafetensorError, safe_open
+
+    by_file: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        by_file.setdefault(file, []).append(name)
+    found = {}
+    for file, names in by_file.items():
+        try:
+            with safe_open(file, "pt") as tensors:
+                found |= {name: tensors.get_tensor(name).item() for name in names}
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}): copy or download it again") from error
+    return found
+
 
 SHARE = 0.25  # of the distance between results with rounded and other inputs; rounding to bfloat16 makes a twentieth
 GRPO_WARNING = (
@@ -112,3 +197,75 @@ def check_served(
             f"{name} does not compute with activations in 4 bits, as its config.json says: the result is {error:.3g} "
             f"from that, and with 16 bits it would be {distance:.3g} from it; please report this with the versions"
         )
+
+
+def input_scales(
+    model: PreTrainedModel, modules: Sequence[str], rows: Sequence[Sequence[int]], batch: int, headroom_bits: int
+) -> dict[str, torch.Tensor]:
+    """float32 (1,) by module name, for a 16-bit `model` on `rows` of token ids.
+
+    `batch` rows of equal length take one forward pass; `headroom_bits`: by how many powers of two activations may grow.
+    Raises CheckpointError for a linear whose input holds inf or NaN, or is zero throughout.
+    """
+    import torch
+
+    with torch.no_grad(), _largest_inputs(model, modules) as amax:
+        for ids in _batches(rows, batch):
+            model(input_ids=torch.tensor(ids, device=model.device), use_cache=False, logits_to_keep=1)
+    return scales_of(amax, headroom_bits, f"{len(rows)} calibration rows (qat.quant_cfg.calibration)")
+
+
+def scales_of(amax: Mapping[str, torch.Tensor], headroom_bits: int, rows: str) -> dict[str, torch.Tensor]:
+    """float32 (1,) by module name, for the amax of each linear's input over `rows`, in words."""
+    from qerl.formats.nvfp4.reference import power_of_two_scale  # it imports torch
+
+    scales = {}
+    for name, value in amax.items():
+        if not 0 < (largest := value.item()) < float("inf"):
+            raise CheckpointError(
+                f"the input of {name} has the amax {largest:g} over {rows}, from which no scale follows: check the "
+                "rows and the 16-bit model, or take dynamic scales"
+            )
+        scales[name] = power_of_two_scale(largest, headroom_bits)
+    return scales
+
+
+def with_input_scales(groups: Iterable[Tensors], scales: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+    """The tensors of `groups`, each packed linear's static scale beside its weight."""
+    for group in groups:
+        own = {f"{module}.{INPUT_SCALE}": scale for module, scale in scales.items() if f"{module}.{PACKED}" in group}
+        yield group | own
+
+
+@contextmanager
+def _largest_inputs(model: PreTrainedModel, modules: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """The amax of each linear's input so far, float32 on the model's device; NaN once one was seen."""
+    import torch
+
+    amax = {name: torch.zeros((), device=model.device) for name in modules}
+
+    def watch(name: str) -> Callable:
+        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            amax[name] = torch.maximum(amax[name], inputs[0].abs().amax().float())
+
+        return hook
+
+    # With a hook a linear is called as a module, so that the fused layers do not pass it by.
+    hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in modules]
+    try:
+        yield amax
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _batches(rows: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
+    """Rows in their order; those of one batch have the same length, so that no padding is seen."""
+    pending: list[list[int]] = []
+    for ids in rows:
+        if pending and (len(pending) == size or len(ids) != len(pending[0])):
+            yield pending
+            pending = []
+        pending.append(list(ids))
+    if pending:
+        yield pending

@@ -1,18 +1,82 @@
-"""Reading the standard PEFT folder of a LoRA adapter. Tensors are named as `qerl.checkpoint.adapter` names them."""
+"""The files of an adapter and of a run that trained whole weights.
+
+A short digest of a folder's weights, by which a later run recognises whether they are still the same.
+
+Reading the standard PEFT folder of a LoRA adapter. Tensors are named as `qerl.checkpoint.adapter` names them.
+
+The adapter on experts: attached to a model, named, and in the files of PEFT.
+
+Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.model.expert_lora`:
+
+    model.layers.0.mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
+    model.layers.0.mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
+    model.layers.0.mlp.experts.down_proj.lora_A.weight       (experts, rank, width)
+    model.layers.0.mlp.experts.down_proj.lora_B.weight       (experts, hidden, rank), or (hidden, rank) shared by all
+
+PEFT 0.21 has them under `target_parameters` (peft/tuners/lora/layer.py, ParamWrapper), which wraps one projection
+around the other: down_proj is `experts.lora_A`, and gate_up_proj is `experts.base_layer.lora_A`. Its A is
+(experts * rank, in) with the expert as the slower index, and its B (out, rank * experts) with the expert as the faster
+one. It has no shared factors, so they are written once for each expert, and recognised when they are read. Its
+`rank_pattern` and `alpha_pattern` hold another rank than that of the other linears.
+
+Folders that carry a checksum of each of their files, so that a lost bit is noticed before the files are used.
+
+Checkpoints of runs are such folders, and so is the adapter of a finished run. Importing this loads no torch.
+
+What a run that trains through the quantizer keeps, found by its files. Importing this loads no torch.
+
+base/                          the packed model that the run began with
+checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/ instead
+model/                         after the last step: the trained model, packed
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.base.bounded import JSON_BYTES, parse_json, read_text
-from qerl.base.errors import CheckpointError
-from qerl.checkpoint.expert_adapter import from_peft, is_of_experts, rank_in_file
+from qerl.base.disk import fsync
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.experts import GATE_UP
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from qerl.model.expert_adapter import ExpertAdapter
+    from qerl.model.experts import Experts
+
+
+WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
+PIECES, PIECE_BYTES = 256, 1 << 16  # of a larger file, so many pieces are hashed, evenly spread over it
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+
+
+def weights_digest(folder: Path, configs: Sequence[str] = CONFIGS) -> str:
+    """16 hex digits that change with a folder's safetensors files (names, sizes, contents: PIECES) and `configs`."""
+    total = hashlib.sha256()
+    for path in (folder / name for name in configs):
+        if path.is_file():
+            total.update(path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                total.update(file.read())
+                continue
+            for piece in range(PIECES):
+                file.seek(piece * (size - PIECE_BYTES) // (PIECES - 1))
+                total.update(file.read(PIECE_BYTES))
+    return total.hexdigest()[:16]
+
 
 PEFT_PREFIX = "base_model.model."
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -95,3 +159,289 @@ def _adapter_config(folder: Path) -> dict:
             "as plain LoRA, with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     return config
+
+
+LEAVES = ("gate_up_proj", "down_proj")
+PARAMETERS = tuple(f"mlp.experts.{leaf}" for leaf in LEAVES)  # for PEFT's target_parameters
+OF_EXPERTS = (*GATE_UP, "down_proj")  # in adapter.targets: linears of dense MLPs and of experts
+_OWN = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<leaf>gate_up_proj|down_proj)\.lora_(?P<factor>[AB])\.weight")
+_PEFT = re.compile(r"(?P<experts>.*\.mlp\.experts)(?P<inner>\.base_layer)?\.lora_(?P<factor>[AB])\.weight")
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a tensor of an adapter, by its name here, acts on experts."""
+    return _OWN.fullmatch(name) is not None
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The experts of a model's layers, by name."""
+    from qerl.model.experts import Experts
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+
+
+def adapters_of(model: nn.Module) -> Iterator[ExpertAdapter]:
+    """The attached adapters."""
+    return (experts.adapter for experts in experts_of(model).values() if experts.adapter is not None)
+
+
+def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -> None:
+    """Give the experts of each layer a fresh adapter; `kind` is "shared" or "per_expert"."""
+    from qerl.model.expert_adapter import ExpertAdapter
+
+    for experts in experts_of(model).values():
+        down = experts.down_proj
+        sizes = down.experts, down.in_features, down.out_features
+        experts.adapter = ExpertAdapter(sizes, rank, scaling, kind == "shared", down.weight_device)
+
+
+def linear_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """Those of `adapter.targets` that are linears of the model, without those that its experts have."""
+    import torch
+
+    if not experts_of(model):
+        return tuple(targets)
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return tuple(target for target in targets if target not in OF_EXPERTS or target in leaves)
+
+
+def expert_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained factors by their names here; these are the model's own, not copies."""
+
+    return {
+        f"{name.removeprefix(PEFT_PREFIX)}.{leaf}.lora_{factor}.weight": getattr(part, f"lora_{factor}")
+        for name, experts in experts_of(model).items()
+        if experts.adapter is not None
+        for leaf in LEAVES
+        for part in [getattr(experts.adapter, leaf)]
+        for factor in "AB"
+    }
+
+
+def to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Factors by the names here -> by those of PEFT's file, without its prefix, in its layout."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _OWN.fullmatch(name)
+        layer = match["experts"]
+        count = next(t.shape[0] for n, t in tensors.items() if n.startswith(f"{layer}.") and t.dim() == 3)
+        every = tensor if tensor.dim() == 3 else tensor.expand(count, -1, -1)
+        inner = ".base_layer" if match["leaf"] == "gate_up_proj" else ""
+        flat = every.flatten(0, 1) if match["factor"] == "A" else every.permute(1, 2, 0).flatten(1)
+        found[f"{layer}{inner}.lora_{match['factor']}.weight"] = flat.contiguous()
+    return found
+
+
+def from_peft(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> dict[str, torch.Tensor]:
+    """An adapter's tensors with those on experts under the names and in the shapes here; the others as they are.
+
+    Outer factors are shared if they are in every layer. Raises CheckpointError for a size that is no multiple of
+    `rank`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _PEFT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        by_rank = tensor.shape[0 if match["factor"] == "A" else 1] if tensor.dim() == 2 else 0
+        if not by_rank or by_rank % rank:
+            raise CheckpointError(
+                f"{where} has {name} as {tuple(tensor.shape)}, which is not the rank {rank} of adapter_config.json for "
+                "each expert: save the adapter again"
+            )
+        each = tensor.view(-1, rank, tensor.shape[1]) if match["factor"] == "A" else _per_expert_b(tensor, rank)
+        leaf = "gate_up_proj" if match["inner"] else "down_proj"
+        found[f"{match['experts']}.{leaf}.lora_{match['factor']}.weight"] = each
+    shared = ("gate_up_proj.lora_A.weight", "down_proj.lora_B.weight")
+    outer = [name for name in found if is_of_experts(name) and name.endswith(shared)]
+    if all(bool((found[name] == found[name][:1]).all()) for name in outer):
+        found |= {name: found[name][0].clone() for name in outer}
+    return found
+
+
+def _per_expert_b(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    return tensor.view(tensor.shape[0], rank, -1).permute(2, 0, 1).contiguous()
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+    """The kind (one of `qerl.model.expert_adapter.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
+
+    Raises CheckpointError for layers that differ in it.
+    """
+    outer = [tensor for name, tensor in tensors.items() if is_of_experts(name) and "gate_up_proj.lora_A" in name]
+    kinds = {("shared" if tensor.dim() == 2 else "per_expert", tensor.shape[-2]) for tensor in outer}
+    if len(kinds) > 1:
+        raise CheckpointError(f"the adapter on experts differs from layer to layer ({sorted(kinds)}): save it again")
+    return kinds.pop() if kinds else ("none", 0)
+
+
+def config_of_file(tensors: Mapping[str, torch.Tensor], rank: int, scaling: float) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter with these tensors on experts, for other linears of `rank`."""
+    own = describe(tensors)[1]
+    patterns = (
+        {}
+        if own == rank
+        else {
+            "rank_pattern": dict.fromkeys(PARAMETERS, own),
+            "alpha_pattern": dict.fromkeys(PARAMETERS, scaling * own),
+        }
+    )
+    return {"target_parameters": list(PARAMETERS), **patterns}
+
+
+def rank_in_file(config: Mapping[str, Any], where: str) -> int | None:
+    """The rank on experts that an adapter_config.json says; None if it has none on them.
+
+    Raises CheckpointError for other parameters, and for patterns that are not those of `config_of_file`.
+    """
+    parameters = config.get("target_parameters")
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    if not parameters and not ranks and not alphas:
+        return None
+    rank = ranks.get(PARAMETERS[0], config["r"]) if isinstance(ranks, dict) else None
+    scaling = config["lora_alpha"] / config["r"]
+    plain = type(rank) is int and rank > 0 and not (ranks and config.get("use_rslora"))
+    plain = plain and (not ranks or ranks == dict.fromkeys(PARAMETERS, rank))
+    expected = dict.fromkeys(PARAMETERS, scaling * rank) if plain and ranks else {}
+    if not parameters or sorted(parameters) != sorted(PARAMETERS) or not plain or alphas != expected:
+        raise CheckpointError(
+            f"{where} has target_parameters {parameters!r:.80}, rank_pattern {ranks!r:.80} and alpha_pattern "
+            f"{alphas!r:.80}: qerl reads plain LoRA of one rank, and on experts that of {' and '.join(PARAMETERS)} "
+            "with one rank and the same alpha / rank"
+        )
+    return rank
+
+
+CHECKSUMS = "checksums.json"
+
+
+def seal(folder: Path) -> None:
+    """Flush every file to disk, then write the checksums."""
+    sums = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sums[file.relative_to(folder).as_posix()] = _sha256(file)
+        fsync(file)
+    target = folder / CHECKSUMS
+    target.write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    fsync(target)
+    fsync(folder)
+
+
+def read_sums(folder: Path) -> dict[str, str] | None:
+    """The checksums by file name; None if they cannot be read. What is no object comes back empty."""
+    try:
+        sums = parse_json(read_text(folder / CHECKSUMS, JSON_BYTES))
+    except (OSError, ValueError):
+        return None
+    return sums if isinstance(sums, dict) else {}
+
+
+def damage_of(folder: Path, expected: Collection[str], only: Collection[str] | None = None) -> str | None:
+    """What is wrong with a folder that has to hold the `expected` files; None if it is good. `only` these files are
+    compared, if it is given."""
+    sums = read_sums(folder)
+    if sums is None:
+        return f"it has no readable {CHECKSUMS}"
+    if unlisted := sorted(set(expected) - set(sums)):
+        return f"{CHECKSUMS} does not list {', '.join(unlisted)}"
+    for name, sum_ in sums.items():
+        if only is not None and name not in only:
+            continue
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != sum_:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def adapter_damage(folder: Path) -> str | None:
+    """What is wrong with the files of an adapter. One that another program saved has no checksums, and counts as good;
+    a checkpoint, which holds the trainer's state too, does not."""
+    if (folder / CHECKSUMS).exists():
+        return damage_of(folder, ADAPTER_FILES, only=ADAPTER_FILES)
+    return f"it has no {CHECKSUMS}" if (folder / "trainer_state.json").exists() else None
+
+
+def adapters_of_run(run: Path) -> list[Path]:
+    """The folders with an adapter that a run has saved: its result first, then checkpoints from the newest back, then
+    the adapter of its best validation."""
+    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
+    saved.sort(key=lambda folder: ([int(number) for number in re.findall(r"\d+", folder.name)], folder), reverse=True)
+    return [path for path in (run / "adapter", *saved, run / "best") if (path / "adapter_config.json").is_file()]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+BASE, MODEL, WEIGHTS = "base", "model", "weights"
+STEP = re.compile(r"step-(\d+)")
+
+logger = logging.getLogger(__name__)
+
+
+def through_quantizer(run: Path) -> bool:
+    """Whether a run that has begun trains through the quantizer, so that its result is a packed model."""
+    return (run / BASE).is_dir() or (run / MODEL).is_dir()
+
+
+def trains_weights(run: Path) -> bool:
+    """Whether it has no adapter: it trains whole weights, or has saved nothing yet."""
+    return through_quantizer(run) and not adapters_of_run(run)
+
+
+def export_line(run: Path) -> str:
+    """The command that makes a model of such a run."""
+    return f"qerl export --run {run}"
+
+
+def model_of(run: Path) -> Path:
+    """The trained model of a finished run. Raises CheckpointError, which says to export it, if it is not there."""
+    folder = run / MODEL
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{run} trains through the quantizer and has not finished, so that it has no model yet: write "
+            f"`{export_line(run)}`, which makes one of its last checkpoint, and give that folder"
+        )
+    if damage := damage_of(folder, {"config.json"}):
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}): write `qerl train --resume {run}`, which makes it anew, or "
+            f"`{export_line(run)}`, and give that folder"
+        )
+    return folder
+
+
+def checkpoint_of(run: Path, step: int | None = None) -> tuple[int, Path]:
+    """(step, folder) of the newest checkpoint of a run whose masters or adapter are whole, or of that of `step`.
+
+    Damaged ones are passed over with a warning. Raises CheckpointError if none is left, ConfigError for a `step` that
+    was not saved.
+    """
+    trained = [*run.glob(f"checkpoints/*/{WEIGHTS}"), *run.glob(f"checkpoints/*/{ADAPTER_FILES[0]}")]
+    named = ((STEP.fullmatch(path.parent.name), path.parent) for path in trained)
+    found = dict(sorted((int(match[1]), path) for match, path in named if match))
+    if not found:
+        raise CheckpointError(
+            f"{run} has saved no weights yet: let it reach its first checkpoint (run.save_every), or give another run"
+        )
+    if step is not None and step not in found:
+        raise ConfigError(f"--step {step}: {run} has no checkpoint of it: give one of {', '.join(map(str, found))}")
+    for one in [step] if step is not None else reversed(found):
+        if (damage := _damage(found[one])) is None:
+            return one, found[one]
+        logger.warning("%s is damaged: %s", found[one], damage)
+    raise CheckpointError(
+        f"{run} has no checkpoint left that is whole: put the files back, or give another step or run"
+    )
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the masters or the adapter in a checkpoint; its other files are not read."""
+    if (checkpoint / ADAPTER_FILES[0]).is_file():
+        return adapter_damage(checkpoint)
+    sums = read_sums(checkpoint) or {}
+    names = [name for name in sums if name.startswith(f"{WEIGHTS}/")]
+    return damage_of(checkpoint, (), names) if names else f"it has no {CHECKSUMS} that lists its weights"

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Literal
 
 from qerl.base.disk import mode_by_umask
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter_file import ADAPTER_FILES, PEFT_PREFIX
-from qerl.checkpoint.named_base import TRAINED_ON
+from qerl.checkpoint.adapter_file import ADAPTER_FILES, PEFT_PREFIX, weights_digest
+from qerl.checkpoint.folder import TRAINED_ON
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.weights_digest import weights_digest
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +82,7 @@ def read_start(start: BaseStart) -> dict[str, torch.Tensor]:
     Raises CheckpointError for a folder that is not a whole start, ConfigError for a rank that it does not have.
     """
     from qerl.checkpoint.adapter_file import read_adapter
-    from qerl.checkpoint.packed import all_finite
+    from qerl.checkpoint.source import all_finite
 
     tensors, scaling = read_adapter(start.folder)
     if scaling != 1.0:
@@ -103,8 +102,8 @@ def read_start(start: BaseStart) -> dict[str, torch.Tensor]:
 
 def check_start(start: BaseStart, base: str) -> None:
     """Raise CheckpointError unless the start fits the base and was made for the weights that the base has now."""
+    from qerl.checkpoint.adapter import check_fit
     from qerl.checkpoint.adapter_file import read_adapter
-    from qerl.checkpoint.adapter_fit import check_fit
     from qerl.checkpoint.load import local_folder
 
     tensors, _ = read_adapter(start.folder)

@@ -1,14 +1,20 @@
-"""Write the model that a run has trained through the quantizer: its packed base, with the trained weights packed anew.
+"""A folder that others can read.
+
+Write the model that a run has trained through the quantizer: its packed base, with the trained weights packed anew.
 
 The bytes are those that the engine held after a sync of these masters: the same arithmetic, under the base's own global
 scales, which never change in a run. Trained norms and linears that the base keeps in 16 bits are rounded to its dtype.
 Where an adapter was trained, W0 + s B A stands for a master (`qerl.model.low_rank`).
 
 In bfloat16 the masters are rounded once, and linears that were packed but not trained are decoded, which is exact.
+
+Upload a finished folder to the hub. What can be checked first is checked before any work is done.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,27 +22,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import INPUT_SCALE
-from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
-from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.named_base import beside
-from qerl.checkpoint.own_head import with_own_head
-from qerl.checkpoint.packed import Tensors, all_finite
+from qerl.checkpoint.adapter import A_SUFFIX, B_SUFFIX, check_fit
+from qerl.checkpoint.adapter_file import BASE, MODEL, WEIGHTS, weights_digest
+from qerl.checkpoint.folder import beside, format_of
+from qerl.checkpoint.hub import HUB_ID, reachable
+from qerl.checkpoint.output import copy_small_files, write_json, write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import model_in_recipe, resolve_model
-from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
-from qerl.checkpoint.source import by_layer
-from qerl.checkpoint.weights_digest import weights_digest
-from qerl.checkpoint.weights_run import BASE, MODEL, WEIGHTS
-from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
+from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors, with_own_head
+from qerl.checkpoint.source import Tensors, all_finite, by_layer
 
 if TYPE_CHECKING:
     import torch
 
     from qerl.formats.base import Format
 
-    Read = Callable[[str], torch.Tensor]  # a tensor by its name
+    Read = Callable[[str], torch.Tensor]
+
+
+# a tensor by its name
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, in new and in older files
 
@@ -226,3 +232,54 @@ def write_trained(
         config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], "bfloat16")
     write_json(folder / "config.json", with_own_head(config, read_tensors(folder)))
     return written
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_push(repo: str) -> None:
+    """Raise unless `repo` (owner/name) can be pushed to: checks its form, the network, and the token."""
+    if not HUB_ID.fullmatch(repo):
+        raise ConfigError(f"--push-to-hub {repo!r} is no hub id: write owner/name, such as me/Qwen2.5-7B-gsm8k")
+    from huggingface_hub import HfApi, get_token
+
+    if not reachable():
+        raise CheckpointError(
+            f"{repo} cannot be pushed: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); leave "
+            "--push-to-hub out, and upload the folder later with `hf upload`"
+        )
+    if get_token() is None:
+        raise CheckpointError(
+            f"{repo} cannot be pushed: no hub token is set; run `hf auth login`, or set HF_TOKEN to a token that "
+            "may write"
+        )
+    try:
+        user = HfApi().whoami()
+    except Exception as error:  # of httpx, of the hub's client, or an OSError
+        raise CheckpointError(
+            f"{repo} cannot be pushed: the hub does not take the token ({_first_line(error)}); run `hf auth login` "
+            "with one that may write"
+        ) from error
+    logger.info("will push to %s as %s", repo, user.get("name"))
+
+
+def push(folder: Path, repo: str, private: bool, command: str) -> str:
+    """Upload `folder` as a model repository and return its address. An existing repository gets another commit.
+
+    `command` is what made it, for the commit's message."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload by qerl {command}")
+    except Exception as error:  # of httpx, of the hub's client, or an OSError
+        raise CheckpointError(
+            f"{folder} is complete, but could not be pushed to {repo} ({_first_line(error)}): try again with "
+            f"`hf upload {repo} {folder}`"
+        ) from error
+    return str(url)
+
+
+def _first_line(error: Exception) -> str:
+    return re.split(r"[\r\n]", str(error).strip(), maxsplit=1)[0] or type(error).__name__

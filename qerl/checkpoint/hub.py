@@ -1,4 +1,14 @@
-"""Models given by hub id (`owner/name`): find out what they are and get their files, through the hub's local cache."""
+"""Files that come from a hub.
+
+Why the hub refuses a model or a data set, and what to do: accept a licence, or log in. Loads nothing by itself.
+
+Models given by hub id (`owner/name`): find out what they are and get their files, through the hub's local cache.
+
+Links in a model's folder: followed within it, and in the hub's cache to the blobs of the same model, nowhere else.
+
+A model comes from others, and what its files hold ends up in copies, cards, logs and prompts. A link in it could bring
+any file of this machine there.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +16,64 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from qerl.base.errors import CheckpointError
 from qerl.base.nearby import is_path, no_folder
-from qerl.checkpoint.hub_refusal import refusal
+
+HUB = "https://huggingface.co"  # licences are accepted there, whatever mirror HF_ENDPOINT names
+LOG_IN = "`hf auth login` (or set HF_TOKEN)"
+
+
+def refusal(error: Exception, ref: str, data: bool = False) -> str | None:
+    """What the hub's answer means for `ref`, and the remedy; None if `error` is not about permission."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    page, what = f"{HUB}/{'datasets/' if data else ''}{ref}", "data set" if data else "model"
+    for cause in _causes(error):
+        # `datasets` raises an error of its own, of which the text alone says what the hub's client had raised.
+        if isinstance(cause, GatedRepoError) or (data and "is a gated dataset" in str(cause)):
+            return f"{ref} is gated: accept its licence at {page}, then log in with {LOG_IN}{_token_known()}"
+        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        hidden = isinstance(cause, RepositoryNotFoundError) or (data and "cannot be accessed" in str(cause))
+        if hidden or (status == 401 and not has_token()):
+            return (
+                f"the hub shows no {what} {ref}{_to_whom()}: check the name at {page}; if it is private, log in with "
+                f"{LOG_IN} as someone who may read it"
+            )
+        if status in (401, 403):
+            return f"the hub refuses {ref} ({status}){_to_whom()}: see {page}, and log in anew with {LOG_IN}"
+    return None
+
+
+def has_token() -> bool:
+    """Whether there is a token for the hub, in HF_TOKEN or from `hf auth login`."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _to_whom() -> str:
+    return " to the token that is set here" if has_token() else " without a token"
+
+
+def _token_known() -> str:
+    return "; the token that is set here has no access yet" if has_token() else ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, then what it was raised from."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        seen.append(following)
+        yield following
+        following = following.__cause__ or following.__context__
+
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -107,3 +167,34 @@ def reachable() -> bool:
     except OSError:
         return False
     return True
+
+
+TEMPLATES = "additional_chat_templates"  # a folder of a model, which transformers reads and quantize copies
+READ = (*MODEL_FILES, "*.py", "README.md", "tokenizer*", "vocab*", "chat_template*", TEMPLATES)
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a file of a model or an adapter is a link out of its folder.
+
+    In the hub's cache, `models--owner--name/snapshots/commit/`, files are links into `models--owner--name/blobs/`.
+    """
+    real = folder.resolve()
+    allowed = [real]
+    if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
+        allowed.append(real.parents[1] / "blobs")
+    for path in _links(folder):
+        target = path.resolve()
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"{path} is a link to {target}, out of the model's folder, and such links are not followed: copy the "
+                "file there in its place"
+            )
+
+
+def _links(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if any(fnmatchcase(path.name, pattern) for pattern in READ):
+            if path.is_symlink():
+                yield path
+            elif path.name == TEMPLATES and path.is_dir():
+                yield from (each for each in path.rglob("*") if each.is_symlink())

@@ -21,12 +21,10 @@ from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from
 from qerl.checkpoint.hub import HUB_ID, config_folder
-from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
-from qerl.checkpoint.quantized_folder import REPORT, quantized_from
+from qerl.checkpoint.output import copy_tokenizer
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.writer import copy_tokenizer
 
 CARD, CONFIG = "README.md", "adapter_config.json"
 RESCALING = ("awq",)  # these methods change the weights, so that the adapter does not fit the model they began from

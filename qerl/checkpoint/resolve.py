@@ -1,4 +1,8 @@
-"""Find out from its files what a `--model` is: 16-bit base, quantized checkpoint, adapter or run; folder or hub id.
+"""What a path or a name of the user stands for: a base, a run, an adapter, a teacher.
+
+The adapter of a run or of a folder, once its files have been found whole. Importing this loads no torch.
+
+Find out from its files what a `--model` is: 16-bit base, quantized checkpoint, adapter or run; folder or hub id.
 
     config.json                          -> "base16", or "quantized" if it has a quantization_config (`qerl.formats`)
     adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base, unless
@@ -8,33 +12,108 @@
 
 A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that
 name is `./tiny`). Importing this module loads neither torch nor transformers.
+
+The model that a run begins with: the base of an adapter, or the 16-bit weights that become masters.
+
+The teacher that a recipe names: a whole 16-bit model. Importing this loads no torch.
+
+What a run trained with that its model needs again later: the variables of the chat template. Loads no torch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.nearby import close_to, expanded, is_path, no_folder
+from qerl.checkpoint.activations import check_experts
+from qerl.checkpoint.adapter_file import (
+    CHECKSUMS,
+    adapter_damage,
+    adapters_of_run,
+    export_line,
+    model_of,
+    through_quantizer,
+    trains_weights,
+)
 from qerl.checkpoint.base_start import BaseStart, find_start, start_beside, start_of_adapter
-from qerl.checkpoint.hub import config_folder, is_hub_id
-from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
-from qerl.checkpoint.named_base import EMBEDDED, TINY, TINY_FOLDER, WORDS, beside, embedded_folder, model_of_adapter
-from qerl.checkpoint.quantized_folder import CHECKPOINTS, REPORT, default_quantized_dir, quantize_line, quantized_from
-from qerl.checkpoint.saved_adapter import adapter_of_run, whole_adapter
+from qerl.checkpoint.folder import (
+    CHECKPOINTS,
+    EMBEDDED,
+    REPORT,
+    TINY,
+    TINY_FOLDER,
+    WORDS,
+    ModelKind,
+    beside,
+    default_quantized_dir,
+    embedded_folder,
+    format_of,
+    kind_of,
+    model_of_adapter,
+    quantize_line,
+    quantized_from,
+    resting_kind,
+)
+from qerl.checkpoint.hub import check_links, config_folder, is_hub_id
 from qerl.checkpoint.shards import weight_files
-from qerl.checkpoint.shared_scales import check_experts
-from qerl.checkpoint.weights_run import model_of, through_quantizer
 from qerl.formats.base import Format
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+def adapter_of_run(run: Path) -> Path:
+    """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`).
+
+    Damaged ones are passed over, with a warning. Raises CheckpointError if none is left.
+    """
+    if trains_weights(run):
+        raise CheckpointError(
+            f"{run} trains whole weights, or has saved nothing yet, and has no adapter: write "
+            f"`{export_line(run)}`, which makes a model of it"
+        )
+    saved, damaged = adapters_of_run(run), []
+    for folder in saved:
+        if damage := adapter_damage(folder):
+            damaged.append(f"{folder.relative_to(run)} is damaged ({damage})")
+            continue
+        for text in damaged:
+            logger.warning("%s: %s; %s is taken instead", run, text, folder.relative_to(run))
+        return whole_adapter(folder)
+    if damaged:
+        raise CheckpointError(
+            f"{run} has no adapter left that is whole: {', '.join(damaged)}; put the files back, or give another run"
+        )
+    raise CheckpointError(
+        f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+    )
+
+
+def whole_adapter(folder: Path) -> Path:
+    """`folder`, if it holds an adapter whose files are there and undamaged; CheckpointError otherwise."""
+    check_links(folder)
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
+    if damage := adapter_damage(folder):
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}): give another checkpoint, or the run, whose newest whole adapter is then "
+            f"taken; if you changed the file yourself, delete {CHECKSUMS} there"
+        )
+    return folder
+
 
 RUNS = Path("runs")
 STARTS = ("auto", "none")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -309,3 +388,101 @@ def describe(ref: ModelRef) -> str:
     if ref.adapter is not None:
         parts.append(f"adapter {ref.adapter}")
     return ", ".join(parts)
+
+
+def starting_model(config: RunConfig, run: Path | None = None) -> ModelRef:
+    """What `model.base` names, for a new run or for one that continues in `run`; its format is that of the engine.
+
+    Raises QerlError for a model that is not there, or that this kind of training cannot start from.
+    """
+    base, format = config.model.base, config.model.format
+    if config.qat is None:
+        return resolve_model(base, format) if run is None else resolve_base_of_run(base, format, run)
+    found = resolve_model(base if run is None else beside(run, base))
+    if found.kind == "base16":
+        return replace(found, format=format)
+    if found.kind == "quantized":
+        source = quantized_from(found.path)
+        remedy = f"write model.base: {source}" if source else "give the 16-bit model that it was made from"
+        label = formats.get(found.format).label
+        raise ConfigError(
+            f"model.base {base} is already quantized ({label}), and qat trains 16-bit weights, since small updates "
+            f"vanish between the values of {label}: {remedy}"
+        )
+    command = f"qerl merge --adapter {base}" if found.adapter else export_line(found.path)
+    raise ConfigError(
+        f"model.base {base} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and qat starts from a whole "
+        f"16-bit model: write `{command} --to {formats.BF16.name}` and give the folder that it makes"
+    )
+
+
+BF16 = formats.BF16.name
+
+
+def teacher_model(config: RunConfig, base: ModelRef) -> ModelRef:
+    """What `distill.teacher` names, or the 16-bit model that the student's `base` is or was made from.
+
+    Raises QerlError for a model that is not there or is no whole 16-bit one.
+    """
+    given = config.distill.teacher
+    if given is None:
+        return _own(base.base)
+    found = resolve_model(given)
+    if found.run is not None and trains_weights(found.run):
+        raise ConfigError(_no_whole_model(given, "a run", export_line(found.run)))
+    if found.adapter is not None:
+        kind = "an adapter" if found.kind == "adapter" else "a run"
+        raise ConfigError(_no_whole_model(given, kind, f"qerl merge --adapter {given}"))
+    if formats.get(found.format).quantized:
+        source = quantized_from(found.path)
+        remedy = f"write distill.teacher: {source}" if source else "give the 16-bit model that it was made from"
+        label = formats.get(found.format).label
+        raise ConfigError(f"distill.teacher {given} holds {label} weights, and a teacher is a 16-bit model: {remedy}")
+    return found
+
+
+def teacher_beside(config: RunConfig, run: Path) -> RunConfig:
+    """The recipe of a run that continues, whose teacher may be named by a path from where the run was started."""
+    if config.distill is None or config.distill.teacher is None:
+        return config
+    distill = config.distill.model_copy(update={"teacher": beside(run, config.distill.teacher)})
+    return config.model_copy(update={"distill": distill})
+
+
+def _own(base: str) -> ModelRef:
+    """The 16-bit model under a base, without the adapter that may lie on it."""
+    try:
+        return replace(resolve_model(base, BF16), adapter=None)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"distill.teacher is null, and the 16-bit model under {base} is not here ({error}): write "
+            "distill.teacher: MODEL"
+        ) from error
+
+
+def _no_whole_model(given: str, kind: str, command: str) -> str:
+    return (
+        f"distill.teacher {given} is {kind}, and a teacher is a whole 16-bit model: write `{command} --to {BF16}` and "
+        "give the folder that it makes"
+    )
+
+
+def run_of(ref: ModelRef) -> Path | None:
+    """The run directory that the model or its adapter belongs to, recognized by its files; None if it has none."""
+    if ref.adapter is None:
+        return ref.run
+    folders = [ref.adapter, *ref.adapter.resolve().parents[:3]]
+    runs = [folder for folder in folders if all((folder / f).is_file() for f in ("config.yaml", "metrics.jsonl"))]
+    return runs[0] if runs else None
+
+
+def switches_for(run: Path | None, asked: Mapping[str, object] | None) -> Mapping[str, object]:
+    """The variables of the chat template that were asked for; for None those that the run trained with, if any."""
+    if asked is not None or run is None:
+        return asked or {}
+    from qerl.config.recipe import load_config
+
+    switches = load_config(run / "config.yaml").data.chat_template_kwargs
+    if switches:
+        logger.info("chat template with %s, as it trained", switches)
+    return switches

@@ -1,17 +1,32 @@
-"""Check and list the safetensors files of a checkpoint from their headers, without loading any tensor.
+"""Tensors in safetensors files.
+
+Check and list the safetensors files of a checkpoint from their headers, without loading any tensor.
 
 A file starts with a little-endian uint64, the length of a JSON header that maps each tensor's name to its dtype,
 shape and byte range in the rest of the file (https://github.com/huggingface/safetensors#format). Reading the header
 is enough to know what a checkpoint holds and to notice a truncated or missing file before any long work.
+
+The text part of a model for pictures and text, as a text model of its own; and what is missing for others.
+
+A checkpoint for pictures and text holds a decoder under `text_config`, with its tensors under a prefix. Without
+pictures its positions are those of a text model, so that it computes what the text model of that family computes. What
+is read here are config and headers; no torch is loaded.
+
+Whether a checkpoint's file has a head of its own where its config.json says that the embeddings serve as the head.
+
+A head that differs from the embeddings counts, as transformers 5 has it. Engines and other readers go by
+`tie_word_embeddings`, so whatever qerl writes says false there, and what it opens is opened that way. Importing this
+loads no torch.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qerl.base.bounded import JSON_BYTES, parse_json, read_text
 from qerl.base.errors import CheckpointError
@@ -172,3 +187,118 @@ def _renamed(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         renamed = leaf in OTHER_NAMES and own not in tensors
         found[own if renamed else name] = replace(info, stored_as=name) if renamed else info
     return found
+
+
+# model_type of the text part -> that of the text model, and its class in transformers.
+TEXT_MODELS = {
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "ministral3": ("ministral3", "Ministral3ForCausalLM"),
+    "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+}
+# The decoder's tensors, as the hub and transformers 5 name them.
+PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+PICTURES = ("model.visual.", "model.vision")  # begins what is no text under the last of them
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+OF_PICTURES = ("mrope_section", "mrope_interleaved")  # how positions of pictures are rotated
+
+# What a tensor's name says of a layout that is not supported: the first that it holds.
+MISSING = {
+    "linear_attn.": "layers with linear attention, whose state no packed row resets",
+    ".mamba.": "layers with a state space, whose state no packed row resets",
+    ".conv.": "layers with convolutions, which would mix packed rows",
+    "embed_tokens_per_layer": "embeddings for each layer",
+    "experts.gate_up_proj": "all experts of a layer in one tensor",
+    "expert": "experts in this layout",
+    "qkv_proj": "q, k and v in one matrix",
+    "gate_up_proj": "gate and up in one matrix",
+    "self_attn.q_a_proj": "latent attention",
+    "visual": "a part that reads pictures",
+    "vision": "a part that reads pictures",
+}
+NO_GATE = "an MLP with a gate"
+
+
+def missing_part(tensor: str) -> str | None:
+    """What a tensor with this name belongs to that qerl does not have; None if the name does not say."""
+    return next((part for word, part in MISSING.items() if word in tensor), None)
+
+
+def text_part(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """The config and the tensors of a folder's text part, under the names of the text model.
+
+    Raises CheckpointError, which says what is missing, for a text part of another family.
+    """
+    text = config["text_config"]
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    prefix = next((each for each in PREFIXES if any(name.startswith(f"{each}layers.") for name in tensors)), None)
+    if kind not in TEXT_MODELS or prefix is None:
+        names = [name for name in tensors if prefix is None or name.startswith(prefix)]
+        part = next((part for name in names if (part := missing_part(name))), f"a text part of the type {kind}")
+        raise CheckpointError(
+            f"{folder} is a model for pictures and text ({config.get('model_type')}), and qerl does not support "
+            f"{part}: give a model whose text part is one of {', '.join(TEXT_MODELS)}, or a text model"
+        )
+    model_type, architecture = TEXT_MODELS[kind]
+    own = {key: config[key] for key in FROM_WHOLE if key in config and text.get(key) is None}
+    rope = {
+        key: {name: value for name, value in text[key].items() if name not in OF_PICTURES}
+        for key in ("rope_parameters", "rope_scaling")
+        if isinstance(text.get(key), dict)
+    }
+    own |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model's is what counts
+    made = {**text, **own, **rope, "model_type": model_type, "architectures": [architecture]}
+    decoder = {
+        name: info for name, info in tensors.items() if name.startswith(prefix) and not name.startswith(PICTURES)
+    }
+    found = {f"model.{name.removeprefix(prefix)}": info for name, info in decoder.items()}
+    head = next((tensors[name] for name in HEADS if name in tensors), None)
+    found |= {"lm_head.weight": head} if head is not None else {}
+    stored = {id(info): name for name, info in tensors.items()}
+    return made, {name: replace(info, stored_as=info.stored_as or stored[id(info)]) for name, info in found.items()}
+
+
+KEY, EMBEDDINGS, HEAD = "tie_word_embeddings", "model.embed_tokens.weight", "lm_head.weight"
+ROWS = 8192  # of both that are compared at a time
+
+
+def has_own_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether the file has a head that differs from the embeddings, and config.json does not say that it is untied.
+
+    `tensors` are those of the checkpoint by name. Raises CheckpointError if they cannot be read.
+    """
+    if config.get(KEY) is False or not {EMBEDDINGS, HEAD} <= tensors.keys():
+        return False
+    head, embeddings = tensors[HEAD], tensors[EMBEDDINGS]
+    return head.shape != embeddings.shape or not _equal(head, embeddings)
+
+
+def with_own_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """The config, which says that the head is untied if the file has one of its own."""
+    return {**config, KEY: False} if has_own_head(config, tensors) else dict(config)
+
+
+def _equal(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors, named as they are in their files, hold the same numbers."""
+    from safetensors import SafetensorError, safe_open
+
+    from qerl.base.errors import CheckpointError
+
+    try:
+        with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:
+            slices = left.get_slice(one.stored_as or HEAD), right.get_slice(other.stored_as or EMBEDDINGS)
+            for begin in range(0, one.shape[0], ROWS):
+                head, embeddings = (each[begin : begin + ROWS].float() for each in slices)
+                if not head.equal(embeddings):
+                    return False
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{one.file} cannot be read ({error}): copy or download it again") from error
+    return True

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
-from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import COMPUTED
-from qerl.checkpoint.own_head import has_own_head
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import TensorInfo, TensorSpec, read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, TensorSpec, has_own_head, read_json, read_tensors
 from qerl.checkpoint.source import Source
 from qerl.formats.base import Format
 

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
 from qerl.base.printable import printable
-from qerl.checkpoint.chat_template import check_chat_template, check_switches
-from qerl.checkpoint.completion_text import text_of_engine
+from qerl.checkpoint.chat_template import check_chat_template, check_switches, text_of_engine
 from qerl.checkpoint.load import load_tokenizer, local_folder
-from qerl.checkpoint.resolve import describe, resolve_model
+from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.trained_with import run_of, switches_for
 from qerl.cli.option_names import ENGINE_OPTIONS
 from qerl.data.tasks import render_prompt
 from qerl.engine.interface import Completion, Engine, SamplingParams

@@ -6,10 +6,8 @@ import shlex
 from pathlib import Path
 
 from qerl import formats
-from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.named_base import WORDS, embedded_folder
+from qerl.checkpoint.folder import REPORT, WORDS, default_quantized_dir, embedded_folder, format_of, quantized_from
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
-from qerl.checkpoint.quantized_folder import REPORT, default_quantized_dir, quantized_from
 from qerl.formats.base import Format
 
 DEFAULT_RECIPE = "first_evening"  # for models that no recipe names

@@ -201,12 +201,12 @@ def _end(result: TrainResult, first: bool) -> None:
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
     from qerl.checkpoint.chat_template import check_chat_template
-    from qerl.checkpoint.quantized_folder import default_quantized_dir, quantize_line
+    from qerl.checkpoint.folder import default_quantized_dir, quantize_line
     from qerl.checkpoint.resolve import resolve_model
 
     base = config.model.base
     if config.qat is not None:
-        from qerl.checkpoint.start import starting_model
+        from qerl.checkpoint.resolve import starting_model
 
         if quantize_first:
             raise ConfigError("--quantize is for an adapter's base; qat quantizes its own: leave it out")

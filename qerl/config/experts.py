@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.expert_adapter import OF_EXPERTS
+from qerl.checkpoint.adapter_file import OF_EXPERTS
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.engine.interface import UNRECORDED
 

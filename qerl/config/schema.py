@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from qerl import formats
-from qerl.checkpoint.linears import PROJECTIONS
+from qerl.checkpoint.experts import PROJECTIONS
 from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig

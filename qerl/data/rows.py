@@ -20,8 +20,7 @@ from typing import Any, TextIO
 from qerl.api.given import given_rows
 from qerl.base.errors import DataError
 from qerl.base.nearby import close_to, expanded, is_path, no_folder
-from qerl.checkpoint.hub import HUB_ID, reachable
-from qerl.checkpoint.hub_refusal import refusal
+from qerl.checkpoint.hub import HUB_ID, reachable, refusal
 from qerl.data.unpacked import COLUMNS, ROW_BYTES, Budget, lines_of, size_of
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")

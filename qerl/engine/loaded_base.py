@@ -16,7 +16,7 @@ import torch
 from qerl import formats
 from qerl.base.errors import EngineError
 from qerl.checkpoint.activations import check_placed, read_activations
-from qerl.checkpoint.base_modules import base_linears, load_start_
+from qerl.checkpoint.adapter import base_linears, load_start_
 from qerl.checkpoint.load import load_model, local_folder
 from qerl.engine.memory import Cap
 from qerl.engine.update import AdapterUpdate, Update, write_update_

@@ -93,7 +93,7 @@ def with_chosen_engine(options: EngineOptions) -> EngineOptions:
 
 def open_model(ref: ModelRef, options: EngineOptions) -> Engine:
     """Open what `resolve_model` found, with its start and its adapter acting, whatever rank `options` name."""
-    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.adapter import read_fitting_adapter
 
     options = replace(options, start=ref.start)
     if ref.adapter is None:

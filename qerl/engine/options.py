@@ -63,7 +63,7 @@ class EngineOptions:
 
         Raises CheckpointError for an adapter that has no LoRA, or one on experts alone.
         """
-        from qerl.checkpoint.expert_adapter import describe, is_of_experts
+        from qerl.checkpoint.adapter_file import describe, is_of_experts
 
         factors = [name for name in tensors if name.endswith(".lora_A.weight")]
         ranks = [tensors[name].shape[0] for name in factors if not is_of_experts(name)]

@@ -29,7 +29,7 @@ class AdapterUpdate:
 
     `tensors` has the names of `qerl.checkpoint.adapter.adapter_tensors`: base module names, ending in `.lora_A.weight`
     (r, in), `.lora_B.weight` (out, r), or `.weight` (d,) for a trained norm. `scaling` multiplies B. Those on experts
-    have the names and shapes of `qerl.checkpoint.expert_adapter`, some with the experts along a first dimension.
+    have the names and shapes of `qerl.checkpoint.adapter_file`, some with the experts along a first dimension.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -88,7 +88,7 @@ def write_update_(model: PreTrainedModel, update: WeightsUpdate) -> int:
     """
     import torch
 
-    from qerl.checkpoint.base_modules import base_linears, base_norms
+    from qerl.checkpoint.adapter import base_linears, base_norms
 
     linears, norms = base_linears(model), base_norms(model)
     check_fit(update, linears, norms)

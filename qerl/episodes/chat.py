@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.completion_text import CompletionText
+from qerl.checkpoint.chat_template import CompletionText
 from qerl.episodes.values import Action, Call, Message, Schema
 
 if TYPE_CHECKING:

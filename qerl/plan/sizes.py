@@ -15,8 +15,7 @@ from typing import Any
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.nearby import is_path, no_folder
-from qerl.checkpoint.experts import Decoder, decoder_of
-from qerl.checkpoint.linears import FUSED, QKV
+from qerl.checkpoint.experts import FUSED, QKV, Decoder, decoder_of
 from qerl.formats.nvfp4.ranks import padded_rank
 from qerl.plan.engine_memory import kv_head_bytes
 
@@ -195,8 +194,8 @@ def read_sizes(base: str) -> ModelSizes:
 
     Raises CheckpointError for anything else.
     """
+    from qerl.checkpoint.folder import EMBEDDED
     from qerl.checkpoint.load import local_folder
-    from qerl.checkpoint.named_base import EMBEDDED
     from qerl.checkpoint.resolve import model_under
     from qerl.checkpoint.shards import read_json
 

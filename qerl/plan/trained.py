@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.base_start import DEFAULT_RANK
-from qerl.checkpoint.linears import matching, projections
+from qerl.checkpoint.experts import matching, projections
 from qerl.checkpoint.source import by_layer
 from qerl.config.experts import adapts_experts, expert_rank
 from qerl.formats.nvfp4.ranks import padded_power

@@ -12,7 +12,7 @@ from typing import Any
 from qerl.base.errors import DataError
 from qerl.base.nearby import no_folder
 from qerl.base.read_back import OF_EVALUATION, Row, read_object, read_rows
-from qerl.checkpoint.sealed import adapter_damage, adapters_of_run
+from qerl.checkpoint.adapter_file import adapter_damage, adapters_of_run
 from qerl.config.recipe import read_config
 from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 

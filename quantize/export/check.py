@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.export import Masters, dense_tensors, packed_tensors
-from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.packed import Tensors
+from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.source import Tensors
 from qerl.checkpoint.verify import FailedCheck, check_head, sqnr_db
 
 if TYPE_CHECKING:

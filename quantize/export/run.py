@@ -22,16 +22,13 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.nearby import no_folder
-from qerl.checkpoint import sealed
-from qerl.checkpoint.export import Masters, read_trained, write_trained
-from qerl.checkpoint.kinds import kind_of
-from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder
-from qerl.checkpoint.publish import check_push, push
-from qerl.checkpoint.quantized_folder import REPORT
+from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint.adapter_file import BASE, checkpoint_of, through_quantizer
+from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
+from qerl.checkpoint.folder import REPORT, kind_of
+from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder, write_json
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
-from qerl.checkpoint.weights_run import BASE, checkpoint_of, through_quantizer
-from qerl.checkpoint.writer import write_json
 from quantize.export.check import check_written
 from quantize.export.options import ExportOptions
 from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_model_line

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 from qerl.base.disk import mode_by_umask
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import PEFT_PREFIX
-from qerl.checkpoint.expert_adapter import to_peft
+from qerl.checkpoint.adapter_file import PEFT_PREFIX, to_peft
+from qerl.checkpoint.folder import EMBEDDED, TRAINED_ON, beside, embedded_folder, model_of_adapter
 from qerl.checkpoint.hub import is_hub_id
-from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, beside, embedded_folder, model_of_adapter
+from qerl.checkpoint.output import TOKENIZER_CONFIG, write_json
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, name_bases_, plain_base
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.writer import TOKENIZER_CONFIG, write_json
 from quantize.merge.base import Adapter
 
 if TYPE_CHECKING:

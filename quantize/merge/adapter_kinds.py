@@ -17,7 +17,7 @@ from pathlib import Path
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.base_start import start_of_adapter
-from qerl.checkpoint.named_base import EMBEDDED, model_of_adapter
+from qerl.checkpoint.folder import EMBEDDED, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base, trained_on
 from quantize.merge.adapter import find_base_name
 from quantize.merge.base import Adapter

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE
-from qerl.checkpoint.expert_adapter import is_of_experts
+from qerl.checkpoint.adapter_file import is_of_experts
 from qerl.checkpoint.experts import Decoder, decoder_of
-from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.own_head import with_own_head
+from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors, with_own_head
 from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
 from qerl.formats.base import Format
 

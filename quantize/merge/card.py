@@ -18,10 +18,9 @@ from qerl.base.errors import DataError
 from qerl.base.printable import quoted
 from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
+from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
 from qerl.checkpoint.hub import HUB_ID
-from qerl.checkpoint.named_base import EMBEDDED, WORDS
 from qerl.checkpoint.peft_folder import loading, trained_on
-from qerl.checkpoint.quantized_folder import quantized_from
 from qerl.config.recipe import read_config
 from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of

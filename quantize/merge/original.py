@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.quantized_folder import REPORT, quantized_from
+from qerl.checkpoint.folder import REPORT, quantized_from
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.formats.base import Format

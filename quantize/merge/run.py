@@ -23,12 +23,12 @@ from qerl import formats
 from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError, QerlError
 from qerl.checkpoint.activations import rounds_to_four_bits
+from qerl.checkpoint.adapter_file import through_quantizer
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
+from qerl.checkpoint.export import check_push, push
 from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, staged_folder
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base
-from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
-from qerl.checkpoint.weights_run import through_quantizer
 from quantize.export.run import ExportReport
 from quantize.merge.base import Adapter, read_base
 from quantize.merge.effect import run_of

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from qerl.checkpoint.activations import kind_of_activations
-from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.folder import format_of
 
 ONLY_QERL = (
     "its activations have dynamic 4-bit scales per token, which stock vLLM does not know and refuses to load: qerl "

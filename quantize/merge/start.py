@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
+from qerl.checkpoint.adapter_file import config_of_file, is_of_experts
 from qerl.checkpoint.base_start import BaseStart, TrainedStart, find_start, read_start, start_of_adapter
-from qerl.checkpoint.expert_adapter import config_of_file, is_of_experts
 from qerl.checkpoint.shards import read_json
 from quantize.merge.base import FACTOR_A, FACTOR_B, Adapter
 

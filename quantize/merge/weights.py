@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.activations import read_activations
+from qerl.checkpoint.activations import read_activations, with_input_scales
 from qerl.checkpoint.experts import all_experts
-from qerl.checkpoint.input_scales import with_input_scales
-from qerl.checkpoint.own_head import with_own_head
-from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.output import copy_small_files, write_json, write_weights
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
-from qerl.checkpoint.source import Source
-from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
+from qerl.checkpoint.shards import read_tensors, with_own_head
+from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of
 from qerl.formats.base import Format
 from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
 

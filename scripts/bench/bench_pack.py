@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.checkpoint.linears import GATE_UP, QKV
+from qerl.checkpoint.experts import GATE_UP, QKV
 from qerl.engine.update import pack_weights_
 from qerl.formats.nvfp4 import reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight

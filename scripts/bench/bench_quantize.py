@@ -32,7 +32,7 @@ import quantize.factors
 import quantize.one_pass
 import quantize.rounding
 import quantize.run
-from qerl.checkpoint import writer
+from qerl.checkpoint import output as writer
 from quantize.options import QuantizeOptions
 from quantize.streams import LayeredModel
 from scripts.bench.provenance import command, machine

@@ -167,7 +167,7 @@ def cache_bytes(arguments: argparse.Namespace) -> int:
 def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     import torch
 
-    from qerl.checkpoint.kinds import format_of
+    from qerl.checkpoint.folder import format_of
     from qerl.engine.interface import SamplingParams
     from qerl.engine.options import EngineOptions
     from qerl.engine.update import AdapterUpdate, deliver
@@ -259,8 +259,7 @@ def write_adapter(model: str, rank: int) -> str:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from qerl.checkpoint.experts import decoder_of
-    from qerl.checkpoint.linears import PROJECTIONS
+    from qerl.checkpoint.experts import PROJECTIONS, decoder_of
     from qerl.checkpoint.shards import read_json
 
     config = AutoConfig.from_pretrained(model)

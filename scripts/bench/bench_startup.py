@@ -59,7 +59,7 @@ def main() -> None:
 
 def start(arguments: argparse.Namespace) -> dict:
     """Open the engine as training does, and return its seconds."""
-    from qerl.checkpoint.kinds import format_of
+    from qerl.checkpoint.folder import format_of
     from qerl.engine.options import EngineOptions
     from qerl.engine.vllm.engine import VLLMEngine
 

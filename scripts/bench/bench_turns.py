@@ -98,7 +98,7 @@ def main() -> None:
     from scripts.bench.provenance import command, machine, require_card
 
     require_card("vllm")
-    from qerl.checkpoint.kinds import format_of
+    from qerl.checkpoint.folder import format_of
     from qerl.engine.options import EngineOptions
     from qerl.engine.vllm.engine import VLLMEngine
 

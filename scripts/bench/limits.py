@@ -161,7 +161,7 @@ def decode_need(model: str, rank: int, sequences: int, context: float) -> dict[s
 
     Experts share the outer factors of theirs, as they do by default.
     """
-    from qerl.checkpoint.kinds import format_of
+    from qerl.checkpoint.folder import format_of
     from qerl.plan.sizes import read_sizes
 
     sizes = read_sizes(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qerl.checkpoint.linears import FUSED
+from qerl.checkpoint.experts import FUSED
 from qerl.formats import NVFP4
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.nvfp4 import gemm, lora, reference, slab_layout

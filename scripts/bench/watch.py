@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.checkpoint.base_modules import base_linears
+from qerl.checkpoint.adapter import base_linears
 from qerl.engine.update import WeightsUpdate
 from qerl.formats.fp8 import reference as fp8
 from qerl.formats.fp8.linear import FP8Linear

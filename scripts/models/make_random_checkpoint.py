@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl import formats
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, write_start
-from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import decoder_of, fused
 from qerl.checkpoint.shards import read_tensors
 from qerl.formats import BF16, NVFP4
 from qerl.plan.sizes import KNOWN

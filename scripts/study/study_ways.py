@@ -41,8 +41,8 @@ def trained_by(way: str) -> Iterator[None]:
 
 def _copied_base(config: RunConfig, start: ModelRef, run_dir: Path, *given: Any) -> ModelRef:
     """RUN/base is the 16-bit model, so that the engine opens that and a sync copies masters over its weights."""
+    from qerl.checkpoint.adapter_file import BASE
     from qerl.checkpoint.resolve import resolve_model
-    from qerl.checkpoint.weights_run import BASE
 
     if not (run_dir / BASE).exists():
         shutil.copytree(start.path, run_dir / BASE)

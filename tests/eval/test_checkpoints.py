@@ -14,7 +14,7 @@ from eval.run import run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
-from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.folder import kind_of
 
 STEPS = (2, 4, 10)
 

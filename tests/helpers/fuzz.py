@@ -93,7 +93,7 @@ def read_recipe(folder):
 
 
 def read_run(folder):
-    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.adapter import read_fitting_adapter
     from qerl.checkpoint.resolve import resolve_model
     from qerl.config.recipe import load_config
     from training.preflight.checks import check_resumed
@@ -125,7 +125,7 @@ def read_evaluation(folder):
 
 
 def read_adapter(folder):
-    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.adapter import read_fitting_adapter
     from qerl.checkpoint.resolve import resolve_model
 
     yield lambda: resolve_model(str(folder / "adapter"))
@@ -133,8 +133,8 @@ def read_adapter(folder):
 
 
 def read_written(folder):
+    from qerl.checkpoint.folder import quantized_from
     from qerl.checkpoint.output import check_target
-    from qerl.checkpoint.quantized_folder import quantized_from
 
     yield lambda: quantized_from(folder / "written")
     yield lambda: check_target(folder / "written", folder / "model", overwrite=True)

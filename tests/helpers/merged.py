@@ -3,8 +3,8 @@
 import torch
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, save_adapter
-from qerl.checkpoint.expert_adapter import attach_to_experts_
-from qerl.checkpoint.linears import PROJECTIONS
+from qerl.checkpoint.adapter_file import attach_to_experts_
+from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.load import load_model
 
 

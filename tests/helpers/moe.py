@@ -8,8 +8,7 @@ from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from qerl import formats
-from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.linears import QKV
+from qerl.checkpoint.experts import QKV, decoder_of
 from qerl.checkpoint.shards import read_json
 
 

@@ -11,7 +11,7 @@ from starts import decoded_weights, dense_weights, quantized_with_start
 
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, BaseStart, TrainedStart, digest_of, read_start
-from qerl.checkpoint.named_base import TRAINED_ON
+from qerl.checkpoint.folder import TRAINED_ON
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 

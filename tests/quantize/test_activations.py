@@ -11,8 +11,7 @@ from roundings import rounding
 from row_files import write_sums
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.activations import kind_of_activations, read_activations
-from qerl.checkpoint.input_scales import input_scales
+from qerl.checkpoint.activations import input_scales, kind_of_activations, read_activations
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.formats import NVFP4

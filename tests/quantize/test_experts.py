@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
-from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import decoder_of, fused
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import fused
 from qerl.formats.nvfp4 import reference
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge

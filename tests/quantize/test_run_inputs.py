@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.base.errors import CheckpointError, ConfigError, MissingExtraError
-from qerl.checkpoint import writer
+from qerl.checkpoint import output as writer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import INDEX, read_tensors
 from qerl.formats.nvfp4.reference import quantize

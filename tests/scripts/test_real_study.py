@@ -107,7 +107,7 @@ def work(tmp_path_factory):
     """A work directory with the embedded model as the 16-bit base, and rows that are few."""
     import real_task
 
-    from qerl.checkpoint.named_base import EMBEDDED, embedded_folder
+    from qerl.checkpoint.folder import EMBEDDED, embedded_folder
 
     folder = tmp_path_factory.mktemp("study")
     assert "tiny" in EMBEDDED

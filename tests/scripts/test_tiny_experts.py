@@ -10,8 +10,8 @@ from tiny_checkpoint import accuracy, loss_of
 from tiny_experts import BALANCE, build_model
 
 from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.folder import TINY_EXPERTS, TINY_EXPERTS_FOLDER, TINY_FOLDER
 from qerl.checkpoint.load import load_model, load_tokenizer
-from qerl.checkpoint.named_base import TINY_EXPERTS, TINY_EXPERTS_FOLDER, TINY_FOLDER
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
 from quantize.run import quantize_checkpoint

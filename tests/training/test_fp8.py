@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json

@@ -11,9 +11,8 @@ from small_run import numbers, small_config
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
-from qerl.checkpoint.activations import GRPO_WARNING, read_activations
+from qerl.checkpoint.activations import GRPO_WARNING, input_scales, read_activations
 from qerl.checkpoint.export import dense_tensors, read_masters
-from qerl.checkpoint.input_scales import input_scales
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.shards import read_tensors
 from qerl.cli.plan import plan_of, sentences

@@ -11,10 +11,8 @@ from small_run import numbers, same_adapters, small_config
 
 import training.run
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter import attach_lora
+from qerl.checkpoint.adapter import A_SUFFIX, B_SUFFIX, attach_lora, base_linears
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
-from qerl.checkpoint.base_modules import base_linears
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions

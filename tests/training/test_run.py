@@ -18,9 +18,8 @@ import training.run
 import training.run_trainer
 import training.trainer
 from qerl.base.errors import ConfigError, DataError, EngineError, RewardError
-from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.adapter_file import CHECKSUMS, read_adapter
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.config.recipe import load_config, save_config
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints, newest_checkpoint

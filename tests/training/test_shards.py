@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from small_run import numbers, small_config
 
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.linears import projections
+from qerl.checkpoint.experts import projections
 from qerl.config.recipe import save_config
 from qerl.plan.trained import shared_out
 from training.run_dir.folder import check_shared

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.errors import ConfigError
+from qerl.checkpoint.adapter_file import weights_digest
 from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
-from qerl.checkpoint.resolve import describe
+from qerl.checkpoint.resolve import describe, teacher_model
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.teacher import teacher_model
-from qerl.checkpoint.weights_digest import weights_digest
 from qerl.formats import BF16
 from qerl.plan.sizes import ModelSizes, sizes_of
 from training.distill.divergence import Measure, Pair

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.parallel import ALONE, Parallel
-from qerl.checkpoint.adapter import adapter_tensors, attach_lora, name_base_, set_dtype_, start_at_
-from qerl.checkpoint.adapter_fit import A_SUFFIX
-from qerl.checkpoint.base_modules import base_linears
+from qerl.checkpoint.adapter import (
+    A_SUFFIX,
+    adapter_tensors,
+    attach_lora,
+    base_linears,
+    name_base_,
+    set_dtype_,
+    start_at_,
+)
+from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets
 from qerl.checkpoint.base_start import read_start
-from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors

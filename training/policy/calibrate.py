@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.errors import DataError
-from qerl.checkpoint.input_scales import input_scales
+from qerl.checkpoint.activations import input_scales
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.formats import BF16

@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, reference_adapter, reference_tensors
-from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
-from qerl.checkpoint.base_modules import base_linears, pack_in_
+from qerl.checkpoint.adapter import (
+    A_SUFFIX,
+    B_SUFFIX,
+    adapter_scaling,
+    adapter_tensors,
+    base_linears,
+    pack_in_,
+    reference_adapter,
+    reference_tensors,
+)
 from qerl.engine.update import WeightsUpdate, pack_weights_
 from qerl.model.low_rank import LowRankSum
 

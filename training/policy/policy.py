@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter import (
-    adapter_scaling,
-    adapter_tensors,
-    load_tensors_,
-    reference_adapter,
-    save_adapter,
-)
-from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, load_tensors_, reference_adapter, save_adapter
+from qerl.checkpoint.adapter_file import WEIGHTS, read_adapter
+from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorSpec, read_tensors
 from qerl.checkpoint.source import by_layer
-from qerl.checkpoint.weights_run import WEIGHTS
-from qerl.checkpoint.writer import write_weights
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
 from qerl.plan.trained import ADAPTER_WORK
 

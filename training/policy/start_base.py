@@ -16,17 +16,15 @@ import torch
 
 from qerl import formats
 from qerl.base.errors import ConfigError
-from qerl.checkpoint import sealed
-from qerl.checkpoint.input_scales import with_input_scales
-from qerl.checkpoint.output import check_space
-from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
-from qerl.checkpoint.quantized_folder import REPORT
+from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint.activations import with_input_scales
+from qerl.checkpoint.adapter_file import BASE
+from qerl.checkpoint.folder import REPORT
+from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.source import Source, read_source
-from qerl.checkpoint.weights_run import BASE
-from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
+from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.plan.trained import masters_dtype
 from training.policy.calibrate import calibrated_scales
 from training.run_dir.folder import only_writer, written

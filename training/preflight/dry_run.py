@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.start import starting_model
+from qerl.checkpoint.resolve import starting_model
 from qerl.cli.plan import plan_of, show
 from qerl.data.sources import sources_of
 from qerl.data.tasks import grade, task_of

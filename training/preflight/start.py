@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
+from qerl.checkpoint.adapter import A_SUFFIX, check_fit, is_block_norm
+from qerl.checkpoint.adapter_file import OF_EXPERTS, describe, is_of_experts, read_adapter
 from qerl.checkpoint.base_start import (
     DEFAULT_RANK,
     START,
@@ -34,8 +34,7 @@ from qerl.checkpoint.base_start import (
     start_beside,
     start_of_adapter,
 )
-from qerl.checkpoint.expert_adapter import OF_EXPERTS, describe, is_of_experts
-from qerl.checkpoint.linears import PROJECTIONS
+from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.load import local_folder
 from qerl.config.experts import expert_rank
 from qerl.plan.advice import with_values

@@ -23,9 +23,8 @@ from safetensors import SafetensorError
 
 from qerl.base.disk import fsync, refusal_of
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint import sealed
-from qerl.checkpoint.adapter_file import ADAPTER_FILES
-from qerl.checkpoint.weights_run import WEIGHTS
+from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint.adapter_file import ADAPTER_FILES, WEIGHTS
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from qerl.api.given import ROWS
 from qerl.base.errors import ConfigError
 from qerl.base.nearby import expanded
 from qerl.base.read_back import read_object
-from qerl.checkpoint.weights_run import BASE
+from qerl.checkpoint.adapter_file import BASE
 from qerl.report.shapes import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG

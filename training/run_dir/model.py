@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from qerl.checkpoint import sealed
+from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint.adapter_file import MODEL
 from qerl.checkpoint.export import read_trained, write_trained
-from qerl.checkpoint.weights_run import MODEL
 from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.folder import make_aside
 

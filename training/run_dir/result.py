@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import ADAPTER_FILES
+from qerl.checkpoint.adapter_file import ADAPTER_FILES, adapter_damage, read_sums, seal, trains_weights
 from qerl.checkpoint.base_start import start_of_adapter
-from qerl.checkpoint.named_base import beside, model_of_adapter
+from qerl.checkpoint.folder import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
-from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
-from qerl.checkpoint.weights_run import trains_weights
 from qerl.config.recipe import load_config
 from training.run_dir.checkpoint import checkpoint_path, damage_of
 from training.run_dir.folder import make_aside

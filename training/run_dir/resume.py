@@ -27,12 +27,10 @@ from typing import TYPE_CHECKING
 from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.nearby import expanded, is_path, no_folder
+from qerl.checkpoint.adapter_file import MODEL, weights_digest
+from qerl.checkpoint.folder import beside
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.named_base import beside
-from qerl.checkpoint.resolve import RUNS
-from qerl.checkpoint.start import starting_model
-from qerl.checkpoint.weights_digest import weights_digest
-from qerl.checkpoint.weights_run import MODEL
+from qerl.checkpoint.resolve import RUNS, starting_model
 from qerl.config.recipe import load_config, save_config
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_dir.folder import make_aside, only_writer, read_about, written

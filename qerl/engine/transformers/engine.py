@@ -27,8 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from qerl import formats
 from qerl.base.errors import EngineError
 from qerl.checkpoint.activations import check_placed, check_served, read_activations
-from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
-from qerl.checkpoint.base_modules import load_start_
+from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_start_, load_tensors_, set_scaling_
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import (
     UNCALIBRATED,

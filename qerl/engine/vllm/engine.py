@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from qerl import formats
 from qerl.base.errors import CAP_GIB, MEMORY, EngineError
 from qerl.checkpoint.activations import check_placed, read_activations
-from qerl.checkpoint.base_modules import set_start_
+from qerl.checkpoint.adapter import set_start_
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import (
     UNCALIBRATED,

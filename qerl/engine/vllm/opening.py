@@ -31,12 +31,10 @@ from qerl.base.errors import (
     EngineError,
     MissingExtraError,
 )
-from qerl.checkpoint.experts import Decoder, decoder_of
-from qerl.checkpoint.linears import fused
-from qerl.checkpoint.load_experts import check_complete, check_served_family
-from qerl.checkpoint.own_head import KEY, has_own_head
-from qerl.checkpoint.shards import read_json, read_tensors
-from qerl.checkpoint.shared_scales import check_shared
+from qerl.checkpoint.activations import check_shared
+from qerl.checkpoint.experts import Decoder, decoder_of, fused
+from qerl.checkpoint.load import check_complete, check_served_family
+from qerl.checkpoint.shards import KEY, has_own_head, read_json, read_tensors
 from qerl.engine.memory import out_of_memory
 from qerl.engine.options import KERNELS
 from qerl.formats.base import Format

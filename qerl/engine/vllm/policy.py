@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from qerl.base.errors import ENGINE, EngineError
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, decoder_of
-from qerl.checkpoint.load_experts import place_blocks_
+from qerl.checkpoint.load import place_blocks_
 from qerl.checkpoint.shards import read_json
 from qerl.engine.vllm import fp8
 from qerl.engine.vllm.experts import products

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.checkpoint.expert_adapter import LEAVES, is_of_experts
-from qerl.checkpoint.linears import GATE_UP, QKV
+from qerl.checkpoint.adapter_file import LEAVES, is_of_experts
+from qerl.checkpoint.experts import GATE_UP, QKV
 from qerl.engine.update import (
     BESIDE_A_START,
     AdapterUpdate,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.linears import FUSED
+from qerl.checkpoint.experts import FUSED
 from qerl.formats.nvfp4 import slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.kernel_linear import KernelLinear

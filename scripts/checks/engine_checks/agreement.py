@@ -26,7 +26,7 @@ def temperature(context: Context) -> dict:
 
 def oracle(context: Context) -> dict:
     """Sampler, `score` and policy against transformers in float32 on the checkpoint's own tensors."""
-    from qerl.checkpoint.base_modules import load_start_
+    from qerl.checkpoint.adapter import load_start_
     from qerl.checkpoint.load import load_model
 
     prompts = context.prompts[:8]

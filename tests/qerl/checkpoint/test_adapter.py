@@ -17,11 +17,11 @@ from qerl.checkpoint.adapter import (
     attach_lora,
     attach_saved_,
     load_tensors_,
+    read_fitting_adapter,
     save_adapter,
 )
 from qerl.checkpoint.adapter_file import OTHER_ADAPTERS, PLAIN_STARTS, read_adapter
-from qerl.checkpoint.adapter_fit import read_fitting_adapter
-from qerl.checkpoint.linears import PROJECTIONS
+from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.load import load_model
 from qerl.formats.nvfp4.linear import NVFP4Linear
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from checkpoint_factory import make_checkpoint
 
-from qerl.checkpoint.adapter import attach_lora, save_adapter
-from qerl.checkpoint.adapter_fit import read_fitting_adapter
+from qerl.checkpoint.adapter import attach_lora, read_fitting_adapter, save_adapter
 from qerl.checkpoint.load import load_model
 
 

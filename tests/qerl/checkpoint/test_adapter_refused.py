@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_fit import read_fitting_adapter
+from qerl.checkpoint.adapter import read_fitting_adapter
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 

@@ -11,8 +11,7 @@ import qerl
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.trained_with import switches_for
+from qerl.checkpoint.resolve import resolve_model, switches_for
 from qerl.cli.columns import parse_switches
 from qerl.config.recipe import save_config
 from qerl.engine.transformers.engine import TransformersEngine

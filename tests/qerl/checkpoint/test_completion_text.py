@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from bases import TINY
 
-from qerl.checkpoint.completion_text import CompletionText, text_of_engine
+from qerl.checkpoint.chat_template import CompletionText, text_of_engine
 from qerl.checkpoint.load import load_tokenizer
 from qerl.episodes.chat import Chat
 

@@ -16,13 +16,13 @@ from qerl.checkpoint.adapter import (
     adapter_tensors,
     attach_lora,
     attach_saved_,
+    check_fit,
     keep_expert_reference_,
+    read_fitting_adapter,
     reference_adapter,
     save_adapter,
 )
-from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.adapter_fit import check_fit, read_fitting_adapter
-from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
+from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets, read_adapter
 from qerl.checkpoint.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")

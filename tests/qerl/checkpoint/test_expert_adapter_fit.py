@@ -5,7 +5,7 @@ import torch
 from checkpoint_factory import EXPERTS, fake_checkpoint
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_fit import check_fit
+from qerl.checkpoint.adapter import check_fit
 
 SIZES = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 112, "vocab_size": 320},

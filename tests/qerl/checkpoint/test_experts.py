@@ -4,8 +4,7 @@ import pytest
 from checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.linears import fused, matching, projections
+from qerl.checkpoint.experts import decoder_of, fused, matching, projections
 from qerl.checkpoint.shards import read_json, read_tensors
 
 QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, **EXPERTS["qwen3_moe"]}

@@ -8,8 +8,7 @@ from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from qerl.checkpoint.load import load_model
-from qerl.checkpoint.own_head import has_own_head
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import has_own_head, read_json, read_tensors
 from qerl.checkpoint.verify import FailedCheck, check_head
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings

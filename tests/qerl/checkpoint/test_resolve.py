@@ -12,8 +12,7 @@ from model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, mak
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
 from qerl.checkpoint import resolve as checkpoint
-from qerl.checkpoint.named_base import EMBEDDED, beside
-from qerl.checkpoint.quantized_folder import default_quantized_dir
+from qerl.checkpoint.folder import EMBEDDED, beside, default_quantized_dir
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 
 

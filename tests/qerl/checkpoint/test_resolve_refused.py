@@ -8,11 +8,8 @@ from model_folders import DYNAMIC, NVFP4, hub_snapshot, make_adapter, make_base,
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
-from qerl.checkpoint.kinds import kind_of
-from qerl.checkpoint.resolve import (
-    model_under,
-    resolve_model,
-)
+from qerl.checkpoint.folder import kind_of
+from qerl.checkpoint.resolve import model_under, resolve_model
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import pytest
 from checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.linears import matching
-from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.checkpoint.experts import matching
+from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.checkpoint.source import read_source
 
 

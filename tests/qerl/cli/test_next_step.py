@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from parsed import check_parses
 
-from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.cli.next_step import after_evaluating, after_quantizing, after_training
 from qerl.config.recipe import load_recipe, recipe_names, save_config
 from qerl.data.tasks import TASKS

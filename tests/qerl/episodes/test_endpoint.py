@@ -9,8 +9,8 @@ import own_environments
 import pytest
 from scripted import run, scripted_environments
 
+from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
 
 OWN = own_environments.__file__
 VERIFIERS = Path(OWN).with_name("verifiers_environment.py")

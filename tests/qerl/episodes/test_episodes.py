@@ -8,8 +8,8 @@ import pytest
 from scripted import END, Scripted, run, scripted_environments, starts
 
 from qerl.base.errors import CheckpointError
+from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
 from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import KNOWN, TOOLS, Source, UnfitError, build, register

@@ -5,8 +5,8 @@ import time
 import own_environments
 import pytest
 
+from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
 from qerl.config.environment import EnvironmentConfig
 from qerl.data.tasks import load_examples, messages_of
 from qerl.engine.interface import SamplingParams

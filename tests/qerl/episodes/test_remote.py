@@ -10,8 +10,8 @@ from http_server import serving
 from scripted import run, scripted_environments
 
 from qerl.base.errors import ConfigError
+from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
 from qerl.episodes.remote import check_reachable
 
 

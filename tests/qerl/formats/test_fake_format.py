@@ -12,7 +12,7 @@ from small_run import numbers, small_config
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import TensorSpec

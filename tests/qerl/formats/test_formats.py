@@ -7,7 +7,7 @@ import torch
 
 from qerl import formats
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import fused
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.nvfp4 import reference
 

@@ -5,8 +5,7 @@ import torch
 from layer_policies import TOKENS, tiny_model
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter import adapter_tensors, attach_lora
-from qerl.checkpoint.base_modules import base_linears, pack_in_
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora, base_linears, pack_in_
 from qerl.engine.update import pack_weights_
 from qerl.formats import NVFP4, all_formats
 from qerl.formats.nvfp4 import reference

@@ -7,7 +7,7 @@ from moe import make_moe
 
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import attach_lora
-from qerl.checkpoint.expert_adapter import attach_to_experts_
+from qerl.checkpoint.adapter_file import attach_to_experts_
 from qerl.checkpoint.load import load_model
 from qerl.cli.plan import expert_sentences
 from qerl.config.experts import check_experts

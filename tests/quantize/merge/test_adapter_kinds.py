@@ -30,7 +30,7 @@ from starts import give_start_
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import LORA_B, START, BaseStart, copy_start, read_start, start_of_adapter
-from qerl.checkpoint.named_base import TRAINED_ON
+from qerl.checkpoint.folder import TRAINED_ON
 from qerl.checkpoint.resolve import resolve_model
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint

@@ -17,10 +17,9 @@ import quantize.merge.weights
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.kinds import format_of, kind_of
-from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.checkpoint.folder import TINY_FOLDER, format_of, kind_of
+from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.writer import write_weights
 from qerl.formats.nvfp4.layout import TENSORS
 from qerl.formats.nvfp4.reference import dequantize
 from quantize.merge.effect import kl

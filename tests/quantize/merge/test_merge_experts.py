@@ -13,7 +13,7 @@ from roundings import ROUNDING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import fused
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source
 from quantize.merge.options import MergeOptions

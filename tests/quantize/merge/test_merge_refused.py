@@ -11,7 +11,7 @@ from checkpoint_factory import make_checkpoint
 import quantize.merge.card
 import quantize.merge.weights
 from qerl.base.errors import CheckpointError, ConfigError, DataError
-from qerl.checkpoint.writer import write_weights
+from qerl.checkpoint.output import write_weights
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 

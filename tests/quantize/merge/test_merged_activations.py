@@ -9,8 +9,7 @@ from merged import random_adapter
 from model_folders import with_activations
 
 from qerl.checkpoint.activations import kind_of_activations, read_activations
-from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.checkpoint.folder import TINY_FOLDER, format_of
 from qerl.formats import NVFP4
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import NO_LONGER_ROUNDED, merge

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.publish import check_push
+from qerl.checkpoint.export import check_push
 from quantize.merge.card import base_on_hub, licence_of, loading_lines, read_results
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge

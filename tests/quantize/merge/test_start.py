@@ -20,7 +20,7 @@ from starts import give_start_
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.experts import fused
 from qerl.formats.nvfp4.reference import quantize, shared_global_scale
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ from small_run import numbers, small_config
 from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, with_plan
 
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.adapter_file import weights_digest
 from qerl.checkpoint.load import load_model
-from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import load_recipe
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from training.run import resume, start

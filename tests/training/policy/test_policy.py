@@ -7,9 +7,9 @@ from small_run import small_config
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
+from qerl.checkpoint.adapter_file import WEIGHTS
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.shards import SINGLE
-from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions

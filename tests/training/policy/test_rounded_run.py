@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from small_run import numbers, small_config
 
-from qerl.checkpoint.weights_run import WEIGHTS
+from qerl.checkpoint.adapter_file import WEIGHTS
 from qerl.plan.cards import CARDS
 from qerl.plan.plan import plan, settled_for
 from qerl.plan.sizes import KNOWN, sizes_of

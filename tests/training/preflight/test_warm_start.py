@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_run import small_config
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.named_base import TRAINED_ON
+from qerl.checkpoint.folder import TRAINED_ON
 from training import run as training_run
 from training.run import start
 

@@ -12,12 +12,11 @@ from transformers import AutoTokenizer
 
 import qerl.checkpoint.resolve
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.adapter_file import CHECKSUMS, read_adapter, seal
 from qerl.checkpoint.base_start import START, BaseStart, TrainedStart, digest_of, read_start, start_of_adapter
+from qerl.checkpoint.folder import REPORT
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, card_text, plain_base
-from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.sealed import CHECKSUMS, seal
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from quantize.merge.options import MergeOptions

@@ -9,7 +9,7 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.linears import GATE_UP, QKV
+from qerl.checkpoint.experts import GATE_UP, QKV
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.layout import TENSORS
 
