@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from eval.environment import identity_of
 from qerl.checkpoint.adapter_file import weights_digest
 from qerl.checkpoint.load import local_folder
-from qerl.data.grading.own_grader import find_grader
+from qerl.data.grading.grade import find_grader
 
 if TYPE_CHECKING:
     from eval.plan import Plan

@@ -26,10 +26,9 @@ from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
 from qerl.data.examples import check_answers, check_source
-from qerl.data.grading.own_grader import check_grader
-from qerl.data.rendered import Renderer
-from qerl.data.rows import is_local
-from qerl.data.sources import sources_of
+from qerl.data.grading.grade import check_grader
+from qerl.data.rows import is_local, sources_of
+from qerl.data.sequences import Renderer
 from qerl.data.tasks import TASKS, Example, Task, for_environment, get_task, load_examples, messages_of, with_grader
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 
     from qerl.config.environment import EnvironmentConfig
     from qerl.config.schema import DataConfig, RunConfig
+    from qerl.data.examples import DropReport
     from qerl.data.tasks import Message
-    from qerl.data.usable_rows import DropReport
     from qerl.episodes.play import Environments
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.chat_template import text_of_engine
-from qerl.data.sources import sources_of
+from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
 from qerl.engine.interface import SamplingParams
 from training.policy.kv_ranges import KVCalibration

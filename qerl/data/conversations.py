@@ -22,12 +22,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import DataError
-from qerl.data.alpaca import INSTRUCTION, with_input
-from qerl.data.cells import is_empty
-from qerl.data.messages import MessageError, Spoken, as_messages, is_learned, read_message, read_tools, with_system
-from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
+from qerl.data.examples import DropReport
+from qerl.data.messages import (
+    INSTRUCTION,
+    MessageError,
+    Spoken,
+    as_messages,
+    is_learned,
+    read_message,
+    read_tools,
+    with_input,
+    with_system,
+)
+from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows
 from qerl.data.tasks import Task, build_messages, get_task, task_of
-from qerl.data.usable_rows import DropReport
 
 if TYPE_CHECKING:
     from qerl.config.schema import DataConfig, RunConfig

@@ -1,4 +1,20 @@
-"""Examples of a task: the usable rows of its data set or of one's own file; each row left out is counted and named.
+"""Examples: the rows of a task that can be trained or evaluated on.
+
+Examples made of rows, one by one: which rows are left out, and why.
+
+A row is left out, with its reason, if
+
+1. it is not a row (a broken line), or its question or answer is missing, not text, or empty (cells.py: also NaN);
+2. the task's answers are numbers and this one is not;
+3. an earlier row has the same question and answer, or the row's `dup` column says so;
+4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
+5. no grader can read its answer, so that any completion would be wrong (prose, LaTeX that is cut off), unless
+   `keep_unreadable` is set;
+6. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
+
+An answer column that holds a worked solution gives the answer which the solution marks (`#### N`, `\boxed{...}`).
+
+Examples of a task: the usable rows of its data set or of one's own file; each row left out is counted and named.
 
 A row that cannot be used is left out with its reason, by the rules of usable_rows.py.
 
@@ -10,14 +26,277 @@ own is to judge it.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any, Literal
 
 from qerl.base.errors import ConfigError, DataError
-from qerl.data.alpaca import INSTRUCTION, OUTPUT
-from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
+from qerl.data.formulas.number import parse_number
+from qerl.data.formulas.spelling import strip_math
+from qerl.data.grading.extract import extract
+from qerl.data.grading.grade import can_be_graded
+from qerl.data.messages import (
+    INSTRUCTION,
+    OUTPUT,
+    Asked,
+    MessageError,
+    as_messages,
+    read_messages,
+    read_tools,
+    with_input,
+    with_system,
+)
+from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows
 from qerl.data.tasks import Example, Task
-from qerl.data.usable_rows import MISSING, Collector, DropReport, look_up
+
+NAMED = 2  # rows named for each reason
+MISSING = object()
+KEEP_UNREADABLE = "data.keep_unreadable (eval: --keep-unreadable)"
+
+
+@dataclass(frozen=True)
+class DropReport:
+    """What became of a source's rows: `total` were read, `kept` are usable, `beyond_limit` of these were not asked for.
+
+    `counts` maps a reason to its number of rows; `named` holds the first few of each, "row 17: the answer is empty".
+    """
+
+    source: str
+    total: int
+    kept: int
+    beyond_limit: int
+    counts: Mapping[str, int]
+    named: tuple[str, ...]
+
+    @property
+    def dropped(self) -> int:
+        return sum(self.counts.values())
+
+    def without(self, left_out: Mapping[str, Sequence[str]]) -> DropReport:
+        """The report after more rows were left out, given as ids by reason."""
+        counts = {**self.counts, **{reason: len(ids) for reason, ids in left_out.items()}}
+        named = [f"{name}: {reason}" for reason, ids in left_out.items() for name in ids[:NAMED]]
+        count = sum(map(len, left_out.values()))
+        return replace(self, kept=self.kept - count, counts=counts, named=(*self.named, *named))
+
+    def __str__(self) -> str:
+        text = f"{self.kept} of {self.total} rows of {self.source} are usable"
+        if self.beyond_limit:
+            text += f", the first {self.kept - self.beyond_limit} are used"
+        if self.counts:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.counts.items())
+            text += f"; {self.dropped} left out: {reasons}; for example {'; '.join(self.named)}"
+        return text
+
+
+def look_up(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a column name, or at a path like "prompt.0.content"; MISSING if there is none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for step in path.split("."):
+        if isinstance(value, Mapping) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return MISSING
+    return value
+
+
+class _UnusableError(Exception):
+    """Why a row is left out: the reason it is counted under, and what is said of this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail or reason
+
+
+class Collector:
+    """Takes rows one by one, keeps the usable ones in order, and notes why the others are left out."""
+
+    def __init__(self, task: Task, split: str, paths: Mapping[str, str], keep_unreadable: bool) -> None:
+        self._task, self._split, self._paths = task, split, paths
+        self._keep_unreadable = keep_unreadable
+        self._answers_optional = task.free_form and ("answer" not in paths or task.grader is not None)
+        self._examples: dict[str, tuple[str, Example]] = {}  # question without white space -> place, example
+        self._conflicts: set[str] = set()
+        self._ids: set[str] = set()
+        self._total = 0
+        self._counts: Counter[str] = Counter()
+        self._named: list[str] = []
+
+    def add(self, place: str, row: Mapping[str, Any] | None) -> None:
+        self._total += 1
+        try:
+            self._take(place, row)
+        except _UnusableError as error:
+            self._drop(place, error)
+
+    def finish(self, source: str, limit: int | None) -> tuple[list[Example], DropReport]:
+        usable = [example for key, (_, example) in self._examples.items() if key not in self._conflicts]
+        kept = usable[:limit]
+        report = DropReport(
+            source, self._total, len(usable), len(usable) - len(kept), dict(self._counts), tuple(self._named)
+        )
+        return kept, report
+
+    def _drop(self, place: str, error: _UnusableError) -> None:
+        self._counts[error.reason] += 1
+        if self._counts[error.reason] <= NAMED:
+            self._named.append(f"{place}: {error.detail}")
+
+    def _take(self, place: str, row: Mapping[str, Any] | None) -> None:
+        """Keep the row's example, or raise _UnusableError."""
+        if row is None:
+            raise _UnusableError("no readable row")
+        asked = self._asked(row)
+        question = asked.question
+        if self._task.clean_question is not None:
+            question = self._task.clean_question(question)
+        answer = self._answer(row, asked)
+        if is_empty(question) or (is_empty(answer) and not self._answers_optional):
+            raise _UnusableError(f"empty {'question' if is_empty(question) else 'answer'}")
+        answer = "" if is_empty(answer) else answer
+        tools = self._tools(row)
+        key = place if self._task.may_repeat else _key(question, asked, tools)
+        earlier = self._examples.get(key)
+        if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
+            raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
+        if self._task.answer_kind == "number" and parse_number(answer) is None:
+            raise _UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
+        if self._task.answer_kind == "math" and not self._keep_unreadable and not can_be_graded(answer, "math"):
+            raise _UnusableError(
+                "answer that cannot be read", f"the answer {answer[:40]!r} cannot be read; {KEEP_UNREADABLE} keeps it"
+            )
+        _check_flags(row, self._split)
+        if earlier is not None:
+            self._compare(place, answer, key)
+        used = {path.split(".")[0] for path in self._paths.values()}
+        extra = {column: value for column, value in row.items() if column not in used}
+        name = self._identify(place, look_up(row, self._paths["id"]))
+        self._examples[key] = place, Example(question, answer, name, extra, asked.earlier, asked.beside, tools)
+
+    def _asked(self, row: Mapping[str, Any]) -> Asked:
+        """The question of a row, and the messages before and after it."""
+        path = self._paths["question"]
+        if self._task.free_form:
+            others = [name for name in self._task.columns["question"] if row.get(name) is not None]
+            if not _holds(row, path):
+                path = next((name for name in others if not is_empty(row[name])), next(iter(others), path))
+            if (cell := as_messages(look_up(row, path))) is not None:
+                try:
+                    asked = read_messages(cell)
+                    return replace(asked, earlier=tuple(with_system(row, asked.earlier)))
+                except MessageError as error:
+                    raise _UnusableError("messages that cannot be asked", str(error)) from None
+        elif isinstance(cell := look_up(row, path), str) and as_messages(cell) is not None:
+            raise _UnusableError("question that is no text", "the question is a list of messages; --task own asks them")
+        try:
+            return Asked(with_input(row, path, _text(row, path, "question"), self._paths.get("answer")))
+        except MessageError as error:
+            raise _UnusableError(error.reason, str(error)) from None
+
+    def _tools(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        """The schemas of the column `tools`. In rows without messages it may be a column that rewards read."""
+        try:
+            return read_tools(row.get("tools"))
+        except MessageError as error:
+            if as_messages(look_up(row, self._paths["question"])) is None:
+                return ()
+            raise _UnusableError(error.reason, str(error)) from None
+
+    def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
+        if "answer" not in self._paths:
+            return asked.reply
+        if self._answers_optional and not _holds(row, self._paths["answer"]):
+            return asked.reply
+        return final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
+
+    def _identify(self, place: str, own: Any) -> str:
+        """The row's own id, or else its number; made unique by the number if an earlier row has it."""
+        name = place.removeprefix("row ") if own is MISSING or is_empty(own) else str(own)
+        while name in self._ids:
+            name = f"{name}@{place.removeprefix('row ')}"
+        self._ids.add(name)
+        return name
+
+    def _compare(self, place: str, answer: str, key: str) -> None:
+        """Raise on a question that stands in an earlier row, with the same answer or with another."""
+        earlier_place, earlier = self._examples[key]
+        if _same_answer(earlier.answer, answer):
+            raise _UnusableError("duplicate", f"duplicate of {earlier_place}")
+        reason = "question with two answers"
+        if key not in self._conflicts:
+            self._conflicts.add(key)
+            self._drop(earlier_place, _UnusableError(reason, f"its question stands in {place} with another answer"))
+        raise _UnusableError(reason, f"its question stands in {earlier_place} with another answer")
+
+
+def _key(question: str, asked: Asked, tools: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a row's question from others': its text without white space, with all that is asked besides."""
+    key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
+    calls = [message["tool_calls"] for message in asked.earlier if "tool_calls" in message]
+    return key + json.dumps([calls, tools], sort_keys=True, default=str) if calls or tools else key
+
+
+def _holds(row: Mapping[str, Any], path: str) -> bool:
+    """Whether there is a value at the path that is not empty."""
+    value = look_up(row, path)
+    return value is not MISSING and not is_empty(value)
+
+
+def _text(row: Mapping[str, Any], path: str, what: str) -> str:
+    """The cell as text. Numbers are written out; lists, objects and booleans are neither questions nor answers."""
+    value = look_up(row, path)
+    if value is MISSING or value is None:
+        raise _UnusableError(f"no {what}")
+    if is_empty(value):
+        raise _UnusableError(f"empty {what}", f"the {what} is {value!r}, which is an empty cell")
+    if isinstance(value, float) and math.isinf(value):
+        raise _UnusableError(f"{what} that is no finite number", f"the {what} is {value!r}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        within = f"; map the text within it, such as {path}.0.content" if isinstance(value, list | Mapping) else ""
+        raise _UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
+    text = str(value).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UnusableError(f"{what} that is no valid text", f"the {what} holds half a character") from error
+    return text
+
+
+def final_answer(answer: str, kind: Literal["number", "math", "text"]) -> str:
+    """The bare answer of a cell that may hold a worked solution; empty if the solution marks none."""
+    if kind != "text" and ("####" in answer or "\\boxed" in answer):
+        return extract(answer, kind).text or ""
+    return answer
+
+
+def _check_flags(row: Mapping[str, Any], split: str) -> None:
+    """Raise on a row whose own columns say that it should not be used."""
+    if row.get("dup") is True:
+        raise _UnusableError("duplicate", "its `dup` column says that an earlier row has its question")
+    if row.get("conflict") is True:
+        raise _UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
+    for column in ("eval_exact", "eval_near") if split == "train" else ():
+        if not is_empty(found := row.get(column)) and found:
+            first = found[0] if isinstance(found, list) else found
+            raise _UnusableError("question of an evaluation set", f"its question also stands in {first}")
+
+
+def _same_answer(one: str, other: str) -> bool:
+    numbers = parse_number(one), parse_number(other)
+    if None not in numbers:
+        return numbers[0].equals(numbers[1])
+    return strip_math(one).replace(" ", "") == strip_math(other).replace(" ", "")
+
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.base.errors import DataError
-from qerl.data.cells import is_empty
 from qerl.data.formulas.number import parse_number
 from qerl.data.messages import as_messages, read_messages
-from qerl.data.rows import local_rows
+from qerl.data.rows import is_empty, local_rows
 
 PEEK, COUNTED = 200, 10_000  # rows that are looked at, and that are counted
 # By the habits of published data sets: OpenAI's, Alpaca's, GSM8K's, verl's and TRL's among them.

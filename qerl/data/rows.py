@@ -1,4 +1,15 @@
-"""Rows of a data set as they are stored: from a hub id, or a local file or folder, each with its place for messages.
+"""Rows of files and data sets.
+
+The cells of a row: which of them are empty, in all the ways in which files and data frames write that.
+
+Limits on what a data file grows to when it is read.
+
+A few megabytes of gzip or parquet can stand for terabytes. So a row may have ROW_BYTES, and what is unpacked a multiple
+of the file's size and at most MOST_GIB; QERL_MAX_DATA_GIB sets another limit for a data set that really is that large.
+
+The sources of a recipe's rows: one, or several with weights, each with its rewards. Loads no torch.
+
+Rows of a data set as they are stored: from a hub id, or a local file or folder, each with its place for messages.
 
 Files are read here rather than by `datasets`, which would guess types by column (an answer "033" in a CSV becomes 33,
 "NA" becomes nothing), fail on a column of mixed types, and know no line numbers.
@@ -13,15 +24,173 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl.api.given import given_rows
-from qerl.base.errors import DataError
+from qerl.base.errors import ConfigError, DataError
 from qerl.base.nearby import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.hub import HUB_ID, reachable, refusal
-from qerl.data.unpacked import COLUMNS, ROW_BYTES, Budget, lines_of, size_of
+
+if TYPE_CHECKING:
+    from qerl.config.data import DataConfig, RewardConfig, SourceConfig, SourceValidationConfig
+    from qerl.config.schema import RunConfig
+
+
+NOT_AVAILABLE = ("nan", "<na>", "nat")  # what pandas writes for an empty cell whose column it turns into text
+_PANDAS = ("NAType", "NaTType")
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a cell holds nothing: None, NaN, pandas' NA, white space, their names as text, an empty list or object.
+
+    "NA", "None" and "null" are words that may be meant, so they are not empty.
+    """
+    if value is None or type(value).__name__ in _PANDAS:
+        return True
+    if isinstance(value, str):
+        text = value.strip()
+        return not text or text.casefold() in NOT_AVAILABLE
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    if isinstance(value, Mapping | list | tuple):
+        return not value
+    return isinstance(value, float) and value != value
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys of objects that are null: parquet gives each object the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+VARIABLE = "QERL_MAX_DATA_GIB"
+MOST_GIB = 4.0
+ROW_BYTES = 16 * 2**20
+COLUMNS = 1000
+EXPANSION, SMALL = 50, 64 * 2**20  # text of questions and answers packs to a third or a tenth; up to SMALL all is read
+LEAST_ROW = 256  # what a row counts at least, since an empty one takes time too
+
+
+class Budget:
+    """How much may still be unpacked from one file. `packed`: its format is one whose text grows without end."""
+
+    def __init__(self, file: Path, packed: bool) -> None:
+        self._file = file
+        asked = _asked_gib()
+        limit = (MOST_GIB if asked is None else asked) * 2**30
+        if packed and asked is None:
+            limit = min(limit, max(SMALL, EXPANSION * file.stat().st_size))
+        self._limit = self.left = int(limit)
+
+    def take(self, size: int) -> None:
+        """Count a row of `size` bytes. Raises DataError if it or all rows together are too large."""
+        if size > ROW_BYTES:
+            raise DataError(
+                f"{self._file} has a row of more than {ROW_BYTES >> 20} MiB, which is no question with its answer: "
+                "leave that row out, or its large columns"
+            )
+        self.left -= max(size, LEAST_ROW)
+        if self.left < 0:
+            raise DataError(
+                f"{self._file} grows to more than {self._limit / 2**30:.3g} GiB when it is unpacked, for which it is "
+                f"damaged or made: unpack and look at it, or allow more with {VARIABLE}={_more(self._limit)}"
+            )
+
+    def check(self, size: int, what: str) -> None:
+        """Raise DataError if `size` bytes, which the file says that it holds, are more than it may."""
+        if size > self.left:
+            raise DataError(
+                f"{self._file} says that it holds {size / 2**30:.3g} GiB of {what}, and at most "
+                f"{self._limit / 2**30:.3g} GiB are read: look at it, or allow more with {VARIABLE}={_more(size)}"
+            )
+
+
+def lines_of(text: TextIO, budget: Budget) -> Iterator[str]:
+    """The lines of a text, each counted."""
+    while line := text.readline(ROW_BYTES + 1):
+        budget.take(len(line))
+        yield line
+
+
+def size_of(value: Any) -> int:
+    """About the bytes that a value of a row takes."""
+    if isinstance(value, str | bytes):
+        return len(value) + 64
+    if isinstance(value, dict):
+        return 64 + sum(map(size_of, value.values()))
+    return 64 + sum(map(size_of, value)) if isinstance(value, list | tuple) else 32
+
+
+def _asked_gib() -> float | None:
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return None
+    try:
+        asked = float(text)
+    except ValueError:
+        asked = 0.0
+    if not 0 < asked < 2**20:
+        raise DataError(f"{VARIABLE} is {text!r}: write a number of GiB above 0, such as {VARIABLE}=16")
+    return asked
+
+
+def _more(size: int) -> int:
+    return int(2 * size / 2**30) + 1
+
+
+AS_DATA = (  # keys of a source that are those of `data` where it leaves them null
+    *("task", "split", "columns", "system_prompt", "prompt_template", "grader"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source as if it were the only one: `data` has no sources. The only source of a recipe has no name."""
+
+    name: str
+    weight: float
+    data: DataConfig
+    rewards: Sequence[RewardConfig]
+    held_out: int = 0
+    validation: SourceValidationConfig | None = None
+
+    @property
+    def validates(self) -> bool:
+        """Whether validations ask rows of its own."""
+        return self.validation is not None or self.held_out > 0
+
+
+def sources_of(config: RunConfig) -> tuple[Source, ...]:
+    """The sources of a recipe in their order; a recipe without `data.sources` is its own only one."""
+    if not config.data.sources:
+        return (Source("", 1.0, config.data, config.rewards),)
+    return tuple(_settled(config, each) for each in config.data.sources)
+
+
+@contextmanager
+def naming(source: Source) -> Iterator[None]:
+    """Within it, errors about rows name the source."""
+    try:
+        yield
+    except (DataError, ConfigError) as error:
+        if not source.name:
+            raise
+        raise type(error)(f"source {source.name}: {error}") from error
+
+
+def _settled(config: RunConfig, this: SourceConfig) -> Source:
+    own = {key: value for key in AS_DATA if (value := getattr(this, key)) is not None}
+    if this.task not in (None, config.data.task) and this.grader is None:
+        own["grader"] = None  # the grader of data is for the task of data
+    data = config.data.model_copy(update={**own, "source": this.source, "limit": this.limit, "sources": ()})
+    return Source(this.name, this.weight, data, this.rewards or config.rewards, this.held_out, this.validation)
+
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PARQUET_ROWS = 16  # made at once: each may be as large as a row may be

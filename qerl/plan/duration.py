@@ -10,7 +10,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import ConfigError, QerlError
-from qerl.data.sources import sources_of
+from qerl.data.rows import sources_of
 from qerl.plan.plan import Plan
 from qerl.plan.seconds import Lengths, full_lengths, step_seconds
 

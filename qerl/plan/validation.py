@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qerl.data.sources import sources_of
+from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.seconds import TRAIN_RATE, decode_seconds
 

@@ -38,9 +38,8 @@ from tiny_tokenizer import SPECIAL, bpe_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from qerl.data.tasks import build_messages, grade
-from qerl.data.tasks.arith import Problem, problems
+from qerl.data.tasks.arith import KINDS, Problem, problems
 from qerl.data.tasks.arith import rows as arith_rows
-from qerl.data.tasks.arith_kinds import KINDS
 from qerl.formats.nvfp4.reference import dequantize, quantize, shared_global_scale
 
 log = logging.getLogger("tiny_checkpoint")

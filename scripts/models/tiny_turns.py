@@ -28,8 +28,7 @@ from muon import Muon
 from tiny_checkpoint import REPOSITORY, begin, loss_of, pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from qerl.data.tasks.arith import Problem, problems, split_of
-from qerl.data.tasks.arith_kinds import KINDS
+from qerl.data.tasks.arith import KINDS, Problem, problems, split_of
 from qerl.data.tasks.word_game import QUESTION, THINGS, WORDS
 
 log = logging.getLogger("tiny_turns")

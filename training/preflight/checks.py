@@ -33,9 +33,9 @@ from qerl.config.experts import check_experts
 from qerl.config.rules import vllm_only
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
-from qerl.data.grading.own_grader import check_grader
+from qerl.data.grading.grade import check_grader
+from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import check_readable
-from qerl.data.sources import naming, sources_of
 from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
 from qerl.engine.memory import others_bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import starting_model
 from qerl.cli.plan import plan_of, show
-from qerl.data.sources import sources_of
+from qerl.data.rows import sources_of
 from qerl.data.tasks import grade, task_of
 from qerl.plan.duration import likely
 from qerl.plan.validation import validation_count

@@ -28,8 +28,8 @@ from qerl.base.own.columns import COLUMNS, check_columns
 from qerl.base.own.function import Named, own_function
 from qerl.config.rewards import OWN, is_url
 from qerl.data.examples import check_answers
-from qerl.data.grading.own_grader import check_grader
-from qerl.data.sources import sources_of
+from qerl.data.grading.grade import check_grader
+from qerl.data.rows import sources_of
 from qerl.data.tasks import Example, task_of
 from training.rewards import functions as reward_functions
 from training.rewards.guarded import GRADED, GuardedReward, Reward, Rows, episode_columns

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.data.grading.own_grader import CORRECT_FROM
+from qerl.data.grading.grade import CORRECT_FROM
 from training.rollout.order import Walk, shares
 from training.rollout.seeds import derive_seed
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.data.grading.own_grader import CORRECT_FROM
+from qerl.data.grading.grade import CORRECT_FROM
 from training.loss.advantages import deviation
 
 if TYPE_CHECKING:

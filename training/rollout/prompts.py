@@ -14,8 +14,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import DataError
-from qerl.data.rendered import Renderer
-from qerl.data.sources import naming, sources_of
+from qerl.data.rows import naming, sources_of
+from qerl.data.sequences import Renderer
 from qerl.data.tasks import for_environment, load_examples, messages_of, task_of
 from training.rollout.groups import Prompt
 from training.rollout.order import mixed_rows, most_per_rollout, rollout_rows

@@ -16,8 +16,8 @@ from qerl.api.given import GivenFunction
 from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
 from qerl.config.rewards import is_url
-from qerl.data.grading.own_grader import find_grader
-from qerl.data.sources import sources_of
+from qerl.data.grading.grade import find_grader
+from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
 from training.rewards.rewards import REWARDS, find_reward
 from training.run_dir.folder import read_about

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
 from qerl.data.conversations import Conversation
-from qerl.data.written import Written
+from qerl.data.messages import Written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

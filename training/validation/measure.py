@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.grading.intervals import estimate
-from qerl.data.grading.own_grader import CORRECT_FROM
 from training.ranks import merged_grades
 from training.rewards.grading import Graded, Grader, reward_metrics
 from training.rollout.groups import GradedGroup, Sample, grouped

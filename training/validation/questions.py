@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.schema import RewardConfig
 from qerl.data.examples import check_source
-from qerl.data.grading.own_grader import check_grader
-from qerl.data.rendered import Renderer
-from qerl.data.sources import Source, sources_of
+from qerl.data.grading.grade import check_grader
+from qerl.data.rows import Source, sources_of
+from qerl.data.sequences import Renderer
 from qerl.data.tasks import Example, Message, Task, for_environment, get_task, load_examples, messages_of, task_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns

@@ -1,4 +1,14 @@
-"""Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
+"""Whether two answers are equal as mathematics.
+
+Whether two values are equal: numbers as fractions, formulas at random points, and what is left by math-verify.
+
+Whether an answer only repeats an expression of the question, which the question asked to evaluate.
+
+"Compute $\sqrt{12}+\sqrt{27}$" is not answered by `\sqrt{12}+\sqrt{27}`, although that equals 5\sqrt{3}. An answer
+is a copy if it has an operation in it, is written differently from the task's answer, and stands in the question, as it
+is or with its parts in another order. A number or a fraction in lowest terms is never a copy.
+
+Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
 
 Relations are compared as relations and never solved: an equation equals another one if their differences of sides are
 proportional, and an inequality with a variable alone on its side is an interval. Values that
@@ -8,24 +18,243 @@ math-verify in its own process.
 
 from __future__ import annotations
 
+import math
+import random
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Literal
 
-from qerl.data.formulas.evaluate import as_real, close, is_zero, ratio
-from qerl.data.formulas.expression import Tree, variables
-from qerl.data.formulas.latex import TEXT_BOX
-from qerl.data.formulas.shape import Shape, is_assignment, is_name, read
-from qerl.data.formulas.values import (
-    DECIMAL,
-    Fallback,
-    UndecidedError,
-    Verdict,
-    endless,
-    equal_values,
-    points,
-    tree_of,
-    value_at,
+from qerl.data.formulas.expression import (
+    ExpressionError,
+    Tree,
+    Value,
+    as_real,
+    close,
+    close_rounded,
+    evaluate,
+    is_zero,
+    parse_expression,
+    ratio,
+    variables,
 )
+from qerl.data.formulas.number import is_boxed_unit, parse_number
+from qerl.data.formulas.shape import Shape, is_assignment, is_name, read
+from qerl.data.formulas.spelling import TEXT_BOX, tidy
+
+Verdict = Literal["equal", "different", "unparsable", "bad_answer", "timeout"]
+Fallback = Callable[[str, str], Verdict]  # gold, answer
+
+_POSITIVE_POINTS, _MIXED_POINTS = 3, 3
+_INFINITY = re.compile(r"\+?\s*\\infty|\+?\s*inf(?:inity)?|\+?\s*oo")
+
+
+class UndecidedError(Exception):
+    """A comparison needs math-verify, which gave another verdict than equal or different."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+
+
+def value_at(tree: Tree, point: dict[str, Fraction]) -> Value | None:
+    """The value of an expression at a point; None where it has none."""
+    try:
+        return evaluate(tree, point)
+    except ExpressionError:
+        return None
+
+
+def points(names: frozenset[str], positive: bool) -> Iterator[dict[str, Fraction]]:
+    """The same random points for the same names, so that a verdict never changes."""
+    rng = random.Random(",".join(sorted(names)) + str(positive))
+    for number in range(_POSITIVE_POINTS if positive else _MIXED_POINTS):
+        size = (1, 4, 12)[number % 3]
+        signs = (1,) if positive else (-1, 1)
+        yield {name: rng.choice(signs) * Fraction(rng.randrange(101, 997) * size, 1009) for name in sorted(names)}
+
+
+_TAIL_UNIT = re.compile(
+    r"\s*(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*[^{}]*\}\s*(?:\^\s*\{?-?[1-4]\}?)?|\^\s*\{?\s*\\circ\s*\}?|\\degree|°"
+    r"|(?<=[\d})\s])\s*(?:square |cubic |sq\.? |cu\.? )?(?:units|unit|cm|mm|km|meters|feet|ft|inches|miles|degrees"
+    r"|dollars|hours|minutes|seconds|radians|rad)(?:\s*\^\s*\{?[1-4]\}?)?)$"
+)
+
+
+def _without_unit(text: str) -> str:
+    """The value without a currency before it and a unit after it."""
+    tail = _TAIL_UNIT.search(text)
+    if tail and tail.start() > 0:
+        content = (
+            re.search(r"\{\s*([^{}]*?)\s*\}", tail[0])
+            if "\\text" in tail[0] or "\\m" in tail[0] or "\\rm" in tail[0]
+            else None
+        )
+        if content is None or is_boxed_unit(content[1]) or "circ" in tail[0]:
+            return text[: tail.start()].strip()
+    return text
+
+
+def tree_of(text: str) -> Tree | None:
+    """The expression that a text without its unit is; None if it is not understood."""
+    try:
+        return parse_expression(_without_unit(text))
+    except (ExpressionError, RecursionError):
+        return None
+
+
+def endless(text: str) -> int:
+    """1 for infinity, -1 for minus infinity, 0 for anything else."""
+    bare = text.strip("(){} ")
+    if bare.startswith("-"):
+        return -1 if _INFINITY.fullmatch(bare[1:].strip()) else 0
+    return 1 if _INFINITY.fullmatch(bare) else 0
+
+
+DECIMAL = re.compile(r"\d\.\d")
+
+
+def equal_values(gold: str, answer: str, fallback: Fallback) -> bool:
+    """Whether two values are equal, as fractions, at random points, or by math-verify. Raises UndecidedError."""
+    if re.sub(r"\s", "", gold) == re.sub(r"\s", "", answer):
+        return True
+    if endless(gold) or endless(answer):
+        return endless(gold) == endless(answer)
+    if "\\emptyset" in (gold, answer):
+        return False
+    numbers = parse_number(gold, algebra=True), parse_number(answer, algebra=True)
+    if None not in numbers and (numbers[0].equals(numbers[1]) or all(number.terminates() for number in numbers)):
+        return numbers[0].equals(numbers[1])
+    trees = [
+        ("number", number.value) if number and not number.percent else tree_of(text)
+        for number, text in zip(numbers, (gold, answer), strict=True)
+    ]
+    if None in trees:
+        return _ask(gold, answer, fallback)
+    equal = equal_everywhere(*trees, rounded=any(DECIMAL.search(text) for text in (gold, answer)))
+    return _ask(gold, answer, fallback) if equal is None else equal
+
+
+# What a formula for math-verify may not hold: prose and dots, of which it would drop a part without a word.
+_DROPPED = re.compile(r"\\(?:[cl]?dots|approx|text|mbox|mathrm|prime|quad)(?![A-Za-z])|\.\.|[?#&@`\"]|\\\\")
+_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{4,}")
+_OPERATORS = re.compile(r"\\(?:int|iint|oint|sum|prod|lim|det|gcd|max|min|bigcup|bigcap)(?![A-Za-z])")
+
+
+def _ask(gold: str, answer: str, fallback: Fallback) -> bool:
+    """math-verify's verdict on two values. It would evaluate a sum or an integral that the answer should have done."""
+    if is_prose(gold):
+        raise UndecidedError("bad_answer")
+    if is_prose(answer):
+        raise UndecidedError("unparsable")
+    if set(_OPERATORS.findall(answer)) - set(_OPERATORS.findall(gold)):
+        return False
+    verdict = fallback(gold, answer)
+    if verdict not in ("equal", "different"):
+        raise UndecidedError(verdict)
+    return verdict == "equal"
+
+
+def is_prose(text: str) -> bool:
+    """Whether a value has words, dots or rounding in it, of which math-verify would drop a part."""
+    return bool(_DROPPED.search(re.sub(r"\\begin\{.*\\end\{\w+\}", "", text)) or _PROSE.search(text))
+
+
+def equal_everywhere(one: Tree, other: Tree, rounded: bool = False) -> bool | None:
+    """Whether two expressions have the same value at random points; None if they have no value at enough of them.
+
+    At points with negative values only real values count, as roots and logarithms have several branches there. With
+    `rounded`, values without variables need to agree to six decimal places only.
+    """
+    names = variables(one) | variables(other)
+    compared = 0
+    for positive in (True, False):
+        for point in points(names, positive):
+            values = value_at(one, point), value_at(other, point)
+            if None in values:
+                continue
+            real = as_real(values[0]), as_real(values[1])
+            if not positive and None in real:
+                continue
+            compared += 1
+            if not close(*values) and not (rounded and not names and close_rounded(*values)):
+                return False
+            if not names:
+                return True
+    return True if compared >= 2 else None
+
+
+_OPERATION = re.compile(
+    r"(?<=.)[-+*/!]|\^(?!\{?\\circ)|\\(?:frac|sqrt|cdot|times|div|binom|log|ln|exp|sin|cos|tan|cot|sec|csc|arc\w+|int|sum"
+    r"|prod|lim|lfloor|lceil|pmod|bmod|gcd|det)(?![A-Za-z])|[=<>|]|\\[lg]e(?![A-Za-z])|\\begin"
+)
+_FRACTION = re.compile(r"-?(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))")
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|[^\s(){}\[\]]")
+_MIN_TOKENS = 3
+_MAX_QUESTION_CHARS = 20_000
+
+
+def is_copied(stated: str, answer: str, question: str) -> bool:
+    """Whether `stated`, which equals the task's `answer`, is an expression of `question` left as it was."""
+    mine, theirs = _bare(stated), _bare(answer)
+    name, _, value = mine.partition("=")
+    candidates = {value} if value and is_name(name) else {mine, mine.rpartition("=")[2]} - {""}
+    if theirs in candidates or mine == theirs:
+        return False
+    question = question[:_MAX_QUESTION_CHARS]
+    whole = _bare(question)
+    formulas = [
+        _tokens(part) for formula in _formulas(question) for part in (formula, *re.split(r"=|\\ge|\\le", formula))
+    ]
+    for text in filter(_unevaluated, candidates):
+        tokens = _tokens(text)
+        reordered = tokens.total() >= _MIN_TOKENS and tokens in formulas and tokens != _tokens(theirs)
+        if reordered or _stands_in(text, whole):
+            return True
+    return False
+
+
+def _bare(text: str) -> str:
+    """The text without white space and with one spelling of products."""
+    text = re.sub(r"(?<![\w}])(\d+)\s?/\s?(\d+)(?!\w)", r"\\frac{\1}{\2}", tidy(text))
+    text = re.sub(r"\s+", "", text)
+    text = re.sub(r"\\(?:times|ast)(?![A-Za-z])|(?<!\*)\*(?!\*)", r"\\cdot", text)
+    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
+    while re.fullmatch(r"\(.*\)", text) and text.count("(") == 1:
+        text = text[1:-1]
+    return text
+
+
+def _formulas(question: str) -> list[str]:
+    return [_bare(next(group for group in match.groups() if group)) for match in _FORMULA.finditer(question)]
+
+
+def _tokens(text: str) -> Counter[str]:
+    """How often each token occurs, brackets aside."""
+    return Counter(_TOKEN.findall(text))
+
+
+def _unevaluated(text: str) -> bool:
+    fraction = _FRACTION.fullmatch(text)
+    if fraction:
+        top, bottom = (int(part) for part in fraction.groups() if part)
+        return math.gcd(top, bottom) > 1 or bottom == 1
+    return bool(_OPERATION.search(text))
+
+
+def _stands_in(text: str, question: str) -> bool:
+    """Whether the text occurs in the question as more than the end or the beginning of a longer number or name."""
+    start = question.find(text)
+    while start >= 0:
+        before, after = question[:start][-1:], question[start + len(text) :][:1]
+        cut = (text[0].isdigit() and before.isdigit()) or (text[-1].isdigit() and after.isdigit()) or before == "\\"
+        if not cut and after not in ("^", "!", "_"):
+            return True
+        start = question.find(text, start + 1)
+    return False
+
 
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
 _REALS = Shape("ordered", "()", (Shape("value", "-\\infty"), Shape("value", "\\infty")))

@@ -1,4 +1,8 @@
-"""Reading the number that a short text states: "$1,800.00", "18 dollars", "−3", "\\frac{1}{2}", "1.8 \\times 10^3".
+"""The number that a short text states.
+
+Which words may follow a number without changing it: "18 dollars a day" states 18, "18 or 19" does not.
+
+Reading the number that a short text states: "$1,800.00", "18 dollars", "−3", "\frac{1}{2}", "1.8 \times 10^3".
 
 A text states a number if it is one literal (integer, decimal, fraction, mixed number, power, scientific notation) with
 at most a sign, a currency, a percent or degree sign, a scale word ("million"), a unit, and an assignment before it
@@ -12,9 +16,74 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from qerl.data.formulas.latex import TEXT_BOX, strip_math, strip_outer
 from qerl.data.formulas.shape import is_name
-from qerl.data.formulas.units import SCALES, is_boxed_unit, is_unit
+from qerl.data.formulas.spelling import TEXT_BOX, strip_math, strip_outer
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SCALES = {
+    "k": 10**3,
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+
+_MAX_WORDS = 8
+_POWER = re.compile(r"(?<=[A-Za-z)])\s*(?:\^\s*\{?\s*-?[1-4]\s*\}?|[²³])")
+_CHARS = re.compile(r"[A-Za-zµμΩÅ°'’\-./() $€£¥₹]*")
+
+# One-character symbols that are units, unless letters are variables.
+_LETTER_UNITS = _words("m g s h L l W V J N K C F A $ € £ ¥ ₹ ° '")
+_SHORT_UNITS = _words("cm mm km kg mg ml ft in mi hr hrs min sec ms lb lbs oz mph sq cu usd yd am pm")
+# Words that may occur within a unit ("18 dollars a day") but not at its start ("18a").
+_INNER = _words("a t by than")
+# Words that change the number before them, and words that are mathematics.
+_ALTERS = _words(
+    "and or to not no but if mod base factorial squared cubed half halves third thirds quarter quarters tenths "
+    "hundredths thousandths plus minus times over divided less root pi ln log lg exp sin cos tan cot sec csc sqrt "
+    "frac cdot infinity inf zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty "
+    "fifty"
+)
+_VARIABLES = frozenset("abcdefghijklmnopqrstuvwxyz") - _INNER
+_OF_VALUE = frozenset([*SCALES, *(f"{word}s" for word in SCALES), "percent"])
+
+
+def is_unit(tail: str, algebra: bool) -> bool:
+    """Whether the text after a literal is empty or a unit: words, slashes and small powers, but no mathematics.
+
+    With `algebra`, a word of fewer than four letters is a product of variables unless it is a common unit.
+    """
+    tail = _POWER.sub("", tail)
+    if not _CHARS.fullmatch(tail):
+        return False
+    if re.match(r"[.\-/(]", tail) and not re.match(r"[-(]?[A-Za-z]{2}", tail.replace("/", "", 1)):
+        return False
+    words = re.sub(r"[-/().]", " ", tail).split()
+    if not words:
+        return True
+    if len(words) > _MAX_WORDS or any(_alters(word) for word in words):
+        return False
+    first = words[0]
+    if algebra and first.isalpha() and len(first) < 4 and first.lower() not in _SHORT_UNITS:
+        return False
+    return first.lower() not in _INNER
+
+
+def is_boxed_unit(text: str) -> bool:
+    """Whether the content of a LaTeX text box is a unit; there a single letter is never a variable."""
+    words = text.lower().replace(".", " ").split()
+    return bool(words) and all(re.fullmatch(r"[a-z/²³]+", word) and word not in _ALTERS | _OF_VALUE for word in words)
+
+
+def _alters(word: str) -> bool:
+    return word.lower() in _ALTERS or (word.lower() in _VARIABLES and word not in _LETTER_UNITS)
+
 
 MAX_CHARS = 1000
 _MAX_EXPONENT = 400  # no answer is a larger number, and computing one would cost memory

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from qerl.data.formulas.tidy import tidy
+from qerl.data.formulas.spelling import tidy
 
 Kind = Literal["value", "list", "set", "ordered", "union", "relation", "matrix", "parts", "words"]
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qerl.data.formulas.number import parse_number
-from qerl.data.formulas.tidy import LABEL
+from qerl.data.formulas.spelling import LABEL
 
 MAX_COMPLETION_CHARS = 2_000_000  # a completion of 128k tokens has about 500k
 MAX_ANSWER_CHARS = 1000

@@ -1,33 +1,142 @@
-"""The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
+"""The grade of a completion.
+
+Answers that are text: the grading of the task `own` without a grader.
+
+What a completion states is what it marks (`\boxed{}`, `<answer>`, `####`, "the answer is", a last line in bold), else
+its last line, or all of it. It is right if it equals the task's answer, apart from case, white space and the marks
+around it. Two numbers are compared as numbers.
+
+A task's grading by a function of the user's own: the same file in training and in evaluation.
+
+    def grade(completion, answer, **row):
+        return completion.strip() == answer
+
+The function returns True or False, or a number from 0 (wrong) to 1 (right), from a half of which on a completion counts
+as correct. It may take `completions` and other columns as lists instead, and return a list. It is called as own
+rewards are: in a process of its own, within a time limit (qerl/base/own/function.py).
+
+The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
 
 Numbers are compared as exact fractions. If the answers of a task are mathematics, an answer that is not a number is
 compared part by part and at random points (qerl/data/formulas/equality.py), and what this does not understand goes to
 math-verify, in a worker process with a time limit. Answers are compared as text only if neither has any mathematics in
-it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/data/formulas/copied.py). A
-task whose answers are text compares them as such (qerl/data/grading/text.py), and a task with a grader of the user's
-own leaves all of this to it (qerl/data/grading/own_grader.py).
+it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/data/formulas/equality.py). A
+task whose answers are text compares them as such (qerl/data/grading/grade.py), and a task with a grader of the user's
+own leaves all of this to it (qerl/data/grading/grade.py).
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qerl.data.formulas.copied import is_copied
-from qerl.data.formulas.equality import compare_math, unread_values
-from qerl.data.formulas.latex import strip_math
+from qerl.api.given import PYTHON, GivenFunction, given_function
+from qerl.base.errors import ConfigError
+from qerl.base.own.columns import check_columns
+from qerl.base.own.function import Named, OwnFunction, own_function
+from qerl.base.own.returned import ReturnedError, short
+from qerl.data.formulas.equality import compare_math, is_copied, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
-from qerl.data.formulas.tidy import tidy
-from qerl.data.formulas.values import is_prose
+from qerl.data.formulas.spelling import strip_math, tidy
 from qerl.data.grading import math_pool
-from qerl.data.grading.extract import MAX_ANSWER_CHARS, extract
-from qerl.data.grading.own_grader import CORRECT_FROM, scores
-from qerl.data.grading.text import is_same_text, stated_text
-from qerl.data.tasks import Task
+from qerl.data.grading.extract import MAX_ANSWER_CHARS, MAX_COMPLETION_CHARS, extract
+from qerl.data.tasks import Example, Task
+
+_AROUND = " \t\n*_`\"'“”‘’.。,;:!?()[]"
+
+
+def stated_text(completion: str) -> str | None:
+    """What the completion states, None if it is empty or longer than any real one."""
+    if len(completion) > MAX_COMPLETION_CHARS:
+        return None
+    marked = extract(completion, "text")
+    if marked.text is not None or marked.too_long:
+        return marked.text
+    return _answered(completion).rpartition("\n")[2].strip() or None
+
+
+def is_same_text(completion: str, answer: str) -> bool:
+    """Whether what a completion states, or all that it says after a thought, is the answer."""
+    stated = stated_text(completion)
+    if stated is None:
+        return False
+    first = re.split(r"(?<=[.。!?])\s", stated, maxsplit=1)[0]
+    return any(_same(text, answer) for text in (stated, first, _answered(completion)))
+
+
+def _answered(completion: str) -> str:
+    return completion.rpartition("</think>")[2].strip()
+
+
+def _same(text: str, answer: str) -> bool:
+    one, other = _plain(text), _plain(answer)
+    if one == other:
+        return True
+    numbers = parse_number(one), parse_number(other)
+    return None not in numbers and numbers[0].equals(numbers[1])
+
+
+def _plain(text: str) -> str:
+    """Without what does not change the meaning: case, white space, marks around it."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return plain.strip(_AROUND) or plain
+
+
+FUNCTION = "grade"  # where a grader names a file alone
+CORRECT_FROM = 0.5
+OTHER = "path/to/file.py, whose function `grade` is then taken"
+
+
+def find_grader(task: Task) -> OwnFunction | GivenFunction:
+    """The function that grades the task. Raises ConfigError."""
+    place, attribute = grader_place(task.grader)
+    if place == PYTHON:
+        return given_function("grader", attribute)
+    return own_function(place, attribute, Named("grader", task.grader, OTHER), task.grader_timeout_s)
+
+
+def grader_place(name: str) -> tuple[str, str]:
+    """The file or module, and the function in it. Raises ConfigError for a name that cannot be one."""
+    if name.endswith(".py"):
+        return name, FUNCTION
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place or not attribute.isidentifier():
+        raise ConfigError(f"grader {name!r} names no function: write path/to/file.py, or path/to/file.py:function")
+    return place, attribute
+
+
+def check_grader(task: Task, examples: Sequence[Example] = ()) -> None:
+    """Raise ConfigError if the task's grader cannot be loaded, or asks for a column that these examples lack."""
+    if task.grader is None:
+        return
+    function = find_grader(task)
+    parameters = inspect.signature(function).parameters
+    if examples:
+        check_columns(f"grader {task.grader}", parameters, (), examples)
+
+
+def scores(task: Task, columns: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]) -> list[float]:
+    """A number from 0 to 1 for each completion. Raises OwnFunctionError and ReturnedError.
+
+    `columns` has a value for each completion, `fixed` arguments that are the same for all of them.
+    """
+    function = find_grader(task)
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        columns, fixed = ({key: given[key] for key in given if key in names} for given in (columns, fixed))
+    values = function(len(next(iter(columns.values()), ())), task.grader_timeout_s, fixed, **columns)
+    for index, value in enumerate(values):
+        if not 0 <= value <= 1:
+            raise ReturnedError(f"returned {short(value)}, and a grade is a number from 0 (wrong) to 1 (right)", index)
+    return values
+
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
 

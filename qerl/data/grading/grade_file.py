@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import DataError
 from qerl.base.own.function import TIMEOUT_S
-from qerl.data.cells import is_empty
-from qerl.data.grading.grade import Grade, grade_many
-from qerl.data.grading.own_grader import check_grader
-from qerl.data.rows import local_rows
+from qerl.data.examples import final_answer
+from qerl.data.grading.grade import Grade, check_grader, grade_many
+from qerl.data.rows import is_empty, local_rows
 from qerl.data.tasks import Task, get_task, with_grader
-from qerl.data.usable_rows import final_answer
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig
+    from qerl.data.examples import DropReport
     from qerl.data.grading.grade import Grade
-    from qerl.data.usable_rows import DropReport
 
 Message = dict[str, Any]  # {"role": "system" | "user", "content": text}, and what a row's own message holds besides
 
@@ -57,7 +57,7 @@ class Task:
     with "math" any mathematical form that equals the answer, with "text" the same text. With `last_number`, the last
     number of a completion counts as its answer if none is marked. With `free_form`, a row may have messages in place
     of a question, and needs no answer. `grader` is the user's own function, which then grades in place of all that
-    (qerl/data/grading/own_grader.py), in at most `grader_timeout_s` per call.
+    (qerl/data/grading/grade.py), in at most `grader_timeout_s` per call.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Your own rows: a prompt or messages, and perhaps an answer. Nothing is added to them unless it is asked for.
 
-Without a grader of one's own (`--grader`), an answer is compared as text (qerl/data/grading/text.py).
+Without a grader of one's own (`--grader`), an answer is compared as text (qerl/data/grading/grade.py).
 """
 
 from qerl.data.tasks import Task

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qerl.data.tasks import Task
-from qerl.data.tasks.arith import split_of
-from qerl.data.tasks.arith_kinds import THINGS
+from qerl.data.tasks.arith import THINGS, split_of
 
 WORDS = 7  # three guesses are always enough: the middle word, the middle of what is left, and the last one
 TASK_ROWS = {"train": 4096, "test": 512}

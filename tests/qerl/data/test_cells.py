@@ -8,9 +8,9 @@ import pytest
 from row_files import write_jsonl, write_parquet
 
 from qerl.base.errors import DataError
-from qerl.data.cells import is_empty, without_nulls
 from qerl.data.grading.grade_file import grade_file, graded_by
 from qerl.data.guess import guess
+from qerl.data.rows import is_empty, without_nulls
 from qerl.data.tasks import load_examples
 
 NAN = float("nan")

@@ -11,9 +11,8 @@ from pyarrow import parquet
 
 from qerl.base.errors import DataError
 from qerl.data.examples import load_examples
-from qerl.data.rows import local_rows
+from qerl.data.rows import VARIABLE, local_rows
 from qerl.data.tasks import get_task
-from qerl.data.unpacked import VARIABLE
 
 ROW = json.dumps({"question": "3+4?", "answer": "7"}) + "\n"
 LARGE = 1 << 25
@@ -79,9 +78,9 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_grows_without_end_is_refused(tmp_path, monkeypatch, name):
     """With smaller limits than those of real use, so that the test's files are small too."""
-    monkeypatch.setattr("qerl.data.unpacked.SMALL", 2**20)
-    monkeypatch.setattr("qerl.data.unpacked.EXPANSION", 2)
-    monkeypatch.setattr("qerl.data.unpacked.MOST_GIB", 2**-8)
+    monkeypatch.setattr("qerl.data.rows.SMALL", 2**20)
+    monkeypatch.setattr("qerl.data.rows.EXPANSION", 2)
+    monkeypatch.setattr("qerl.data.rows.MOST_GIB", 2**-8)
     BOMBS[name](tmp_path / name)
     began = time.process_time()
     with pytest.raises(DataError, match=name) as refused:
@@ -91,7 +90,7 @@ def test_what_grows_without_end_is_refused(tmp_path, monkeypatch, name):
 
 
 def test_the_limit_can_be_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.data.unpacked.SMALL", 1000)
+    monkeypatch.setattr("qerl.data.rows.SMALL", 1000)
     file = tmp_path / "rows.jsonl.gz"
     gzip_of(file, [ROW.encode() * 1000])
     with pytest.raises(DataError, match=f"{VARIABLE}=1$"):

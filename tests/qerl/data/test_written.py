@@ -6,10 +6,9 @@ from row_files import write_jsonl, write_parquet
 from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.sandbox import render_text
-from qerl.data.messages import read_message
-from qerl.data.rendered import Renderer
+from qerl.data.messages import Written, read_message
+from qerl.data.sequences import Renderer
 from qerl.data.tasks import load_examples, messages_of
-from qerl.data.written import Written
 
 END = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 # As Qwen2.5's without tools: a role that it does not know is passed over.

@@ -7,8 +7,7 @@ import pytest
 
 from qerl.base.errors import DataError
 from qerl.data.tasks import get_task, grade
-from qerl.data.tasks.arith import MAX_RESULT, TASK_ROWS, problem, problems, rows, split_of
-from qerl.data.tasks.arith_kinds import KINDS
+from qerl.data.tasks.arith import KINDS, MAX_RESULT, TASK_ROWS, problem, problems, rows, split_of
 
 
 def test_a_problem_depends_only_on_split_seed_and_index() -> None:

@@ -9,8 +9,17 @@ import pytest
 from qerl.base.errors import DataError
 from qerl.data.tasks import get_task, grade
 from qerl.data.tasks.arith import split_of
-from qerl.data.tasks.arith_chain import MAX_RESULT, MAX_STEPS, MIN_STEPS, TASK_ROWS, problem, problems, rows
-from qerl.data.tasks.arith_chain_parts import EVENTS, OPENINGS
+from qerl.data.tasks.arith_chain import (
+    EVENTS,
+    MAX_RESULT,
+    MAX_STEPS,
+    MIN_STEPS,
+    OPENINGS,
+    TASK_ROWS,
+    problem,
+    problems,
+    rows,
+)
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 

@@ -9,7 +9,7 @@ from qerl.base.errors import ConfigError, DataError
 from qerl.base.own.function import LateError, OwnFunctionError
 from qerl.base.own.returned import ReturnedError
 from qerl.data.examples import check_answers
-from qerl.data.grading.own_grader import check_grader
+from qerl.data.grading.grade import check_grader
 from qerl.data.tasks import get_task, grade, grade_many, load_examples, messages_of, with_grader
 
 CHAT = [
