@@ -87,8 +87,6 @@ ALLOWED_UPWARD = """
     training.loss.batch -> training.distill.divergence
     training.loss.batch -> training.rollout.groups
     training.loss.micro_batches -> training.policy.packing
-    training.loss.unreplayed -> training.parts
-    training.loss.unreplayed -> training.policy.packing
     training.policy.build -> training.rollout.seeds
     training.policy.calibrate -> training.preflight.checks
     training.policy.calibrate -> training.rollout.groups
@@ -134,7 +132,6 @@ MOST_MODULES, LARGE_FOLDERS = (
         "qerl/model": 23,
         "quantize": 21,
         "training/policy": 20,
-        "training/run_dir": 16,
     },
 )
 # What still asks for a format's class or compares its name, outside qerl/formats. Remove a line with its cause.

@@ -33,12 +33,10 @@ from training.preflight.checks import sizes_at
 from training.preflight.start import keep_start_
 from training.run_dir.checkpoint import checkpoint_step
 from training.run_dir.folder import only_writer
-from training.run_dir.inputs import Inputs, check_same_inputs, note_inputs, versions
+from training.run_dir.inputs import Inputs, check_same_inputs, note_inputs, qat_record, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
-from training.run_dir.model import settle_model
-from training.run_dir.result import ADAPTER, BEST, settle_best, settle_result
+from training.run_dir.result import ADAPTER, BEST, settle_best, settle_model, settle_result
 from training.run_dir.resume import note_base_, prolong_
-from training.run_dir.same_qat import qat_record
 from training.run_dir.stop import Stop, stop_on_signals, train_until_stopped
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers

@@ -17,7 +17,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from qerl.base.parallel import ALONE
 from qerl.plan.trained import masters_dtype, trains_masters
-from training.loss.finite import check_gradient, check_loss, check_trained
+from training.loss.gates import check_gradient, check_loss, check_trained
 from training.policy.rounding import RandomlyRounded
 from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
@@ -25,8 +25,7 @@ from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import rename
 from training.run_dir.result import settle_best
 from training.run_dir.resume import set_rates_
-from training.step import Objective, backward
-from training.step_result import StepResult
+from training.step import Objective, StepResult, backward
 
 if TYPE_CHECKING:
     from training.loss.batch import Batch

@@ -21,7 +21,7 @@ functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,27 +29,24 @@ import torch
 
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
-from training.loss.correction import importance_weights
-from training.loss.micro_batches import Metrics, MicroBatch, split
-from training.loss.unreplayed import COMPARED_EVERY, unreplayed
+from training.loss.correction import Mismatch, importance_weights
+from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
 from training.policy.train_memory import make_gradients_, training_memory
-from training.ranks import dealt, merged_grades, merged_rollouts, sum_gradients_
+from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
-from training.rollout.metrics import (
-    group_metrics,
-    length_metrics,
-    logged_means,
-    sampled_metrics,
-)
+from training.rollout.metrics import group_metrics, length_metrics, logged_means, sampled_metrics
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
 from training.rollout.seeds import derive_seed
-from training.step_result import Queued, StepResult, done_of, step_result
 
 if TYPE_CHECKING:
+    from qerl.config.schema import CorrectionConfig
+    from qerl.model.routing import Replay
     from training.parts import Parts, TrainingParts
     from training.policy.packing import PackedRow
     from training.rollout.groups import GradedGroup, Prompt
+
+COMPARED_EVERY = 10  # steps: it costs a forward pass of the first micro-batch, on the rank that has it
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, Metrics]]  # a micro-batch's loss () and its metrics
 
@@ -262,3 +259,98 @@ def old_logprobs(inputs: LossInputs) -> torch.Tensor:
     """(B, T) of the policy before the first update on this rollout."""
     old = inputs.rows.old_logprobs_B_T
     return inputs.logprobs_B_T.detach() if old is None else old
+
+
+def unreplayed(parts: TrainingParts, micro_batch: MicroBatch, row: PackedRow) -> torch.Tensor | None:
+    """Logprobs (B, T) of a micro-batch with the experts that the trainer itself would choose, before the first update.
+
+    None if nobody recorded any, and where an update may have been made on these rows.
+    """
+    if row.replay is None or micro_batch.rows.old_logprobs_B_T is not None:
+        return None
+    with torch.no_grad(), parts.times.phase("forward"):
+        return parts.packed.logprobs(replace(row, replay=None), micro_batch.rows.loss_mask_B_T.shape)[0]
+
+
+# -- what a step measured: of each micro-batch while the GPU computes, then of all of them on every rank
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The loss of a step (a number without a graph), its metrics, and how far the sampler was from the policy."""
+
+    loss: torch.Tensor
+    metrics: dict[str, float]
+    mismatch: Mismatch
+
+
+class Queued(NamedTuple):
+    """What the GPU was asked to compute of one micro-batch; `index` is its place in the step."""
+
+    index: int
+    loss: torch.Tensor
+    metrics: Metrics
+    old: torch.Tensor  # logprobs before the first update
+    replay: Replay | None = None
+    unreplayed: torch.Tensor | None = None  # logprobs with experts of the trainer's choice
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came out, in numbers that the ranks can send each other."""
+
+    index: int
+    loss: float
+    metrics: Metrics
+    mismatch: Mismatch
+    unreplayed: Mismatch | None = None
+
+
+def done_of(micro_batch: MicroBatch, config: CorrectionConfig, queued: Queued) -> Done:
+    """`queued` in numbers, which waits for the device."""
+    rows, mismatch = micro_batch.rows, Mismatch()
+    if rows.sampling_logprobs_B_T is not None:
+        mismatch.add(queued.old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
+    if queued.replay is not None:
+        mismatch.add_replay(queued.replay)
+    other = None
+    if queued.unreplayed is not None:
+        other = Mismatch()
+        other.add(queued.unreplayed, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
+    return Done(queued.index, queued.loss.item(), queued.metrics, mismatch, other)
+
+
+def step_result(
+    parts: TrainingParts,
+    batch: Batch,
+    micro_batches: Sequence[MicroBatch],
+    of_ranks: Sequence[tuple[list[Done], dict[str, float]]],
+) -> StepResult:
+    """The same on every rank: what was measured is counted in the order of the micro-batches."""
+    config, total, mismatch = parts.config.loss, torch.zeros((), device=parts.packed.device), Mismatch()
+    in_order = sorted((each for done, _ in of_ranks for each in done), key=lambda each: each.index)
+    for each in in_order:
+        total += each.loss
+        mismatch.merge(each.mismatch)
+    of_losses = [(micro_batches[each.index], each.metrics) for each in in_order]
+    metrics = merge_metrics(of_losses, row_metrics(config.type, config.level))
+    memory = largest([measured for _, measured in of_ranks])
+    if batch.sampling_logprobs_B_T is not None:
+        metrics["completions/trained_share"] = sum(len(each.rows) for each in micro_batches) / len(batch)
+    return StepResult(
+        total,
+        {**metrics, **memory, **unreplayed_metrics([(each.mismatch, each.unreplayed) for each in in_order])},
+        mismatch,
+    )
+
+
+def unreplayed_metrics(pairs: Iterable[tuple[Mismatch, Mismatch | None]]) -> dict[str, float]:
+    """The mean mismatch with and without a replay of the micro-batches for which both are given."""
+    without, replayed = Mismatch(), Mismatch()
+    for own, other in pairs:
+        if other is not None:
+            replayed.merge(own)
+            without.merge(other)
+    if not without.tokens:
+        return {}
+    return {"mismatch/kl_without_replay": without.mean_kl, "mismatch/kl_with_replay": replayed.mean_kl}

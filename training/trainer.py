@@ -29,12 +29,12 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from qerl.checkpoint.adapter import keep_expert_reference_
-from training.distill.loss import LOSS_TYPE, distillation_loss
+from training.distill.divergence import LOSS_TYPE, distillation_loss
 from training.loss.correction import mean_k3
-from training.loss.mismatch_gate import MismatchGate, rounding_causes
+from training.loss.gates import MismatchGate, rounding_causes
 from training.rollout.prompts import StepPrompts, step_prompts
 from training.rollout.sampler import Moment
-from training.run_dir.completion_rows import completion_rows, spread
+from training.run_dir.log import completion_rows, spread
 from training.run_trainer import RunTrainer
 from training.step import Collected, Objective, collect
 from training.trial_adapter import try_adapter

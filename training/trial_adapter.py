@@ -25,12 +25,12 @@ import torch
 from qerl.engine.interface import SamplingParams
 from qerl.engine.update import AdapterUpdate, deliver
 from training.loss.batch import experts_of_rows, padded_left, padded_right
-from training.loss.mismatch_gate import Trial
+from training.loss.gates import Trial
 from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion
-    from training.loss.mismatch_gate import MismatchGate
+    from training.loss.gates import MismatchGate
     from training.parts import Parts
     from training.policy.policy import Policy
 

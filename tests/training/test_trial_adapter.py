@@ -18,7 +18,7 @@ from qerl.base.errors import EngineError
 from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.engine.transformers.engine import TransformersEngine
-from training.loss.mismatch_gate import MismatchGate
+from training.loss.gates import MismatchGate
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 from training.trial_adapter import drawn_, try_adapter, zero_factors

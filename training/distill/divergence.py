@@ -17,12 +17,16 @@ three products with a head per token instead of five, or seven.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from training.policy.token_logprobs import Head, descend, head_logits
+
+if TYPE_CHECKING:
+    from training.loss.batch import LossInputs
+    from training.loss.micro_batches import Metrics
 
 
 class Pair(NamedTuple):
@@ -127,3 +131,22 @@ def _fill(
     if beta == 1.0:
         return gap.sub_(values[2][:, None]).mul_(p)
     return log_p.sub_(log_m).sub_(student[:, None]).mul_(p).mul_(1 - beta)
+
+
+LOSS_TYPE = "dapo"  # how `micro_batches` shares it: every token of the step weighs the same, and is divided by all
+
+
+def distillation_loss(inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
+    """The loss of one micro-batch, its share of the step's, and what it measured, as means over its tokens."""
+    found, mask_B_T = inputs.divergences, inputs.rows.loss_mask_B_T
+    tokens = mask_B_T.sum().clamp(min=1)
+
+    def mean(values_B_T: torch.Tensor) -> list[float]:
+        return [((values_B_T.detach() * mask_B_T).sum() / tokens).item()]
+
+    loss = (found.loss * mask_B_T).sum() / inputs.step_tokens.clamp(min=1)
+    return loss, {
+        "kl_to_teacher/forward": mean(found.forward_kl),
+        "kl_to_teacher/reverse": mean(found.reverse_kl),
+        "entropy": mean(inputs.entropies_B_T),
+    }

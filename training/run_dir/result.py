@@ -1,7 +1,10 @@
-"""The adapters that a run offers beside its checkpoints: adapter/ after its last step, best/ of its best validation.
+"""What a run offers beside its checkpoints.
 
-Each is a copy of a checkpoint's adapter with what plain PEFT needs and with checksums, written beside and then renamed.
-best/ has a validation.json besides, which says of which step it is.
+    adapter/    the adapter after the last step         model/    of a run through the quantizer, the packed model
+    best/       the adapter of the best validation; its validation.json says of which step it is
+
+An adapter is a copy of a checkpoint's, with checksums and with what plain PEFT needs. Everything is written beside its
+place and then renamed.
 """
 
 from __future__ import annotations
@@ -13,18 +16,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import ADAPTER_FILES, adapter_damage, read_sums, seal, trains_weights
+from qerl.checkpoint.adapter_file import (
+    ADAPTER_FILES,
+    MODEL,
+    adapter_damage,
+    damage_of,
+    read_sums,
+    seal,
+    trains_weights,
+)
 from qerl.checkpoint.base_start import start_of_adapter
+from qerl.checkpoint.export import read_trained, write_trained
 from qerl.checkpoint.folder import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.config.recipe import load_config
-from training.run_dir.checkpoint import checkpoint_path, damage_of
+from training.run_dir.checkpoint import checkpoint_path
+from training.run_dir.checkpoint import damage_of as checkpoint_damage
 from training.run_dir.folder import make_aside
 from training.validation.verdict import Best
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +72,7 @@ def settle_best(run_dir: Path, best: Best | None) -> Path | None:
     checkpoint = None if best is None else checkpoint_path(run_dir, best.step)
     if checkpoint is not None and _best_in(final) == asdict(best) and _is_copy(final, checkpoint):
         return final
-    if checkpoint is None or damage_of(checkpoint):
+    if checkpoint is None or checkpoint_damage(checkpoint):
         if final.exists():
             aside = make_aside(run_dir)
             final.rename(aside / final.name)
@@ -127,3 +143,25 @@ def _best_in(folder: Path) -> object:
         return json.loads((folder / VALIDATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def settle_model(run_dir: Path, step: int) -> Path:
+    """Make RUN/model of the checkpoint of `step`, unless it is there and whole; a damaged one is moved aside.
+
+    Raises CheckpointError, and leaves nothing behind, if the checkpoint cannot be packed.
+    """
+    final, partial = run_dir / MODEL, run_dir / f".{MODEL}.partial"
+    if damage_of(final, {"config.json"}) is None:
+        return final
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+    partial.mkdir()
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        write_trained(read_trained(run_dir, checkpoint_path(run_dir, step)), partial, device)
+        seal(partial)
+        if final.exists():
+            final.rename(make_aside(run_dir) / final.name)
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final

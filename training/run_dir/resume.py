@@ -34,7 +34,7 @@ from qerl.checkpoint.resolve import RUNS, starting_model
 from qerl.config.recipe import load_config, save_config
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_dir.folder import make_aside, only_writer, read_about, written
-from training.run_dir.same_qat import check_same_qat
+from training.run_dir.inputs import check_same_qat
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.run_dir.completion_rows import spread
-from training.run_dir.log import RunLog, deterministic, read_metrics, rename
+from training.run_dir.log import RunLog, deterministic, read_metrics, rename, spread
 
 
 def test_metrics_have_our_names():

@@ -1,16 +1,19 @@
-"""The gate before the first update: what it refuses, what it cannot judge, and what it says."""
+"""The gate before the first update (what it refuses, cannot judge and says), and weights that are not finite."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qerl.base.errors import EngineError
+from qerl.base.parallel import ALONE
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import CorrectionConfig
 from training.loss.correction import Mismatch
-from training.loss.mismatch_gate import MismatchGate, Trial, rounding_causes
+from training.loss.gates import MismatchGate, Trial, check_trained, rounding_causes
 
 
 def apart(difference):
@@ -166,3 +169,34 @@ def test_few_tokens_that_say_little_do_not_stop_a_run():
 def test_a_trial_that_moves_nothing_is_not_judged_and_says_so(caplog):
     MismatchGate(0.003, dropout=0.0).check_trial(trial_of(0.0, 0.0, CHANGE / 100))
     assert "whether the engine reads its adapter was not checked" in caplog.text
+
+
+def ranks(other):
+    """One of two ranks, where the other one found `other`."""
+    return SimpleNamespace(gather=lambda found: [found, other])
+
+
+@pytest.mark.parametrize(
+    ("value", "parallel", "fits"),
+    [
+        (3e38, ALONE, True),
+        (math.nan, ALONE, False),
+        (-math.inf, ALONE, False),
+        (0.0, ranks(other=True), True),
+        (0.0, ranks(other=False), False),
+        (math.inf, ranks(other=True), False),
+    ],
+)
+def test_every_rank_stops(value, parallel, fits):
+    weights = [torch.zeros(2, 3), torch.tensor([[0.0, value]], dtype=torch.bfloat16), torch.ones(4)]
+    if fits:
+        check_trained(weights, 7, Path("runs/a"), parallel)
+        return
+    with pytest.raises(EngineError, match=r"update of step 7 left NaN or infinity .* checkpoint in runs/a$"):
+        check_trained(weights, 7, Path("runs/a"), parallel)
+
+
+def test_a_rank_without_masters_stops_with_the_others():
+    check_trained([], 7, Path("runs/a"), ALONE)
+    with pytest.raises(EngineError):
+        check_trained([], 7, Path("runs/a"), ranks(other=False))
