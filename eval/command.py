@@ -18,9 +18,8 @@ from qerl.base.errors import ConfigError
 from qerl.base.parallel import Parallel
 from qerl.base.threads import choose_threads
 from qerl.checkpoint.resolve import newest_model
-from qerl.cli.from_dataclass import command_of
 from qerl.cli.launch import check_gpus, launch, one_card_each
-from qerl.cli.option_names import Gpu, options_named
+from qerl.cli.options import Gpu, command_of, options_named
 from qerl.cli.terminal import run_command
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ import typer
 from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import STARTS
-from qerl.cli.columns import parse_columns, parse_names, parse_switches
-from qerl.cli.from_dataclass import Text
-from qerl.cli.shell_values import task_values
+from qerl.cli.options import Text
+from qerl.cli.train import parse_columns, parse_names, parse_switches, task_values
 from qerl.data.tasks.template_names import unknown_name, unknown_text
 from qerl.engine.interface import check_temperature
 from qerl.engine.options import ENGINES, KERNELS, EngineOptions

@@ -11,7 +11,7 @@ from eval.settings import EvalSettings, flag
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
 from qerl.base.parallel import ALONE, Parallel
 from qerl.cli.next_step import after_evaluating, say_next
-from qerl.cli.option_names import ENGINE_OPTIONS
+from qerl.cli.options import ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from eval.result import EvalResult

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from qerl.base.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
-    from qerl.api.evaluation import evaluate as evaluate
-    from qerl.api.folders import export as export
-    from qerl.api.folders import merge as merge
-    from qerl.api.folders import quantize as quantize
     from qerl.api.model import Model as Model
     from qerl.api.model import load as load
     from qerl.api.recipe import Recipe as Recipe
     from qerl.api.run import Run as Run
-    from qerl.api.sft import sft as sft
+    from qerl.api.training import evaluate as evaluate
+    from qerl.api.training import export as export
+    from qerl.api.training import merge as merge
+    from qerl.api.training import quantize as quantize
+    from qerl.api.training import sft as sft
     from qerl.api.training import train as train
     from qerl.base.errors import QerlError as QerlError
 
@@ -35,12 +35,12 @@ _PLACES = {  # name -> the module that defines it
     "QerlError": "qerl.base.errors",
     "Recipe": "qerl.api.recipe",
     "Run": "qerl.api.run",
-    "evaluate": "qerl.api.evaluation",
-    "export": "qerl.api.folders",
+    "evaluate": "qerl.api.training",
+    "export": "qerl.api.training",
     "load": "qerl.api.model",
-    "merge": "qerl.api.folders",
-    "quantize": "qerl.api.folders",
-    "sft": "qerl.api.sft",
+    "merge": "qerl.api.training",
+    "quantize": "qerl.api.training",
+    "sft": "qerl.api.training",
     "train": "qerl.api.training",
 }
 __all__ = ["__version__", *_PLACES]

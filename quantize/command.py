@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl.base.errors import ConfigError
-from qerl.cli.option_names import Gpu
+from qerl.cli.options import Gpu
 from quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PrinterCallback
 
-from qerl.api.given import write_given_rows
+from qerl.api.arguments import write_given_rows
 from qerl.base.disk import replace_text
 from qerl.base.parallel import Parallel, check_same
 from qerl.checkpoint.adapter_file import export_line, trains_weights, weights_digest
@@ -27,7 +27,7 @@ from qerl.config.recipe import save_config
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import wishes_of
 from qerl.plan.trained import acting_rank, trains_masters
-from qerl.report.sampling import sampling_text
+from qerl.report.read import sampling_text
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import sizes_at
 from training.preflight.start import keep_start_

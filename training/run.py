@@ -25,8 +25,8 @@ from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
+from qerl.plan.advice import check_ranks
 from qerl.plan.plan import checkpoint_bytes, trainer_bytes
-from qerl.plan.several import check_ranks
 from qerl.plan.trained import engine_expert_rank, engine_rank
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan
 from training.distill.teacher import find_teacher, open_teacher

@@ -12,7 +12,7 @@ from qerl.base.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from qerl.api.run import Run
-    from qerl.cli.conversation import Opened
+    from qerl.cli.chat import Opened
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -49,7 +49,7 @@ class Model:
         rendered by the checkpoint's chat template, as in training. Raises EngineError for a prompt that leaves no room
         in the context, and ConfigError for what is no prompt or no such value.
         """
-        from qerl.api.process import as_before
+        from qerl.api.arguments import as_before
         from qerl.checkpoint.chat_template import check_switches
         from qerl.engine.interface import SamplingParams
 
@@ -96,10 +96,10 @@ def load(
     `adapter` is applied to the model; `memory` is vLLM's budget on the card (GiB, or up to 1 a share); `context` is the
     longest prompt and completion together, in tokens. Raises QerlError, before weights are loaded if possible.
     """
-    from qerl.api.process import as_before
+    from qerl.api.arguments import as_before
     from qerl.base.devices import choose_card
-    from qerl.cli.conversation import OPTIONS, open_chat
-    from qerl.cli.option_names import options_named
+    from qerl.cli.chat import OPTIONS, open_chat
+    from qerl.cli.options import options_named
     from qerl.engine.options import EngineOptions
 
     if context < 2:

@@ -105,7 +105,7 @@ class Run:
 
     def report(self) -> Path:
         """Write report.html, report.md and curves.png into the run, and return the page's path."""
-        from qerl.report.write import write_report
+        from qerl.report.page import write_report
 
         return write_report([self.path])
 

@@ -1,36 +1,161 @@
-"""`qerl.train`: a run from a recipe, or the continuation of one, in a script or a notebook."""
+"""Training, evaluation and folders from Python.
+
+`qerl.evaluate`: accuracy of a model on a task or on rows of one's own, with its interval.
+
+`qerl.quantize`, `qerl.merge` and `qerl.export`: from a model's folder to another one.
+
+`qerl.train`: a run from a recipe, or the continuation of one, in a script or a notebook.
+
+`qerl.sft`: supervised fine-tuning, in a script or a notebook.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from qerl.api.arguments import (
+    PYTHON,
     Function,
     Functions,
-    Rows,
     check_keywords,
+    given,
     grader_of,
     is_path,
     model_name,
     plain_rows,
     rewards_of,
 )
-from qerl.api.environments import environment_keys, given_environments
-from qerl.api.given import ROWS, given
+from qerl.api.arguments import ROWS as ROWS_of_given
+from qerl.api.arguments import Rows_arguments as Rows
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
-from qerl.api.sources import brings_prompts, is_sources, sources_of
+from qerl.api.sources import brings_prompts, environment_keys, given_environments, is_sources, sources_of
 from qerl.base.errors import ConfigError
-from qerl.cli.train import begin, check_new, find_resumed, go_on
-from qerl.cli.train_options import TrainOptions
+from qerl.cli.train import TrainOptions, begin, check_new, find_resumed, go_on
 from qerl.data.tasks import get_task
 
 if TYPE_CHECKING:
+    from eval.result import EvalResult
+    from quantize.export.run import ExportReport
+    from quantize.merge.report import MergeReport
+    from quantize.report import QuantizeReport
     from training.run import TrainResult
+
+
+ROWS = f"{PYTHON}:data"  # the name of rows that the program gave
+NOT_HERE = ("suite", "suite_tasks", "run", "checkpoints")  # of the command alone
+
+
+def evaluate(
+    task: str,
+    model: str | os.PathLike | Run | None = None,
+    *,
+    data: str | os.PathLike | Rows | None = None,
+    grader: str | Function | None = None,
+    gpu: int | None = None,
+    **settings: Any,
+) -> EvalResult:
+    """Measure a model on a task: `evaluate("gsm8k", run).summary.accuracy` has value, low and high.
+
+    `settings` are those of `qerl eval` (docs/commands.md), such as limit, samples, sampled, max_new_tokens and out. All
+    completions are saved, and the same call reads a finished evaluation, or continues one that was interrupted.
+    """
+    from eval.settings import EvalSettings
+    from qerl.api.arguments import as_before
+
+    known = [each.name for each in fields(EvalSettings) if each.name not in ("task", *NOT_HERE)]
+    check_keywords(settings, known, "qerl.evaluate")
+    functions = Functions()
+    rows = None if data is None or is_path(data) else plain_rows(data)
+    chosen = EvalSettings(
+        task=task,
+        model=None if model is None else model_name(model),
+        data=ROWS if rows is not None else data and os.fspath(data),
+        grader=grader_of(grader, functions),
+        **_typed(settings),
+    )
+    with given(functions, {} if rows is None else {ROWS: rows}), as_before():
+        return _evaluated(chosen, gpu)
+
+
+def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
+    from eval.command import measure
+    from qerl.cli.launch import one_card_each
+
+    with one_card_each(gpu) as parallel:
+        return measure(settings, parallel)[0]
+
+
+def _typed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths and sequences as the settings hold them."""
+    typed = dict(settings)
+    if typed.get("out") is not None:
+        typed["out"] = Path(typed["out"])
+    if typed.get("adapter") is not None:
+        typed["adapter"] = model_name(typed["adapter"])
+    if "pass_k" in typed:
+        typed["pass_k"] = tuple(sorted(set(typed["pass_k"])))
+    return typed
+
+
+Options = TypeVar("Options")
+
+
+def quantize(
+    model: str | os.PathLike, out: str | os.PathLike | None = None, *, gpu: int | None = None, **options: Any
+) -> QuantizeReport:
+    """Turn a 16-bit checkpoint into NVFP4, and verify it; the report's `out` is the folder.
+
+    `options` are those of `qerl quantize`, such as method, calibration and overwrite.
+    """
+    from qerl.api.arguments import as_before
+    from quantize.command import quantized
+    from quantize.options import QuantizeOptions
+
+    chosen = _options(QuantizeOptions, options, "qerl.quantize")
+    with as_before():
+        return quantized(model_name(model), None if out is None else Path(out), gpu, chosen)
+
+
+def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, **options: Any) -> MergeReport:
+    """Turn a run's adapter into a folder to serve or publish; the report's `out` is the folder.
+
+    `to` is adapter, bf16 or nvfp4; `options` are those of `qerl merge`.
+    """
+    from qerl.api.arguments import as_before
+    from quantize.merge.command import merged
+    from quantize.merge.options import MergeOptions
+
+    chosen = _options(MergeOptions, {**options, "adapter": model_name(adapter), "to": to}, "qerl.merge")
+    with as_before():
+        return merged(chosen, gpu)
+
+
+def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport:
+    """Turn a run that trained whole weights into a folder to serve or publish; the report's `out` is the folder.
+
+    `options` are those of `qerl export`: to, out, step, overwrite, force and device.
+    """
+    from qerl.api.arguments import as_before
+    from quantize.export.command import exported
+    from quantize.export.options import ExportOptions
+
+    chosen = _options(ExportOptions, {**options, "run": Path(model_name(run))}, "qerl.export")
+    with as_before():
+        return exported(chosen)
+
+
+def _options(kind: type[Options], given: dict[str, Any], function: str) -> Options:
+    """The options of a command. Raises ConfigError for one that it does not have."""
+    check_keywords(given, [each.name for each in fields(kind)], function)
+    typed = {name: Path(value) if name in ("out", "prompts") and value else value for name, value in given.items()}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in typed.items()})
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +209,7 @@ def train(
 
     Raises QerlError for what the user can fix, in the words of the command, and leaves this process as it was.
     """
-    from qerl.api.process import as_before
+    from qerl.api.arguments import as_before
 
     known = ["reward", "data", "resume", *TrainArguments.__annotations__]
     check_keywords(arguments, known, "qerl.train")
@@ -119,7 +244,7 @@ def train(
 def _begin(
     recipe: Recipe, functions: Functions, data: str | os.PathLike | Rows | Sources | None, options: TrainOptions
 ) -> Run:
-    from qerl.api.process import as_before
+    from qerl.api.arguments import as_before
     from training.run_dir.folder import new_run_dir
 
     rows: Mapping[str, Rows] = {}
@@ -131,8 +256,11 @@ def _begin(
         elif is_path(data):
             changes = {"data.source": os.fspath(data)}
         else:
-            rows = {str(run_dir / ROWS): plain_rows(data)}
-            changes = {"data.source": str(run_dir / ROWS), **_own_task(recipe, rows[str(run_dir / ROWS)])}
+            rows = {str(run_dir / ROWS_of_given): plain_rows(data)}
+            changes = {
+                "data.source": str(run_dir / ROWS_of_given),
+                **_own_task(recipe, rows[str(run_dir / ROWS_of_given)]),
+            }
         recipe = recipe.set({**changes, "run.out": str(run_dir)})
     with given(functions, rows):
         check_new(recipe.config, recipe.name)
@@ -173,3 +301,40 @@ def _run_of(result: TrainResult) -> Run:
     if result.adapter is None:
         logger.warning("the run is not finished: qerl.train(resume=%r) continues it", str(result.run_dir))
     return Run(Path(result.run_dir))
+
+
+class SftArguments(TypedDict, total=False):
+    """The further arguments of `qerl.sft`. They mean what the options of `qerl sft` mean."""
+
+    model: str | os.PathLike | Run  # base, NVFP4 folder, run or adapter; default: the recipe's
+    task: str  # whose columns and solutions are read; default: the recipe's
+    columns: Mapping[str, str]  # of data: {"question": "instruction", "answer": "output"}
+    system_prompt: str  # for conversations without one
+    steps: int  # optimizer steps; with `resume` the run's new number in all
+    seed: int
+    out: str | os.PathLike  # run directory; default: runs/<recipe>-<time>
+    quantize: bool  # quantize the base first if that has not been done
+    gpu: int  # card of this machine; default: that with the most free memory
+    accept_changes: bool  # with `resume`: continue although rows or packages changed
+
+
+def sft(
+    recipe: Recipe | str | os.PathLike | None = None,
+    *,
+    data: str | os.PathLike | Rows | None = None,
+    resume: Run | str | os.PathLike | None = None,
+    **arguments: Unpack[SftArguments],
+) -> Run:
+    """Let a model learn from conversations by a recipe, or continue the run `resume`; returns the run.
+
+    `data` are rows with `messages`, or with `prompt` and `completion`, or the path of a file with such rows
+    (docs/sft.md). A recipe without the section `sft` gets one with its defaults. Otherwise it is as `qerl.train`, and
+    `qerl.train(..., model=run)` goes on from what was learned.
+    """
+    check_keywords(arguments, [*SftArguments.__annotations__], "qerl.sft")
+    if resume is not None:
+        return train(recipe, data=data, resume=resume, **arguments)
+    if recipe is None:
+        raise ConfigError("no recipe was given: write qerl.sft('sft_tiny'), or qerl.sft(resume=RUN); see qerl recipes")
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    return train(chosen if chosen.config.sft is not None else chosen.set({"sft": {}}), data=data, **arguments)

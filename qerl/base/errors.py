@@ -3,7 +3,7 @@
 Each message says what was given, why it cannot work, and what to write instead.
 
 Where the engine names a key of the recipe, the message carries it as a Key: the engine also serves commands that have
-no recipe, and these show their option in its place (`qerl.cli.option_names`).
+no recipe, and these show their option in its place (`qerl.cli.options`).
 """
 
 from __future__ import annotations

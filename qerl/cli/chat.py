@@ -1,16 +1,210 @@
-"""`qerl chat`; qerl/cli/main.py registers it. Nothing here imports torch."""
+"""`qerl chat`.
+
+`qerl chat`: talk to a model, with or without an adapter, on the engine that training and evaluation use.
+
+Each line of stdin is a message, on a terminal and in a pipe, and only answers go to stdout. The conversation is kept
+until `/reset`. When it no longer fits the context its oldest exchange is forgotten, and a log line says so.
+
+`qerl chat`; qerl/cli/main.py registers it. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from qerl.cli.columns import parse_switches
-from qerl.cli.from_dataclass import Text
-from qerl.cli.option_names import Gpu
+from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
+from qerl.base.printable import printable
+from qerl.checkpoint.chat_template import check_chat_template, check_switches, text_of_engine
+from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
+from qerl.checkpoint.shards import read_json
+from qerl.cli.options import ENGINE_OPTIONS, Gpu, Text
+from qerl.cli.train import parse_switches
+from qerl.data.tasks import render_prompt
+from qerl.engine.interface import Completion, Engine, SamplingParams
+from qerl.engine.open import open_model, with_chosen_engine
+from qerl.engine.options import EngineOptions
+from qerl.plan.sizes import sizes_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+RESET, EXIT = "/reset", "/exit"
+OPTIONS = {  # what errors name here in place of keys of a recipe
+    **ENGINE_OPTIONS,
+    MAX_PROMPT_TOKENS: "the length of the message",
+    SYSTEM_PROMPT: "--system-prompt",
+    PROMPT_TEMPLATE: "the message",
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the model that answers them."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams
+    context: int  # tokens of prompt and answer together
+    system_prompt: str | None = None
+    seed: int = 0
+    switches: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
+    turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
+    answered: int = 0
+
+    def ask(self, question: str) -> str:
+        """The model's answer, which joins the conversation. Raises EngineError for a message that is too long."""
+        prompt = self._fitting_prompt(question)
+        (completion,) = self.engine.generate([prompt], self.sampling, seed=self.seed + self.answered)
+        answer = text_of_engine(self.tokenizer, self.engine)(completion.token_ids)
+        self.turns.append((question, answer))
+        self.answered += 1
+        if completion.finish_reason == "length":
+            logger.info("(cut off after %d tokens: --max-new-tokens)", self.sampling.max_new_tokens)
+        return answer
+
+    def reset(self) -> None:
+        """Forget all messages except the system prompt."""
+        self.turns.clear()
+
+    def _fitting_prompt(self, question: str) -> list[int]:
+        room = self.context - self.sampling.max_new_tokens
+        while True:
+            prompt = render_prompt(self.tokenizer, self._messages(question), self.switches)
+            if len(prompt) <= room:
+                return prompt
+            if not self.turns:
+                raise EngineError(
+                    f"the message has {len(prompt)} tokens, and the context of {self.context} has room for {room} "
+                    f"beside the answer's {self.sampling.max_new_tokens}: shorten it, or lower --max-new-tokens"
+                )
+            self.turns.pop(0)
+            logger.info("(the context is full: the oldest exchange is forgotten)")
+
+    def _messages(self, question: str) -> list[dict[str, str]]:
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        for asked, answer in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": question}]
+
+
+def chat(options: ChatOptions) -> None:
+    """Answer the lines of stdin until it ends or a line says /exit.
+
+    Raises QerlError for what cannot work, before the weights are loaded.
+    """
+    sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
+    asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
+    context = max(4096, 2 * sampling.max_new_tokens)
+    opened = open_chat(options.model, options.adapter, asked, context, options)
+    try:
+        given = (sampling, opened.context, options.system_prompt, options.seed, opened.switches)
+        talk(Conversation(opened.engine, opened.tokenizer, *given), sys.stdin, sys.stdout)
+    finally:
+        opened.engine.close()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open model, and what renders its prompts."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    context: int  # tokens of prompt and answer together
+    switches: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
+
+    def rendered(
+        self, messages: Sequence[Mapping[str, str]], max_new_tokens: int, switches: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Token ids of the messages; `switches` are used in place of the model's own.
+
+        Raises EngineError if the context has no room for them and their answer.
+        """
+        prompt = render_prompt(self.tokenizer, messages, self.switches if switches is None else switches)
+        if (room := self.context - max_new_tokens) < len(prompt):
+            raise EngineError(
+                f"the prompt has {len(prompt)} tokens, and the context of {self.context} has room for {room} beside "
+                f"the {max_new_tokens} of max_new_tokens: shorten it, lower max_new_tokens, or open a longer context"
+            )
+        return prompt
+
+    def text(self, completion: Completion) -> str:
+        """The completion without the tokens that end it."""
+        return text_of_engine(self.tokenizer, self.engine)(completion.token_ids)
+
+
+def open_chat(
+    model: str, adapter: str | None, asked: EngineOptions, context: int, chat: ChatOptions | None = None
+) -> Opened:
+    """Open a model for prompts and answers of `context` tokens, or of as many as it has positions.
+
+    Raises QerlError for what cannot work, and for what `chat` cannot, before the weights are loaded.
+    """
+    ref = resolve_model(model, adapter=adapter)
+    check_chat_template(ref)
+    engine_options = with_chosen_engine(asked)
+    tokenizer = load_tokenizer(ref.base)
+    longest = sizes_of(read_json(local_folder(ref.base) / "config.json"), ref.base).positions or 2**31
+    if chat is not None and chat.max_new_tokens >= longest:
+        raise ConfigError(
+            f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}: write fewer, such as "
+            f"{longest // 2}"
+        )
+    system_prompt = None if chat is None else chat.system_prompt
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    switches = switches_for(run_of(ref), None if chat is None else chat.chat_template_kwargs)
+    check_switches(tokenizer, switches, "--chat-template-kwargs")
+    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}], switches)  # refuses before weights are loaded
+    logger.info("%s", describe(ref))
+    context = min(longest, context)
+    return Opened(open_model(ref, replace(engine_options, max_context=context)), tokenizer, context, switches)
+
+
+def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:
+    """Write one answer for each line of `questions`."""
+    if questions.isatty():
+        logger.info("%s forgets the conversation, %s or Ctrl-D ends it", RESET, EXIT)
+    for line in _lines(questions):
+        if line == EXIT:
+            return
+        if line == RESET:
+            conversation.reset()
+            continue
+        try:
+            answer = conversation.ask(line)
+        except EngineError as error:
+            if not questions.isatty():
+                raise
+            error.options = OPTIONS
+            logger.info("error: %s", error)
+            continue
+        answers.write(printable(answer) + "\n")
+        answers.flush()
+
+
+def _lines(questions: TextIO) -> Iterator[str]:
+    """The lines that are not empty. On a terminal `input` reads them, with line editing and a prompt."""
+    if not questions.isatty():
+        yield from filter(None, (line.strip() for line in questions))
+        return
+    import readline  # noqa: F401  (importing it is what gives `input` its history)
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
 
 
 @dataclass(frozen=True)
@@ -45,8 +239,7 @@ def chat_command(options: ChatOptions) -> None:
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
     from qerl.base.devices import choose_card
     from qerl.base.threads import choose_threads
-    from qerl.cli.conversation import OPTIONS, chat
-    from qerl.cli.option_names import options_named
+    from qerl.cli.options import options_named
 
     choose_card(gpu=options.gpu)
     choose_threads(options.model)

@@ -19,7 +19,7 @@ import typer
 from qerl.base.errors import ConfigError
 from qerl.base.printable import in_comment, quoted
 from qerl.cli.next_step import DEFAULT_RECIPE, say_next
-from qerl.cli.shell_values import recipe_values
+from qerl.cli.train import recipe_values
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

@@ -16,16 +16,13 @@ import typer
 from qerl import __version__
 from qerl.base.errors import ConfigError
 from qerl.cli.chat import chat_command
-from qerl.cli.distill import distill
 from qerl.cli.doctor import refuse_clashes
-from qerl.cli.from_dataclass import command_of
 from qerl.cli.init import init_command
+from qerl.cli.options import command_of
 from qerl.cli.plan import plan_command
 from qerl.cli.recipes import app as recipes_app
-from qerl.cli.sft import sft
-from qerl.cli.shell_values import task_values
 from qerl.cli.terminal import run_command
-from qerl.cli.train import train, with_resume_value
+from qerl.cli.train import distill, sft, task_values, train, with_resume_value
 
 try:
     from eval.command import compare_results, evaluate
@@ -37,7 +34,7 @@ except ImportError:  # names that other projects use too
     raise
 
 if TYPE_CHECKING:
-    from qerl.report.verdict import Judged
+    from qerl.report.sections import Judged
 
 STACK = ("torch", "transformers", "trl", "peft", "vllm", "compressed-tensors", "llmcompressor")
 
@@ -101,7 +98,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the run.")] = None,
 ) -> None:
     """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
-    from qerl.report.write import write_report
+    from qerl.report.page import write_report
 
     write_report(runs, before, after, out, _judged(before, after) if before and after else None)
 
@@ -126,7 +123,7 @@ def _judged(before: Path, after: Path) -> Judged | None:
     """What a difference between two evaluations means, or why that cannot be said; None if a folder holds none."""
     from eval.compare import compare
     from qerl.base.errors import CheckpointError
-    from qerl.report.verdict import Judged
+    from qerl.report.sections import Judged
 
     try:
         found = compare(before, after)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl.base.errors import ConfigError
-from qerl.cli.shell_values import card_values, key_values, recipe_values
-from qerl.plan.duration import MEAN_COMPLETION, Likely, duration, likely
+from qerl.cli.train import card_values, key_values, recipe_values
+from qerl.plan.advice import MEAN_COMPLETION, Likely, duration, likely
 from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.sizes import KNOWN
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from qerl.base.printable import SafeConsole
     from qerl.config.schema import RunConfig
-    from qerl.plan.cards import Card
+    from qerl.plan.engine_memory import Card
     from qerl.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def plan_command(
     """What a run will take of a card, before anything is loaded: memory by phase, hours, and what fits."""
     from qerl.base.printable import SafeConsole
     from qerl.config.recipe import load_recipe
-    from qerl.plan.several import share_of
+    from qerl.plan.advice import share_of
 
     if recipe is None:
         if model is None:
@@ -96,10 +96,9 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     `model`: where the recipe's model was found, if that is known already. Of `gpus` cards here the smallest counts.
     """
     from qerl.checkpoint.resolve import model_under
-    from qerl.plan.cards import card_of
-    from qerl.plan.kv_cache import check_kv_cache
+    from qerl.plan.engine_memory import card_of
     from qerl.plan.plan import plan
-    from qerl.plan.sizes import read_sizes
+    from qerl.plan.sizes import check_kv_cache, read_sizes
 
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
@@ -115,7 +114,7 @@ def this_card(gpus: int = 1) -> Card:
     that it reports (a laptop's 4090 has 16 GiB). Otherwise it is described by its memory alone.
     """
     from qerl.base.devices import best_card, visible_cards
-    from qerl.plan.cards import CARDS, card_of
+    from qerl.plan.engine_memory import CARDS, card_of
 
     seen = [card for card in visible_cards() if card.total_gib]
     if not seen:
@@ -195,9 +194,8 @@ def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
     from qerl.plan.advice import advice, largest_completion
-    from qerl.plan.plan import START
+    from qerl.plan.plan import START, validation_sentences
     from qerl.plan.trained import start_bytes
-    from qerl.plan.validation import validation_sentences
 
     if made.problems:
         fitting = advice(config, made.sizes, made.card)
@@ -227,8 +225,8 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:
     from qerl.checkpoint.activations import GRPO_WARNING
-    from qerl.plan.activations import calibrated_tokens, calibrates, calibration_seconds, rounds_to_four_bits
     from qerl.plan.seconds import TRAIN_RATE
+    from qerl.plan.sizes import calibrated_tokens, calibrates, calibration_seconds, rounds_to_four_bits
 
     lines = []
     if calibrates(config):

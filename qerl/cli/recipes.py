@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qerl.cli.shell_values import recipe_values
+from qerl.cli.train import recipe_values
 
 app = typer.Typer(invoke_without_command=True, help="The shipped recipes and what can stand in one.")
 RecipeName = Annotated[str, typer.Argument(help="A shipped recipe's name.", autocompletion=recipe_values)]

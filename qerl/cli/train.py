@@ -1,27 +1,177 @@
-"""`qerl train`: begin a run from a recipe, or continue one. torch is imported only when nothing speaks against it."""
+"""`qerl train`, `qerl sft` and `qerl distill`.
+
+`--columns`, `--tools` and `--chat-template-kwargs`, as several commands have them.
+
+What a shell completes after an option: recipes, tasks, cards and keys.
+
+Every start of `qerl` imports this, so it imports nothing heavy.
+
+What `qerl train`, `qerl sft` and `qerl distill` may be told. Nothing here imports torch.
+
+`qerl train`: begin a run from a recipe, or continue one. torch is imported only when nothing speaks against it.
+
+`qerl sft`: `qerl train` for a recipe that learns from given conversations. Nothing here imports torch.
+
+`qerl distill`: `qerl train` for a recipe whose loss is the divergence from a teacher. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.threads import choose_threads
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.next_step import after_training, say_next
+from qerl.cli.options import Gpu, Text
 from qerl.cli.terminal import interrupts_counted
-from qerl.cli.train_options import TrainOptions
+from qerl.config.yaml_text import YamlError, parse
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
     from training.run import TrainResult
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """`question=problem,answer=solution` as a dictionary. Raises ConfigError for anything else."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and column.strip() for name, _, column in pairs):
+        raise ConfigError(f"--columns {text!r} is not of the form name=column: write question=problem,answer=solution")
+    columns = {name.strip(): column.strip() for name, _, column in pairs}
+    if len(columns) < len(pairs):
+        raise ConfigError(f"--columns {text!r} maps one name to two columns: write question=problem,answer=solution")
+    return columns
+
+
+def parse_switches(text: str) -> dict[str, Any]:
+    """`enable_thinking=false,level=2` as variables of a chat template, whose values are YAML. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = (each.strip() for each in part.partition("="))
+        try:
+            found[name] = parse(value).data
+        except YamlError as error:
+            raise ConfigError(f"--chat-template-kwargs {part}: {error}; write {name}=false") from None
+        if not equals or not value or not name.isidentifier():
+            raise ConfigError(f"--chat-template-kwargs {part!r} is not NAME=VALUE: write enable_thinking=false")
+    return found
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """`a,b` as names."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def recipe_values(incomplete: str) -> list[str]:
+    """Names of shipped recipes."""
+    from qerl.config.recipe import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def task_values(incomplete: str) -> list[str]:
+    """Names of tasks."""
+    from qerl.data.tasks import TASKS
+
+    return [name for name in TASKS if name.startswith(incomplete)]
+
+
+def card_values(incomplete: str) -> list[str]:
+    """Cards that `qerl plan` knows."""
+    from qerl.plan.engine_memory import CARDS
+
+    return [name for name in CARDS if name.startswith(incomplete)]
+
+
+def key_values(incomplete: str) -> list[str]:
+    """Keys of a recipe, as `--set` takes them."""
+    from qerl.config.keys import describe_config
+
+    return [f"{key.key}=" for key in describe_config() if key.key.startswith(incomplete)]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is asked of `qerl train`, whose options these are."""
+
+    recipe: Annotated[
+        str | None, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)
+    ] = None
+    model: Annotated[str | None, typer.Option(help="Base, NVFP4 folder, run or adapter; default: the recipe's.")] = None
+    task: Annotated[
+        str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.", autocompletion=task_values)
+    ] = None
+    data: Annotated[str | None, typer.Option(help="jsonl, json, csv or parquet file, folder, or hub name.")] = None
+    columns: Annotated[
+        Mapping[str, str] | None,
+        Text(parse_columns),
+        typer.Option(help="Columns of --data: question=problem,answer=solution"),
+    ] = None
+    system_prompt: Annotated[str | None, typer.Option(help='System message, "" for none; default: the recipe.')] = None
+    prompt_template: Annotated[
+        str | None, typer.Option(help="User message, with {question} in it; default: the recipe's.")
+    ] = None
+    grader: Annotated[
+        str | None, typer.Option(help="Your own grading: file.py, file.py:function; default: the task's.")
+    ] = None
+    environment: Annotated[
+        str | None,
+        typer.Option(help="Episodes with it: calculator, word_game, file.py:Name, or a URL; default: the recipe's."),
+    ] = None
+    tools: Annotated[
+        tuple[str, ...] | None,
+        Text(parse_names),
+        typer.Option(help="Tools of the model, by comma: file.py:function; default: the recipe's."),
+    ] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--set", help="key=value over the recipe: --set run.steps=100. Repeatable.", autocompletion=key_values
+        ),
+    ] = ()
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer steps; default: the recipe's. With --resume: the run's new number in all."),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Default: the recipe's.")] = None
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/<recipe>-<time>.")] = None
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[RUN|STEP]",
+            help="Continue a run: this one; this step of the last one; without a value the last one "
+            "(of --recipe, or that at --out). Of the other options --steps goes with it, and --model for a base that "
+            "has moved.",
+        ),
+    ] = None
+    accept_changes: Annotated[
+        bool, typer.Option(help="With --resume: continue although rows, rewards or packages changed.")
+    ] = False
+    quantize_first: Annotated[
+        bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
+    ] = False
+    gpu: Gpu = None
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Cards of this machine to train on; for several machines use torchrun.")
+    ] = None
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only the plan, the data and the rewards on five rows.")] = (
+        False
+    )
+    teacher: str | None = None  # of `qerl distill`
+    section: str | None = None  # that a recipe gets if it has none: of `qerl distill` and `qerl sft`
+    implied: tuple[str, ...] = ()  # settings of such a command, before those that are given
+
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +227,7 @@ def train(options: TrainOptions) -> None:
 def check_new(config: RunConfig, name: str, gpus: int = 1) -> Path:
     """The directory of a new run of the recipe called `name`. Raises QerlError for what speaks against it, as far as
     that can be known without torch."""
-    from qerl.plan.several import check_ranks
+    from qerl.plan.advice import check_ranks
     from training.preflight.checks import check_calibration, check_config
     from training.run_dir.folder import new_run_dir
 
@@ -230,3 +380,44 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
 
         options = QuantizeOptions(scheme=format.name, trust_remote_code=config.model.trust_remote_code)
         quantize_checkpoint(base, options=options)
+
+
+@dataclass(frozen=True)
+class SftOptions(TrainOptions):
+    """The options of `qerl train`, but for those about completions."""
+
+    grader: str | None = None
+    environment: str | None = None
+    tools: tuple[str, ...] | None = None
+    section: str | None = "sft"
+
+
+def sft(options: SftOptions) -> None:
+    """Let a model learn from conversations: the assistant's messages of a file, a folder or the hub.
+
+    A recipe without the section `sft` gets one with its defaults.
+    """
+    train(options)
+
+
+@dataclass(frozen=True)
+class DistillOptions(TrainOptions):
+    """The options of `qerl train`, and a teacher."""
+
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="16-bit model with the student's tokenizer; default: the recipe's, or the student's own base."
+        ),
+    ] = None
+    section: str | None = "distill"
+    implied: tuple[str, ...] = ("rollout.dynamic_sampling.enabled=false", "loss.kl_coef=0", "loss.entropy_coef=0")
+
+
+def distill(options: DistillOptions) -> None:
+    """Let a model learn from a 16-bit teacher on completions that it samples itself, as a recipe says.
+
+    A recipe without the section `distill` gets one with its defaults. What is no part of a distillation is left out of
+    any recipe: dynamic sampling, and the KL and entropy terms of the loss.
+    """
+    train(options)

@@ -31,7 +31,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl.api.given import given_rows
+from qerl.api.arguments import given_rows
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.nearby import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.hub import HUB_ID, reachable, refusal

@@ -1,20 +1,139 @@
-"""What to change so that a run fits, and how much longer completions may be. The planner tries every change itself."""
+"""How long a run takes, what to change, and what several cards do.
+
+How long a whole run takes: with full lengths, and with those that its completions and prompts are likely to have.
+
+What to change so that a run fits, and how much longer completions may be. The planner tries every change itself.
+
+What one card of several takes of a run: its share of the prompts of a step, and of a validation. No torch.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from operator import mul
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
 from qerl import formats
-from qerl.plan.cards import CARDS, Card
-from qerl.plan.plan import plan
+from qerl.base.errors import ConfigError, QerlError
+from qerl.data.rows import sources_of
+from qerl.plan.engine_memory import CARDS, Card
+from qerl.plan.plan import Plan, plan
+from qerl.plan.seconds import Lengths, full_lengths, step_seconds
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
 from qerl.plan.trained import trains_masters
 
 if TYPE_CHECKING:
-    from qerl.config.schema import RunConfig
+    from qerl.config.schema import DataConfig, RunConfig
+    from qerl.data.tasks import Task
+
+
+MEAN_COMPLETION = 0.25  # of rollout.max_new_tokens; an assumption, which the plan states
+CHARACTERS = 4  # per token of English text
+TEMPLATE = 20  # tokens that a chat template adds to a prompt
+PEEK = 200  # rows whose prompts are looked at
+
+
+@dataclass(frozen=True)
+class Likely:
+    """Lengths that a run is likely to have; `prompts` says where the prompts' is from."""
+
+    lengths: Lengths
+    prompts: str
+
+
+def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts: Sequence[int] | None = None) -> Likely:
+    """Completions of `mean_completion` tokens, or that share of the longest if it is at most 1.
+
+    `prompts` are the tokens of the run's prompts; without them they are estimated from the text of its first rows, or
+    taken to be full if its rows are on the hub. Raises ConfigError for a mean that no run can have.
+    """
+    longest = config.rollout.max_new_tokens
+    new = mean_completion * longest if mean_completion <= 1 else mean_completion
+    if not 0 < new <= longest:
+        raise ConfigError(
+            f"--mean-completion {mean_completion:g} is no mean of completions of at most {longest} tokens "
+            "(rollout.max_new_tokens): write tokens, such as 300, or a share of the longest, such as 0.25"
+        )
+    if prompts:
+        return Likely(Lengths(mean(prompts), new), f"as its {len(prompts)} prompts have")
+    texts = _first_prompts(config)
+    if all(texts):
+        weights = [source.weight for source in sources_of(config)]
+        lengths = [mean(map(len, own)) for own in texts]
+        characters = sum(map(mul, weights, lengths)) / sum(weights)
+        tokens = characters / CHARACTERS + TEMPLATE
+        where = f"estimated from the text of {sum(map(len, texts))} rows"
+        return Likely(Lengths(min(tokens, config.data.max_prompt_tokens), new), where)
+    return Likely(Lengths(config.data.max_prompt_tokens, new), "the most that they may have: its rows are not here")
+
+
+def duration(config: RunConfig, made: Plan, expected: Likely) -> list[str]:
+    """Steps and hours of the run in words, first with full lengths, then with the expected ones."""
+    steps, expect = config.run.steps, expected.lengths
+    if config.sft is not None:
+        longest = in_words(steps * sum(made.seconds.values()))
+        return [f"All {steps} steps take {longest} if every row has sft.max_tokens tokens; shorter rows take less."]
+    full, shorter = (
+        steps * sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
+        for lengths in (full_lengths(config), expect)
+    )
+    discarded = ", and what dynamic sampling discards comes on top" if config.rollout.dynamic_sampling.enabled else ""
+    return [
+        f"All {steps} steps take {in_words(full)} if completions and prompts have their full length.",
+        f"They take {in_words(shorter)} if completions have {expect.new:.0f} tokens on average "
+        f"(--mean-completion) and prompts {expect.prompt:.0f} ({expected.prompts}){discarded}.",
+    ]
+
+
+def in_words(seconds: float) -> str:
+    """Minutes, hours, or hours and days, whichever reads best."""
+    hours = seconds / 3600
+    if hours < 1.5:
+        return f"{seconds / 60:.0f} minutes" if seconds >= 120 else "less than 2 minutes"
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours:.0f} hours ({hours / 24:.1f} days)"
+
+
+def _first_prompts(config: RunConfig) -> list[list[str]]:
+    """The text of each source's first prompts; none of rows that cannot be read, or not without network."""
+    return [_first_of(source.data) for source in sources_of(config)]
+
+
+def _first_of(data: DataConfig) -> list[str]:
+    from qerl.data.tasks import build_messages, get_task
+
+    task = get_task(data.task)
+    try:
+        questions = [text for row in _first_rows(data, task) if (text := _question(row, data, task))]
+    except QerlError:
+        return []
+    messages = [build_messages(task, text, data.system_prompt, data.prompt_template) for text in questions]
+    return ["".join(message["content"] for message in each) for each in messages]
+
+
+def _first_rows(data: DataConfig, task: Task) -> list[Mapping[str, Any]]:
+    """The first rows of a file, or of a task that makes its own; none of a data set on the hub."""
+    from qerl.data.rows import is_local, local_rows
+
+    if data.source is not None:
+        rows = (row for _, row in local_rows(data.source, data.split)) if is_local(data.source) else iter(())
+    else:
+        rows = iter(task.generate(data.split) if task.generate is not None else ())
+    return [row for row in islice(rows, PEEK) if row is not None]
+
+
+def _question(row: Mapping[str, Any], data: DataConfig, task: Task) -> str:
+    """The text of a row's question, or of its messages; empty for a column that lies deeper than that."""
+    own = task.columns["question"]
+    names = [(data.columns or {}).get("question"), *((own,) if isinstance(own, str) else own), "question"]
+    cell = next((row[name] for name in names if name in row), "")
+    if isinstance(cell, list):
+        return "".join(str(each.get("content", "")) for each in cell if isinstance(each, Mapping))
+    return str(cell)
+
 
 TOKEN_STEP = 256  # lengths of completions are advised in multiples of this
 FFN = "re:.*mlp.*"  # the feed-forward layers alone, in `qat.targets`
@@ -164,3 +283,39 @@ def _options(values: dict[str, object]) -> str:
 
 def _shown(key: str, value: object) -> str:
     return f'"{key}={value}"' if isinstance(value, list) else f"{key}={'null' if value is None else value}"
+
+
+def check_ranks(config: RunConfig, size: int) -> None:
+    """Raise ConfigError for a run that cannot be shared by so many processes."""
+    if config.sft is not None:
+        if config.sft.rows_per_step < size:
+            raise ConfigError(
+                f"sft.rows_per_step: {config.sft.rows_per_step} gives {size} processes less than a row each: write "
+                f"{size} or more, or start fewer"
+            )
+        return
+    if config.rollout.prompts_per_step < size:
+        raise ConfigError(
+            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "
+            f"each: write {size} or more, or start fewer"
+        )
+    if size > 1 and config.qat is not None and config.qat.forward == "masters":
+        raise ConfigError(
+            "qat.forward: masters multiplies by weights of which each process has a part: write --gpus 1, or "
+            "qat.forward: packed"
+        )
+    if config.environment is not None and size > 1:
+        raise ConfigError("environments are played by one process: write --gpus 1, or leave torchrun out")
+
+
+def share_of(config: RunConfig, gpus: int) -> RunConfig:
+    """The run as the card with the most work sees it. Raises ConfigError if it cannot be shared by so many.
+
+    Training is dealt by cost, which is nearly that of this share. The sum of the gradient is left out.
+    """
+    check_ranks(config, gpus)
+    limit = config.validation.limit
+    values = {"rollout.prompts_per_step": -(-config.rollout.prompts_per_step // gpus)}
+    if limit is not None:
+        values["validation.limit"] = -(-limit // gpus)
+    return with_values(config, values) if gpus > 1 else config

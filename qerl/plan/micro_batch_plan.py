@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from qerl.base.errors import EngineError
 from qerl.model.saved import kept_bytes
 from qerl.plan.engine_memory import GIB
-from qerl.plan.rounding_work import RecipeName, rounding_work
+from qerl.plan.sizes import RecipeName, rounding_work
 
 if TYPE_CHECKING:
-    from qerl.plan.sizes import ModelSizes
-    from qerl.plan.teacher import TeacherWork
+    from qerl.plan.sizes import ModelSizes, TeacherWork
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster

@@ -1,7 +1,11 @@
-"""What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
+"""The plan of a run: memory and seconds.
+
+What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
 
 Memory follows the code that allocates it: the engine's budget and KV cache (`engine_memory.py`), the micro-batches
 (`micro_batch_plan.py`), and the adapter with its optimizer state. Seconds follow the model in `seconds.py`.
+
+What a recipe's validations take: how many there are, and their seconds by the cost model. No torch.
 """
 
 from __future__ import annotations
@@ -13,14 +17,14 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import EngineError
 from qerl.config.experts import check_experts
-from qerl.plan.activations import CALIBRATING, calibrates, calibration_memory
-from qerl.plan.cards import Card
+from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import (
     CONTEXT,
     GRAPH_RESERVE,
     GRAPHS,
     KERNELS,
     MAX_SEQUENCES,
+    Card,
     budget_bytes,
     chosen_bytes,
     kv_cache_bytes,
@@ -30,18 +34,9 @@ from qerl.plan.engine_memory import (
     sampler_bytes,
     smaller_base,
 )
-from qerl.plan.micro_batch_plan import (
-    GIB,
-    MARGIN,
-    Footprint,
-    MicroBatchPlan,
-    Shapes,
-    Wishes,
-    plan_micro_batches,
-)
-from qerl.plan.seconds import full_lengths, largest_rows, step_seconds
-from qerl.plan.sizes import ModelSizes
-from qerl.plan.teacher import teacher_bytes, teacher_work
+from qerl.plan.micro_batch_plan import GIB, MARGIN, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.plan.seconds import TRAIN_RATE, decode_seconds, full_lengths, largest_rows, step_seconds
+from qerl.plan.sizes import CALIBRATING, ModelSizes, calibrates, calibration_memory, teacher_bytes, teacher_work
 from qerl.plan.trained import (
     BYTES,
     acting_rank,
@@ -56,6 +51,7 @@ from qerl.plan.trained import (
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
+
 
 GRADIENTS, DECODED = "gradients", "decoded experts"
 CHOSEN = "chosen experts"  # for each token of the KV cache, also while it is released
@@ -329,3 +325,50 @@ def _micro_batches(
         least = footprint.needed(max(wishes.tokens or 0, wishes.longest), recomputed)
         problems.append(Problem(str(error), common + least / (1 - MARGIN), limit))
         return None
+
+
+def validation_count(config: RunConfig) -> int:
+    """Validations of a whole run: every so many steps, after the last one, and perhaps before the first."""
+    every = config.validation.every
+    return 0 if every is None else -(-config.run.steps // every) + config.validation.at_start
+
+
+def validation_seconds(config: RunConfig, made: Plan) -> float | None:
+    """Seconds of one validation whose completions have full length; None if its number of rows is not known yet."""
+    this, sizes, card = config.validation, made.sizes, made.card
+    questions = _questions(config)
+    if questions is None:
+        return None
+    completions = questions * this.samples
+    prompt, new = config.data.max_prompt_tokens, this.max_new_tokens or config.rollout.max_new_tokens
+    at_once = min(completions, MAX_SEQUENCES)
+    cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
+    step = decode_seconds(sizes, card, config.model.format, at_once, cached)
+    prefill = 2 * sizes.active * prompt * questions / (TRAIN_RATE * card.tflops * 1e12)
+    return -(-completions // MAX_SEQUENCES) * new * step + prefill
+
+
+def _questions(config: RunConfig) -> int | None:
+    """How many questions are asked at most; None if that depends on the number of rows."""
+    limit, asked = config.validation.limit, [source for source in sources_of(config) if source.validates]
+    if not asked:
+        return limit
+    each = [min(filter(None, (source.held_out, limit)), default=None) for source in asked]
+    return None if None in each else sum(each)
+
+
+def validation_sentences(config: RunConfig, made: Plan) -> list[str]:
+    """One sentence about the validations of a recipe that has them."""
+    count = validation_count(config)
+    if not count:
+        return []
+    seconds = validation_seconds(config, made)
+    if seconds is None:
+        return [f"{count} validations; their time depends on the number of rows (validation.limit is null)."]
+    this = config.validation
+    new = this.max_new_tokens or config.rollout.max_new_tokens
+    asked = f"{_questions(config)} questions" + (f", {this.samples} completions each," if this.samples > 1 else "")
+    return [
+        f"A validation ({asked} of up to {new} tokens) takes up to {seconds:.1f} s: {count} in the run, "
+        f"{count * seconds / 60:.1f} minutes."
+    ]

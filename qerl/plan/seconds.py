@@ -9,7 +9,7 @@ docs/cost-model.md shows it beside the measurements:
 
 where the tokens of a prompt count once per micro-batch. For weights that are trained themselves 2 weights * tokens /
 rate come on top: the products of their gradients are large and stand alone, and reach the whole rate. Rounding
-activations to 4 bits adds to each forward pass what qerl/plan/activations.py says.
+activations to 4 bits adds to each forward pass what qerl/plan/sizes.py says.
 
 In a mixture of experts the weights of flops are those that a token is multiplied by, and products over experts have
 rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, and takes EXPERT_LAUNCH
@@ -23,12 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.plan.activations import rounding_seconds, rounds_to_four_bits
-from qerl.plan.cards import Card
-from qerl.plan.engine_memory import MAX_SEQUENCES
+from qerl.plan.engine_memory import MAX_SEQUENCES, Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
-from qerl.plan.sizes import ModelSizes
-from qerl.plan.teacher import teacher_flops
+from qerl.plan.sizes import ModelSizes, rounding_seconds, rounds_to_four_bits, teacher_flops
 from qerl.plan.trained import trained_of
 
 if TYPE_CHECKING:

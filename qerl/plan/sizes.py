@@ -1,6 +1,28 @@
-"""The sizes that follow from a model's config.json: of weights, adapter, keys and values. Pure numbers, no torch.
+"""The sizes of a model's parts in memory.
+
+What an FP8 recipe (`train.fp8_recipe`) takes of a card while a layer runs backward. Pure numbers.
+
+It follows `qerl.formats.fp8.training` and `qerl.model.products` on a card, in an MLP of I columns and H features.
+
+blockwise: the peak is in the gradient to the input of gate and up. Then the gradient of the activation is gone, whose
+2 I bytes per token `Shapes.footprint` counts, and beside the gradients of gate and up and the decoded weight there are,
+per token, the codes of dy (2 I bytes), a float32 scale for each 128 of them, and the product (H numbers of 2 bytes); of
+the weight (2 I x H) codes and their transposed copy, 1 byte each.
+
+tensorwise: the peak is in the same place, with the codes of dy but no scales per token, and the transposed codes of the
+weight alone. With masters dy is rounded for both of its products, which makes 4 I bytes per token of codes, less the
+2 I of the activation's gradient, which is gone. The product of a master's gradient (I x H) is counted as float32
+beside that, though it comes later and is narrower where masters are.
+
+The sizes that follow from a model's config.json: of weights, adapter, keys and values. Pure numbers, no torch.
 
 In a mixture of experts a token meets the weights of a few of them: `active` counts those, `body` all.
+
+Whether a model's keys and values can be kept in 8 bits as they are. No torch.
+
+What a teacher takes of a card and of a step: weights, and a forward pass over the packed rows. Pure numbers.
+
+What activations in 4 bits take of a step, and what calibrating their scales takes before a run. Pure numbers.
 """
 
 from __future__ import annotations
@@ -8,16 +30,45 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qerl import formats
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.nearby import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKV, Decoder, decoder_of
+from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.formats.nvfp4.ranks import padded_rank
-from qerl.plan.engine_memory import kv_head_bytes
+from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+    from qerl.plan.engine_memory import Card
+    from qerl.plan.micro_batch_plan import Footprint
+
+
+RecipeName = Literal["tensorwise", "blockwise"]
+
+
+class RoundingWork(NamedTuple):
+    """Bytes beside those of training without a recipe."""
+
+    token: int  # per token of a micro-batch
+    weight: int
+
+
+def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int, masters: bool = False) -> RoundingWork:
+    """What the recipe takes of a model with these sizes, whose `masters` are trained, or an adapter."""
+    if recipe is None:
+        return RoundingWork(0, 0)
+    if recipe == "tensorwise":
+        codes, gone, product = 2 * intermediate * (2 if masters else 1), 2 * intermediate, 2 * hidden
+        return RoundingWork(codes - gone + product, (4 if masters else 2) * intermediate * hidden)
+    weight, product, gone = 2 * intermediate * hidden, 2 * hidden, 2 * intermediate
+    rounded = 2 * intermediate + 4 * -(-2 * intermediate // 128)
+    return RoundingWork(rounded - gone + product, (1 + 1) * weight)
 
 
 def _known(
@@ -295,3 +346,142 @@ def _rounds_inputs(quantization: Any) -> bool:
         if each.four_bit_inputs and each.recognises(quantization):
             return each.activations(quantization) in ("dynamic", "static")
     return False
+
+
+SCALES = ("k_scale", "v_scale")
+
+
+def check_kv_cache(kv_cache_dtype: str, sizes: ModelSizes, base: str | Path, calibrates: bool = False) -> None:
+    """Raise ConfigError for keys and values in `fp8` with scale 1 on a `base` (folder or hub id) that they ruin.
+
+    Whoever `calibrates` sets other scales before anything is sampled.
+    They ruin models with large keys, as Qwen2.5 has them (reported at verl#4435). Where queries and keys are normed the
+    values stay within what the format holds, and elsewhere calibrated scales see to it.
+    """
+    if kv_cache_dtype != "fp8" or calibrates or sizes.head_norms or _calibrated(Path(base), sizes.layers):
+        return
+    raise ConfigError(
+        f"rollout.kv_cache_dtype fp8 rounds keys and values with scale 1, which ruins models like {base}: it neither "
+        f"norms its keys (as Qwen3, Gemma 3 and OLMo 2 do) nor carries calibrated scales ({', '.join(SCALES)}): write "
+        "a number for rollout.kv_refresh, which calibrates it, or rollout.kv_cache_dtype: fp8_per_token_head, or auto"
+    )
+
+
+def _calibrated(folder: Path, layers: int) -> bool:
+    """Whether the checkpoint has scales for each layer's keys and values, which an engine reads if its config.json
+    says how the model is quantized."""
+    if not folder.is_dir() or "quantization_config" not in read_json(folder / "config.json"):
+        return False
+    found = [name.rpartition(".")[2] for name in read_tensors(folder) if ".self_attn." in name]
+    return all(found.count(scale) == layers for scale in SCALES)
+
+
+LOGITS = 34  # bytes per logit of a chunk: eight float32 tensors while a divergence is computed, and the 16-bit slope
+
+
+@dataclass(frozen=True)
+class TeacherWork:
+    """Bytes that a training phase takes for the teacher, beside its weights."""
+
+    forward: int  # per token, while it runs: before the policy keeps anything
+    hidden: int  # per token, until the loss is computed
+    logits: int  # of a chunk, with those of the student
+
+    def beside(self, footprint: Footprint) -> Footprint:
+        """A policy's footprint with this."""
+        return replace(footprint, teacher=self.forward, head=footprint.head + self.hidden, logits=self.logits)
+
+
+def teacher_sizes(config: RunConfig, sizes: ModelSizes) -> ModelSizes | None:
+    """The sizes of the teacher of a student with `sizes`; None without a teacher. Raises CheckpointError."""
+    if config.distill is None:
+        return None
+    return sizes if config.distill.teacher is None else _read(config.distill.teacher)
+
+
+def teacher_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """The teacher's weights on the card; 0 without one."""
+    found = teacher_sizes(config, sizes)
+    return 0 if found is None else int(found.weights_bytes(formats.BF16.name))
+
+
+def teacher_work(config: RunConfig, sizes: ModelSizes) -> TeacherWork | None:
+    """What its forward pass takes; None without a teacher."""
+    found = teacher_sizes(config, sizes)
+    if found is None:
+        return None
+    shared = max(sizes.vocabulary, found.vocabulary)
+    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, config.distill.chunk_tokens * shared * LOGITS)
+
+
+def forward_bytes(sizes: ModelSizes) -> int:
+    """Per token of a forward pass that keeps nothing, in 16 bits."""
+    # As a layer of the policy while it runs: the MLP's three, and attention's. See `Shapes.footprint`.
+    return 2 * (3 * sizes.inner + (8 + sizes.copies) * sizes.hidden)
+
+
+def teacher_flops(config: RunConfig, sizes: ModelSizes, tokens: float, predicting: float) -> float:
+    """Of a forward pass over `tokens`, and of the logits of `predicting` ones; 0 without a teacher."""
+    found = teacher_sizes(config, sizes)
+    return 0.0 if found is None else 2 * found.active * tokens + 2 * found.head * predicting
+
+
+@cache
+def _read(teacher: str) -> ModelSizes:
+    from qerl.checkpoint.hub import config_folder, is_hub_id
+    from qerl.checkpoint.shards import read_json
+
+    try:
+        return read_sizes(teacher)
+    except CheckpointError:
+        if not is_hub_id(teacher):
+            raise
+    return sizes_of(read_json(config_folder(teacher) / "config.json"), teacher)
+
+
+ROUNDED = ("q_proj", "o_proj", "gate_proj", "down_proj")  # the linears whose inputs are rounded; others share theirs
+LAUNCHES = 17e-6  # seconds that a decoder layer takes to round inputs of few values (benchmarks/qat)
+TRAFFIC = 2.8  # times that reading and writing the values takes at the memory's speed (benchmarks/qat)
+EAGER = 4e-4  # seconds of a decoder layer whose kernels are launched one by one; an estimate
+CALIBRATING = "calibrating"  # the phase
+
+
+def rounds_to_four_bits(config: RunConfig, sizes: ModelSizes) -> bool:
+    """Whether the packed linears of a run round their input to 4 bits, by the recipe or by its base."""
+    if config.qat is None:
+        return sizes.four_bit_inputs
+    quant = config.qat.quant_cfg
+    return quant.activations != "none" and formats.get(quant.weights.format).four_bit_inputs
+
+
+def rounding_seconds(sizes: ModelSizes, card: Card, tokens: float) -> float:
+    """Of a forward pass over `tokens` tokens at once: 2 bytes of each input are read, and 2 written."""
+    values = sum(sizes.projections[name][1] for name in ROUNDED)
+    return sizes.layers * (LAUNCHES + TRAFFIC * 4 * values * tokens / (card.gb_per_s * 1e9))
+
+
+def calibrates(config: RunConfig) -> bool:
+    """Whether a run computes static scales before its engine opens."""
+    return config.qat is not None and config.qat.quant_cfg.activations == "static"
+
+
+def calibrated_tokens(config: RunConfig) -> tuple[int, int]:
+    """(tokens of a row, rows) at most: of the rows that the recipe names, or of the run's own prompts."""
+    asked = config.qat.quant_cfg.calibration
+    own = config.data.max_prompt_tokens if asked.data is None else asked.length
+    return min(asked.length, own), asked.rows
+
+
+def calibration_memory(config: RunConfig, sizes: ModelSizes) -> dict[str, float]:
+    """What takes the card's memory while the 16-bit model reads calibration rows, in bytes."""
+    batch = min(config.qat.quant_cfg.calibration.batch, calibrated_tokens(config)[1])
+    tokens = calibrated_tokens(config)[0] * batch
+    weights = sizes.weights_bytes(formats.BF16.name)
+    return {"16-bit model": weights, "context": CONTEXT, "kernels": KERNELS, "its work": tokens * forward_bytes(sizes)}
+
+
+def calibration_seconds(config: RunConfig, sizes: ModelSizes, rate: float) -> float:
+    """Of its forward passes at `rate` operations per second, each of which takes EAGER seconds per layer at least."""
+    length, rows = calibrated_tokens(config)
+    batch = min(config.qat.quant_cfg.calibration.batch, rows)
+    return rows / batch * max(2 * sizes.body * length * batch / rate, sizes.layers * EAGER)

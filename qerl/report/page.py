@@ -1,28 +1,159 @@
-"""report.html: a single file that a browser shows without contacting any server.
+"""The report's page and text, and the files that they are written to.
+
+The best and the worst of the completions that a run logged.
+
+report.html: a single file that a browser shows without contacting any server.
 
 Whatever a run wrote, above all its completions, is shown as plain text: the template escapes every value, and the
 page's content security policy forbids all scripts and requests.
+
+The report in words and tables: report.md, which is also shown on the terminal.
+
+`qerl report`: read the runs, and write the page, the text and the curves.
 """
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from qerl.base.printable import printable
-from qerl.report.completions import extremes, shorten
-from qerl.report.curves import constant_table
-from qerl.report.evaluations import evaluation_table, mistakes, pairs
-from qerl.report.figures import curve_pictures, evaluation_picture, time_picture
-from qerl.report.read import Evaluation, Run
-from qerl.report.sampling import sampling_text
-from qerl.report.stages import held_note, stage_table, stages
-from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
-from qerl.report.validations import validation_table
-from qerl.report.verdict import Judged, verdict
-from qerl.report.warnings import latest_warnings
+from rich.markdown import Markdown
+
+from qerl.base.errors import ConfigError
+from qerl.base.printable import SafeConsole, printable
+from qerl.report.curves import constant_table, curve_pictures, draw_curves, evaluation_picture, time_picture
+from qerl.report.read import (
+    ComparedResult,
+    Evaluation,
+    Row,
+    Run,
+    latest_warnings,
+    read_evaluation,
+    read_runs,
+    sampling_text,
+)
+from qerl.report.sections import (
+    Judged,
+    Pair,
+    change_table,
+    changes,
+    differences,
+    evaluation_table,
+    fifth,
+    held_note,
+    memory_table,
+    mistakes,
+    pairs,
+    phase_table,
+    rounded,
+    stage_table,
+    stages,
+    validation_table,
+    verdict,
+)
+
+SHOWN = 3
+LONGEST = 6000  # characters of a completion that the page shows
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of an episode with an environment."""
+
+    role: str
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion. `reward` is the weighted sum that it was trained on."""
+
+    step: int
+    reward: float
+    rewards: dict[str, Any]
+    prompt: str
+    completion: str
+    turns: tuple[Turn, ...] = ()  # of an episode
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The best and the worst samples from the later half of the sampled steps; `count` is the number of all samples."""
+
+    count: int
+    from_step: int
+    best: list[Sample]
+    worst: list[Sample]
+
+
+def extremes(run: Run) -> Extremes | None:
+    """The extremes of a run; None if it logged no completions.
+
+    A text that occurs several times counts once, and of samples with equal rewards the later one is shown.
+    """
+    found = [_sample(row, _weights(run, row.get("source"))) for row in run.samples]
+    if not found:
+        return None
+    steps = sorted({sample.step for sample in found})
+    from_step = steps[len(steps) // 2]
+    late = {(sample.prompt, sample.completion): sample for sample in found if sample.step >= from_step}
+    ranked = sorted(late.values(), key=lambda sample: (-sample.reward, -sample.step))
+    count = min(SHOWN, (len(ranked) + 1) // 2)
+    worst = sorted(ranked[count:], key=lambda sample: (sample.reward, -sample.step))
+    return Extremes(len(found), from_step, ranked[:count], worst[:SHOWN])
+
+
+def shorten(text: str) -> str:
+    """The text in about LONGEST characters, with a note on how many were left out of the middle."""
+    if len(text) <= LONGEST:
+        return text
+    half = LONGEST // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def _weights(run: Run, source: object = None) -> dict[str, float]:
+    """The weight of each reward of a source by its name in the log.
+
+    That is the name of the function alone, or the full dotted path if an earlier reward has the same function name.
+    """
+    sources = (run.config.get("data") or {}).get("sources") or []
+    own = next((each.get("rewards") for each in sources if each.get("name") == source), None)
+    rewards: Sequence[dict[str, Any]] = own or run.config.get("rewards") or []
+    whole = {reward["name"]: reward.get("weight", 1.0) for reward in rewards}
+    short = {name.replace(":", ".").rpartition(".")[2]: weight for name, weight in reversed(whole.items())}
+    return short | whole
+
+
+def _sample(row: Row, weights: dict[str, float]) -> Sample:
+    rewards = row.get("rewards") or {}
+    total = sum(value * weights.get(name, 1.0) for name, value in rewards.items() if value is not None)
+    texts = _text(row["prompt"]), _text(row["completion"])
+    return Sample(row["step"], total, rewards, *texts, _turns(row.get("turns")), str(row.get("ended", "")))
+
+
+def _turns(found: Any) -> tuple[Turn, ...]:
+    """The turns of an episode; none if the line is damaged, or of a completion of one turn."""
+    if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
+        return ()
+    return tuple(Turn(str(one.get("role")), str(one.get("text", "")), _count(one.get("tokens"))) for one in found)
+
+
+def _text(value: Any) -> str:
+    """The text itself, or the contents of a conversation's messages."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(str(message.get("content", message)) for message in value)
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def render_page(
@@ -137,3 +268,111 @@ def _duration(seconds: float) -> str:
 
 def _printable(value: Any) -> Any:
     return printable(value) if type(value) is str else value
+
+
+def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
+    """The report in Markdown; `compared` and `judged` are those of `page.render_page`."""
+    first = f"**{verdict(run, compared, judged)}**"
+    sections = [f"# {run.name}", first, *_warnings(run), _training(run.rows), *_validations(run), *_stages(run.rows)]
+    if compared:
+        sections += [
+            _comparison(*compared),
+            *([judged.text] if judged else []),
+            *(_pair(pair) for pair in pairs(*compared)),
+        ]
+    return printable("\n\n".join(sections)) + "\n"
+
+
+def _warnings(run: Run) -> list[str]:
+    lines = [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]
+    return ["Warnings while it ran:\n\n" + "\n".join(lines)] if lines else []
+
+
+def _training(rows: Sequence[Row]) -> str:
+    lines = ["| training | first steps | last steps |", "|---|---|---|"]
+    lines += [f"| {change.label} | {rounded(change.first)} | {rounded(change.last)} |" for change in changes(rows)]
+    note = f"{len(rows)} steps; each column is the mean of {fifth(rows)}. Curves: curves.png"
+    sampling = sampling_text(rows)
+    return "\n".join(lines) + f"\n\n{note}" + (f"\n\nDynamic sampling: {sampling}." if sampling else "")
+
+
+def _validations(run: Run) -> list[str]:
+    found = validation_table(run)
+    if found is None:
+        return []
+    heading, cells = found
+    table = [heading, ["---"] * len(heading), *cells]
+    return ["Validation:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in table)]
+
+
+def _stages(rows: Sequence[Row]) -> list[str]:
+    """A table of the noise stages; nothing for a run without noise."""
+    found = stages(rows)
+    if not any(stage.sigma_high for stage in found):
+        return []
+    heading, cells = stage_table(found)
+    table = [heading, ["---"] * len(heading), *cells]
+    note = "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled. "
+    return ["\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}{held_note(rows)}".rstrip()]
+
+
+def _comparison(before: Evaluation, after: Evaluation) -> str:
+    results = [before.result, after.result]
+    lines = [f"| {results[0]['task']} | before | after |", "|---|---|---|"]
+    accuracies = [result["accuracy"] for result in results]
+    lines.append("| **accuracy** | " + " | ".join(f"**{value['value']:.1%}**" for value in accuracies) + " |")
+    intervals = [f"{value['low']:.1%} to {value['high']:.1%}" for value in accuracies]
+    lines.append(f"| 95% interval | {intervals[0]} | {intervals[1]} |")
+    for label, key in (("truncated", "truncated_share"), ("no answer", "no_answer_share")):
+        lines.append(f"| {label} | {results[0][key]:.1%} | {results[1][key]:.1%} |")
+    return "\n".join(lines)
+
+
+def _pair(pair: Pair) -> str:
+    marks = ["right" if row["correct"] else "wrong" for row in pair]
+    return (
+        f"**{pair.before['question'].strip()}** (answer {pair.before['answer']})\n\n"
+        f"- before ({marks[0]}): `{_one_line(pair.before['completion'])}`\n"
+        f"- after ({marks[1]}): `{_one_line(pair.after['completion'])}`"
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("`", "'")[:300]
+
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(
+    folders: Sequence[Path],
+    before: Path | None = None,
+    after: Path | None = None,
+    out: Path | None = None,
+    judged: Judged | None = None,
+) -> Path:
+    """Write the page, and for a single run also curves.png and report.md; print the report and return the page's path.
+
+    `judged` says whether `before` and `after` differ significantly. The page is written to `out`, by default
+    report.html in the run's folder, or comparison.html in that of the first of several runs. Raises DataError for a run
+    without metrics, ConfigError for options that do not go together.
+    """
+    if (before is None) != (after is None):
+        raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'report.html'}")
+    runs = read_runs(folders)
+    read = partial(read_evaluation, shape=ComparedResult)
+    compared = (read(before), read(after)) if before and after else None
+    page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render_page(runs, compared, judged), encoding="utf-8")
+    for run in runs:
+        text = render_text(run, compared, judged)
+        SafeConsole().print(Markdown(text))
+        if len(runs) == 1:
+            (run.folder / "report.md").write_text(text, encoding="utf-8")
+            draw_curves(run, run.folder / "curves.png")
+            logger.info("report: %s, curves: %s", run.folder / "report.md", run.folder / "curves.png")
+    logger.info("page: %s", page)
+    return page

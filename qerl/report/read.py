@@ -1,20 +1,175 @@
-"""Reads a run directory for the report. Only metrics.jsonl is required; everything else is shown if it exists."""
+"""What a run's files say.
+
+What dynamic sampling did in a run and what it cost, summed over all steps.
+
+The fields that the report needs of each file that it reads.
+
+Reads a run directory for the report. Only metrics.jsonl is required; everything else is shown if it exists.
+
+The warnings that a run logged: each kind once, with all of its steps and its latest figures.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import FiniteFloat, PlainValidator, model_validator
 
 from qerl.base.errors import DataError
 from qerl.base.nearby import no_folder
-from qerl.base.read_back import OF_EVALUATION, Row, read_object, read_rows
+from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_rows
 from qerl.checkpoint.adapter_file import adapter_damage, adapters_of_run
 from qerl.config.recipe import read_config
-from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
+
+PREFIX = "dynamic_sampling/"
+SUMMED = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tokens", "filled_groups")
+
+
+def sampling_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Sums over the steps that sampled dynamically, by metric name without the prefix; None if there were none."""
+    steps = [row for row in rows if row.get(PREFIX + "sampled_groups") is not None]
+    if not steps:
+        return None
+    totals = {name: sum(row[PREFIX + name] for row in steps) for name in SUMMED}
+    totals["extra_s"] = sum(row.get("time/extra_rollouts_s") or 0.0 for row in steps)
+    totals["share_of_time"] = totals["extra_s"] / (sum(row.get("time/step_s") or 0.0 for row in rows) or 1.0)
+    return totals
+
+
+def sampling_text(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The totals in a sentence; None for a run without dynamic sampling."""
+    totals = sampling_totals(rows)
+    if totals is None:
+        return None
+    trained = totals["sampled_groups"] - totals["discarded_groups"]
+    return (
+        f"{trained - totals['filled_groups']:.0f} of the {trained:.0f} groups trained on had a "
+        f"signal; {totals['sampled_groups']:.0f} were sampled and {totals['discarded_groups']:.0f} discarded "
+        f"({totals['discarded_tokens']:,.0f} tokens), in {totals['extra_rollouts']:.0f} extra rollouts of "
+        f"{totals['extra_s']:.0f} s, {totals['share_of_time']:.0%} of the run's time"
+    )
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError("it should be text")
+    return value
+
+
+def _conversation(value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return _text(value)
+    return value
+
+
+Text = Annotated[
+    Any, PlainValidator(_text)
+]  # unlike str in pydantic, it allows lone surrogates, which models can write
+Conversation = Annotated[Any, PlainValidator(_conversation)]  # text, or a list of messages
+
+# If a row has the first metric as a number, it must have the others too.
+TOGETHER = {
+    "noise/stage": ("noise/sigma",),
+    "noise/at_bound": ("noise/sigma",),
+    f"{PREFIX}sampled_groups": tuple(PREFIX + name for name in SUMMED),
+}
+
+
+class Metrics(Shape):
+    """A line of metrics.jsonl: numbers, or null for a number that was not finite."""
+
+    __pydantic_extra__: dict[str, FiniteFloat | None]
+    step: int
+
+    @model_validator(mode="after")
+    def _complete(self) -> Metrics:
+        metrics = self.__pydantic_extra__
+        for key, others in TOGETHER.items():
+            for other in others:
+                if metrics.get(key) is not None and metrics.get(other) is None:
+                    raise ValueError(f"{other} is {'null' if other in metrics else 'missing'}, and {key} is a number")
+        return self
+
+
+class Change(Shape):
+    """A prolonged run: up to step `after`, it followed schedules for a total of `was` steps."""
+
+    after: int
+    was: int
+
+
+class About(Shape):
+    """run.json."""
+
+    command: list[Text] | None = None
+    versions: dict[str, Any] | None = None
+    inputs: dict[str, Any] | None = None
+    changes: list[dict[str, Any]] | None = None
+    totals: list[Change] | None = None
+    qat: dict[str, Any] | None = None
+
+
+class Warned(Shape):
+    """A line of warnings.jsonl."""
+
+    step: int
+    kind: Text
+    text: Text
+
+
+class Sampled(Shape):
+    """A line of completions/step-*.jsonl."""
+
+    prompt: Conversation
+    completion: Conversation
+    rewards: dict[str, float | None] | None = None
+
+
+class Graded(Shape):
+    """A line of an evaluation's completions.jsonl."""
+
+    id: Text
+    sample: int
+    question: Text
+    answer: Text
+    completion: Text
+    correct: bool
+    truncated: bool
+
+
+class Interval(Shape):
+    """A number with the bounds of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Result(Shape):
+    """result.json, or the lighteval.json of the other suite."""
+
+    task: Text
+    accuracy: Interval | None = None
+    scores: dict[str, dict[str, float]] | None = None
+    pass_at_k: dict[str, Interval] | None = None
+    truncated_share: float | None = None
+    no_answer_share: float | None = None
+    completions: int | None = None
+    completion_tokens: int | None = None
+
+
+class ComparedResult(Result):
+    """The result.json of an evaluation before or after training."""
+
+    accuracy: Interval
+    truncated_share: float
+    no_answer_share: float
+
 
 logger = logging.getLogger(__name__)
 
@@ -140,3 +295,11 @@ def _samples(folder: Path) -> list[Row]:
             continue
         rows += [{**row, "step": step} for row in read_rows(path, Sampled, OF_RUN)]
     return rows
+
+
+def latest_warnings(run: Run) -> list[tuple[str, str]]:
+    """For each kind of warning its steps and its latest text, in the order in which the kinds first occurred."""
+    by_kind: dict[str, list[dict]] = {}
+    for row in run.warnings:
+        by_kind.setdefault(row["kind"], []).append(row)
+    return [(", ".join(str(row["step"]) for row in rows), str(rows[-1]["text"])) for rows in by_kind.values()]

@@ -22,7 +22,7 @@ from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.config.recipe import read_config
-from qerl.report.shapes import About, Metrics
+from qerl.report.read import About, Metrics
 from quantize.merge.effect import run_of
 from quantize.merge.report import MergeReport
 

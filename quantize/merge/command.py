@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import ConfigError
-from qerl.cli.option_names import Gpu
+from qerl.cli.options import Gpu
 from quantize.merge.options import MergeOptions
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 from qerl.config.recipe import load_recipe
-from qerl.plan.cards import card_of
+from qerl.plan.engine_memory import card_of
 from qerl.plan.plan import DECODED, GRADIENTS, Plan, plan
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import ModelSizes, read_sizes

@@ -171,7 +171,7 @@ def constants() -> str:
     for name in (
         "qerl/plan/plan.py",
         "qerl/plan/seconds.py",
-        "qerl/plan/activations.py",
+        "qerl/plan/sizes.py",
         "qerl/plan/micro_batch_plan.py",
     ):
         lines = re.findall(r"^[A-Z][A-Z_, ]+ = [^{\n]*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from eval.command import evaluate, main, task_app
 from eval.settings import EvalSettings, parse_pass_k
 from qerl.base.errors import ConfigError
-from qerl.cli.from_dataclass import command_of
+from qerl.cli.options import command_of
 
 TASKS = ("gsm8k", "math500", "amc23", "aime24", "aime25", "arith")
 

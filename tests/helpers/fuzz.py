@@ -47,10 +47,8 @@ def command(*arguments):
 def shown(run, *compared):
     """What `qerl report` does; the curves, which take a second to draw, only where many files are tried."""
     from qerl.report.curves import draw_curves
-    from qerl.report.page import render_page
-    from qerl.report.read import read_evaluation, read_run
-    from qerl.report.shapes import ComparedResult
-    from qerl.report.text import render_text
+    from qerl.report.page import render_page, render_text
+    from qerl.report.read import ComparedResult, read_evaluation, read_run
 
     found = read_run(run)
     both = tuple(read_evaluation(each, ComparedResult) for each in compared) or None

@@ -41,10 +41,9 @@ from qerl.engine.interface import check_tokens
 from qerl.engine.memory import others_bytes
 from qerl.engine.open import choose_engine
 from qerl.plan.advice import with_values
-from qerl.plan.cards import Card
-from qerl.plan.kv_cache import check_kv_cache
+from qerl.plan.engine_memory import Card
 from qerl.plan.plan import GIB, plan, settled_for
-from qerl.plan.sizes import ModelSizes, sizes_of
+from qerl.plan.sizes import ModelSizes, check_kv_cache, sizes_of
 from qerl.plan.trained import trained_linears, trains_masters
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns

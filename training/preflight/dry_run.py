@@ -14,8 +14,8 @@ from qerl.checkpoint.resolve import starting_model
 from qerl.cli.plan import plan_of, show
 from qerl.data.rows import sources_of
 from qerl.data.tasks import grade, task_of
-from qerl.plan.duration import likely
-from qerl.plan.validation import validation_count
+from qerl.plan.advice import likely
+from qerl.plan.plan import validation_count
 from training.preflight.checks import read_prompts, sizes_at
 from training.preflight.start import settle_start
 from training.rewards.rewards import rewards_of_run

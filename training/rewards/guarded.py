@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qerl.api.given import GivenFunction
+from qerl.api.arguments import GivenFunction
 from qerl.base.errors import RewardError
 from qerl.base.own.columns import ENVIRONMENTS, EPISODE_COLUMNS, first_to_fail
 from qerl.base.own.function import TIMEOUT_S, LateError, OwnFunction, OwnFunctionError

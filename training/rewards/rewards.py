@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from qerl.api.given import PYTHON, given_function
+from qerl.api.arguments import PYTHON, given_function
 from qerl.base.errors import ConfigError
 from qerl.base.own.columns import COLUMNS, check_columns
 from qerl.base.own.function import Named, own_function

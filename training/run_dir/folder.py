@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.api.given import ROWS
+from qerl.api.arguments import ROWS
 from qerl.base.errors import ConfigError
 from qerl.base.nearby import expanded
 from qerl.base.read_back import read_object
 from qerl.checkpoint.adapter_file import BASE
-from qerl.report.shapes import About
+from qerl.report.read import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 from training.run_dir.trackers import IDS

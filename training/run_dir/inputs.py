@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.api.given import GivenFunction
+from qerl.api.arguments import GivenFunction
 from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
 from qerl.config.rewards import is_url

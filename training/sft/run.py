@@ -18,8 +18,8 @@ from qerl.checkpoint.load import end_token_ids, load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
+from qerl.plan.advice import check_ranks
 from qerl.plan.plan import checkpoint_bytes
-from qerl.plan.several import check_ranks
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, settled_plan
 from training.policy.packed_policy import PackedPolicy
 from training.preflight.checks import (

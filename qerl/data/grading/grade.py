@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qerl.api.given import PYTHON, GivenFunction, given_function
+from qerl.api.arguments import PYTHON, GivenFunction, given_function
 from qerl.base.errors import ConfigError
 from qerl.base.own.columns import check_columns
 from qerl.base.own.function import Named, OwnFunction, own_function

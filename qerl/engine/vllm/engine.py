@@ -42,8 +42,7 @@ from qerl.engine.update import Update
 from qerl.engine.vllm import opening, requests
 from qerl.engine.vllm.opening import Parts, line, whole
 from qerl.engine.vllm.sync import Gains, attention_layers, set_scales_, take_
-from qerl.plan.kv_cache import check_kv_cache
-from qerl.plan.sizes import read_sizes
+from qerl.plan.sizes import check_kv_cache, read_sizes
 
 if TYPE_CHECKING:
     import torch

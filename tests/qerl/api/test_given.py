@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from qerl.api.given import GivenFunction, given, given_function, given_rows, write_given_rows
+from qerl.api.arguments import GivenFunction, given, given_function, given_rows, write_given_rows
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.own.function import OwnFunctionError
 from qerl.base.own.returned import ReturnedError

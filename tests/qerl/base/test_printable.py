@@ -14,7 +14,7 @@ from rich.table import Table
 
 from qerl.base.errors import CheckpointError
 from qerl.base.printable import SafeConsole, in_comment, printable, quoted
-from qerl.cli.conversation import Conversation, talk
+from qerl.cli.chat import Conversation, talk
 from qerl.cli.terminal import run_command
 
 HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9b31md\re\u202ef\x08\udc1b"

@@ -12,7 +12,7 @@ from qerl.base.errors import ConfigError
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model, switches_for
-from qerl.cli.columns import parse_switches
+from qerl.cli.train import parse_switches
 from qerl.config.recipe import save_config
 from qerl.engine.transformers.engine import TransformersEngine
 from qerl.episodes.chat import Chat
@@ -39,7 +39,7 @@ def switched(tmp_path, monkeypatch):
         tokenizer.chat_template = QWEN3
         return tokenizer
 
-    for module in ("training.preflight.checks", "qerl.cli.conversation"):
+    for module in ("training.preflight.checks", "qerl.cli.chat"):
         monkeypatch.setattr(f"{module}.load_tokenizer", load)
     asked = ("validation.every=2", "validation.limit=2", f"validation.source={tmp_path / 'questions.jsonl'}")
     (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "What is 3 + 4?", "answer": "7"}) + "\n")

@@ -8,8 +8,7 @@ import pytest
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.cli.chat import ChatOptions
-from qerl.cli.conversation import Conversation, chat, talk
+from qerl.cli.chat import ChatOptions, Conversation, chat, talk
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions

@@ -3,8 +3,7 @@
 import pytest
 
 from qerl.base.errors import ConfigError
-from qerl.cli.distill import DistillOptions
-from qerl.cli.train import config_of
+from qerl.cli.train import DistillOptions, config_of
 from qerl.config.recipe import load_recipe, recipe_names
 
 LEARNING = [name for name in recipe_names() if load_recipe(name).sft is None]

@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from qerl.base.errors import ConfigError
-from qerl.cli.columns import parse_columns
-from qerl.cli.from_dataclass import Text, command_of
+from qerl.cli.options import Text, command_of
+from qerl.cli.train import parse_columns
 
 
 @dataclass(frozen=True)

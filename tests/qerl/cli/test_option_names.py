@@ -13,8 +13,8 @@ from eval.show import OPTIONS as EVAL
 from qerl.base import errors
 from qerl.base.errors import CheckpointError, ConfigError, EngineError, Key
 from qerl.checkpoint.load import load_tokenizer
-from qerl.cli.conversation import OPTIONS as CHAT
-from qerl.cli.option_names import options_named
+from qerl.cli.chat import OPTIONS as CHAT
+from qerl.cli.options import options_named
 from qerl.config.keys import describe_config
 from qerl.data.tasks import render_prompt
 from qerl.engine.interface import check_context

@@ -1,7 +1,6 @@
 """`qerl sft`: what it makes of a recipe. Its runs are in tests/training/sft."""
 
-from qerl.cli.sft import SftOptions
-from qerl.cli.train import config_of
+from qerl.cli.train import SftOptions, config_of
 from qerl.config.recipe import load_recipe
 
 

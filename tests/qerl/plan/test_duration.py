@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from qerl.base.errors import ConfigError
 from qerl.cli.main import app
 from qerl.config.recipe import load_recipe
-from qerl.plan.cards import card_of
-from qerl.plan.duration import duration, in_words, likely
+from qerl.plan.advice import duration, in_words, likely
+from qerl.plan.engine_memory import card_of
 from qerl.plan.plan import plan
 from qerl.plan.seconds import Lengths, decode_seconds, full_lengths, step_seconds
 from qerl.plan.sizes import read_sizes

@@ -13,8 +13,7 @@ from qerl.config.recipe import load_recipe
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import opening
 from qerl.engine.vllm.engine import VLLMEngine
-from qerl.plan.kv_cache import check_kv_cache
-from qerl.plan.sizes import KNOWN, sizes_of
+from qerl.plan.sizes import KNOWN, check_kv_cache, sizes_of
 from training.preflight.checks import read_prompts
 
 REMEDY = "which calibrates it, or rollout.kv_cache_dtype: fp8_per_token_head, or auto"

@@ -21,11 +21,10 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.cli.main import app
 from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import advice
-from qerl.plan.cards import card_of
+from qerl.plan.advice import advice, share_of
+from qerl.plan.engine_memory import card_of
 from qerl.plan.plan import START, checkpoint_bytes, plan, settled_for, trainer_bytes
 from qerl.plan.seconds import decode_seconds
-from qerl.plan.several import share_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 from qerl.plan.trained import trained_of
 

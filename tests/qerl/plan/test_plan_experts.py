@@ -13,7 +13,7 @@ from qerl.cli.plan import expert_sentences
 from qerl.config.experts import check_experts
 from qerl.config.recipe import load_recipe
 from qerl.plan.advice import advice
-from qerl.plan.cards import card_of
+from qerl.plan.engine_memory import card_of
 from qerl.plan.plan import CHOSEN, DECODED, plan
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of

@@ -2,9 +2,8 @@
 
 from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import advice
-from qerl.plan.cards import card_of
-from qerl.plan.duration import duration, likely
+from qerl.plan.advice import advice, duration, likely
+from qerl.plan.engine_memory import card_of
 from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, sizes_of
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from qerl.config.recipe import load_recipe
-from qerl.plan.cards import card_of
+from qerl.plan.engine_memory import card_of
 from qerl.plan.micro_batch_plan import Shapes
 from qerl.plan.plan import plan, wishes_of
-from qerl.plan.rounding_work import rounding_work
-from qerl.plan.sizes import read_sizes
+from qerl.plan.sizes import read_sizes, rounding_work
 from training.policy.train_memory import footprint_of
 
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)

@@ -6,9 +6,9 @@ from report_factory import DYNAMIC, ROWS, write_run
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, constant_table, draw_panel, draw_time, panels
+from qerl.report.page import write_report
 from qerl.report.read import read_run
-from qerl.report.stages import held_note, sigma_text, stage_table, stages
-from qerl.report.write import write_report
+from qerl.report.sections import held_note, sigma_text, stage_table, stages
 
 
 def entropy_panel(run):

@@ -8,14 +8,13 @@ from small_run import small_config
 
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.plan.cards import Card
-from qerl.plan.duration import likely
-from qerl.plan.plan import plan
+from qerl.plan.advice import likely
+from qerl.plan.engine_memory import Card
+from qerl.plan.plan import plan, validation_sentences
 from qerl.plan.sizes import KNOWN, sizes_of
-from qerl.plan.validation import validation_sentences
-from qerl.report.completions import extremes
 from qerl.report.curves import panels
-from qerl.report.summary import changes
+from qerl.report.page import extremes
+from qerl.report.sections import changes
 from training.run_dir.progress import numbers
 
 CARDS_24 = Card("a card", 24.0, 1000.0, 100.0)

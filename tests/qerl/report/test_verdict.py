@@ -5,10 +5,9 @@ import json
 import pytest
 from report_factory import write_run
 
+from qerl.report.page import write_report
 from qerl.report.read import read_evaluation, read_run
-from qerl.report.summary import rounded
-from qerl.report.verdict import Judged, mean_of, reward_sentence, student, verdict
-from qerl.report.write import write_report
+from qerl.report.sections import Judged, mean_of, reward_sentence, rounded, student, verdict
 
 
 def steps(*rewards, **more):

@@ -21,7 +21,7 @@ from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.verify import FailedCheck
 from qerl.formats import BF16
-from qerl.report.write import write_report
+from qerl.report.page import write_report
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from training.run import start

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from small_run import numbers, small_config
 
 from qerl.checkpoint.adapter_file import WEIGHTS
-from qerl.plan.cards import CARDS
+from qerl.plan.engine_memory import CARDS
 from qerl.plan.plan import plan, settled_for
 from qerl.plan.sizes import KNOWN, sizes_of
 from training.run import resume, start

@@ -5,9 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from qerl.report.page import render_page
+from qerl.report.page import render_page, render_text
 from qerl.report.read import read_run
-from qerl.report.text import render_text
 from training.run_dir.log import RunLog
 from training.run_dir.watch import COOL_DOWN, WINDOW, Finding, due, findings
 

@@ -22,8 +22,8 @@ from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.config.recipe import load_config, load_recipe
+from qerl.report.page import render_text
 from qerl.report.read import read_run
-from qerl.report.text import render_text
 from training.preflight.dry_run import dry_run
 from training.run import resume, start
 from training.run_dir.log import read_metrics

@@ -15,10 +15,9 @@ import training.validation.measure
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.transformers.engine import TransformersEngine
-from qerl.report.page import render_page
+from qerl.report.page import render_page, render_text
 from qerl.report.read import read_run
-from qerl.report.text import render_text
-from qerl.report.validations import validation_table
+from qerl.report.sections import validation_table
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import read_metrics

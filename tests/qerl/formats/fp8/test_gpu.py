@@ -9,7 +9,7 @@ import torch
 from qerl.formats.fp8 import reference
 from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.fp8.training import quantize_tensor, recipe_of, scaled_product
-from qerl.plan.rounding_work import rounding_work
+from qerl.plan.sizes import rounding_work
 
 pytestmark = pytest.mark.gpu
 

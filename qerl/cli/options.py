@@ -1,4 +1,11 @@
-"""A command whose options are the fields of a dataclass, so that they are written once.
+"""Options of commands that follow from dataclasses.
+
+Show the options of a command where the engine names keys of a recipe.
+
+The engine speaks of `rollout.memory`, which is right while a recipe trains; `qerl eval` and `qerl chat` have --memory.
+What is wrong in a recipe keeps its keys, since a run's config.yaml has them.
+
+A command whose options are the fields of a dataclass, so that they are written once.
 
 @dataclass(frozen=True)
 class GradeOptions:
@@ -13,11 +20,51 @@ app.command()(command_of(grade))
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import typer
 from typer.models import ArgumentInfo, OptionInfo
+
+from qerl.base.errors import CAP_GIB, ENGINE, KERNEL, MAX_NEW_TOKENS, MEMORY, Key, QerlError
+
+ENGINE_OPTIONS = {  # what every command that opens an engine has
+    MEMORY: "--memory",
+    CAP_GIB: "--cap-gib",
+    KERNEL: "--kernel",
+    ENGINE: "--engine",
+    MAX_NEW_TOKENS: "--max-new-tokens",
+}
+
+Gpu = Annotated[
+    int | None,
+    typer.Option(min=0, help="Card of this machine, as `qerl doctor` counts; default: that with the most free memory."),
+]  # what every command that uses one card has
+
+
+@contextmanager
+def options_named(options: Mapping[Key, str]) -> Iterator[None]:
+    """Within it, errors and log lines show `options` in place of the keys that they name."""
+
+    def show(record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(part.shown(options) if isinstance(part, Key) else part for part in record.args)
+        return True
+
+    handlers = logging.getLogger().handlers[:]
+    for handler in handlers:
+        handler.addFilter(show)
+    try:
+        yield
+    except QerlError as error:
+        error.options = options
+        raise
+    finally:
+        for handler in handlers:
+            handler.removeFilter(show)
 
 
 @dataclass(frozen=True)

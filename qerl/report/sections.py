@@ -1,0 +1,534 @@
+"""The sections of a report.
+
+The noise stages of a run with the mean of its metrics in each, which shows what each sigma did to the entropy.
+
+Evaluations in the report: a table, a drawing of accuracies with their intervals, completions before and after.
+
+The numbers in the tables: first steps against last, time and memory by phase, configurations side by side.
+
+The validations of a run as a table, with the best one marked.
+
+Whether a run learned: one sentence, computed from its rewards and from evaluations before and after training.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import NormalDist, mean, variance
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from qerl.report.read import Evaluation, Row, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+PARTS = 8  # a stage in which a controller moves sigma is shown in at most this many parts
+
+# The table's columns: (heading, metric, format).
+COLUMNS = (
+    ("entropy", "entropy", ".3f"),
+    ("sampling entropy", "sampling/entropy", ".3f"),
+    ("reward", "reward", ".3f"),
+    ("mismatch_kl", "mismatch_kl", ".1e"),
+    ("ess", "correction/ess", ".3f"),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps `first` to `last` (counted from 1), the range of their sigmas, and the mean of each metric they logged."""
+
+    number: int
+    first: int
+    last: int
+    sigma_low: float
+    sigma_high: float
+    means: dict[str, float]
+
+
+def stages(rows: Sequence[Mapping[str, Any]]) -> list[Stage]:
+    """The stages in order. A stage whose sigma changes, under a controller, is divided into up to PARTS equal parts."""
+    noisy = [row for row in rows if row.get("noise/stage") is not None]
+    found = []
+    for number, members in groupby(noisy, key=lambda row: int(row["noise/stage"])):
+        steps = list(members)
+        moves = len({row["noise/sigma"] for row in steps}) > 1
+        size = -(-len(steps) // PARTS) if moves else len(steps)
+        found += [_stage(number, steps[start : start + size]) for start in range(0, len(steps), size)]
+    return found
+
+
+def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
+    """Heading and cells; metrics that no stage logged are left out."""
+    columns = [column for column in COLUMNS if any(column[1] in stage.means for stage in found)]
+    heading = ["stage", "steps", "sigma", *(name for name, _, _ in columns)]
+    cells = [
+        [
+            str(stage.number),
+            f"{stage.first} to {stage.last}",
+            sigma_text(stage),
+            *(f"{stage.means[key]:{form}}" if key in stage.means else "" for _, key, form in columns),
+        ]
+        for stage in found
+    ]
+    return heading, cells
+
+
+def held_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on how often the controller's sigma was held at a bound; empty if it never was."""
+    controlled = [row for row in rows if row.get("noise/at_bound") is not None]
+    held = [row for row in controlled if row["noise/at_bound"]]
+    if not held:
+        return ""
+    return (
+        f"Sigma was held at a bound in {len(held)} of {len(controlled)} steps (last at {held[-1]['noise/sigma']:.2g}): "
+        "its target was out of reach there."
+    )
+
+
+def sigma_text(stage: Stage) -> str:
+    """The stage's sigma, or its range under a controller."""
+    ends = dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high))
+    return " to ".join(ends)
+
+
+def _stage(number: int, rows: Sequence[Mapping[str, Any]]) -> Stage:
+    sigmas = [row["noise/sigma"] for row in rows]
+    means = {}
+    for _, key, _ in COLUMNS:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if values:
+            means[key] = sum(values) / len(values)
+    return Stage(number, rows[0]["step"], rows[-1]["step"], min(sigmas), max(sigmas), means)
+
+
+PAIRS_SHOWN = 3
+
+
+class Pair(NamedTuple):
+    """Two completions of the same question."""
+
+    before: Row
+    after: Row
+
+
+def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
+    """One row of the table, by heading; values that the result does not have are left out."""
+    result = evaluation.result
+    cells = {"evaluation": evaluation.name, "task": str(result["task"])}
+    if result.get("accuracy"):  # the result of another suite may have other numbers instead
+        cells["accuracy"] = f"{result['accuracy']['value']:.1%}"
+        cells["95% interval"] = _interval(result["accuracy"])
+    cells |= _suite_cells(result.get("scores") or {})
+    for k, value in (result.get("pass_at_k") or {}).items():
+        cells[f"pass@{k}"] = f"{value['value']:.1%} ({_interval(value)})"
+    for heading, key in (("truncated", "truncated_share"), ("no answer", "no_answer_share")):
+        if result.get(key) is not None:
+            cells[heading] = f"{result[key]:.1%}"
+    if result.get("questions") is not None:
+        cells["questions"] = f"{result['questions']} x {result.get('samples', 1)}"
+    if result.get("completion_tokens") is not None and result.get("completions"):
+        cells["tokens per completion"] = f"{result['completion_tokens'] / result['completions']:,.0f}"
+    return {**cells, "model": str(result.get("model", ""))}  # last, because it is long
+
+
+def evaluation_table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
+    """Heading and cells; a column that a result does not have is empty in its row."""
+    rows = [evaluation_cells(evaluation) for evaluation in evaluations]
+    heading = list(dict.fromkeys(name for row in rows for name in row))
+    return heading, [[row.get(name, "") for name in heading] for row in rows]
+
+
+def draw_evaluations(axis: Axes, evaluations: Sequence[Evaluation]) -> None:
+    """Draw the accuracy of each evaluation with its interval, the first one on top."""
+    for place, evaluation in enumerate(reversed(evaluations)):
+        accuracy, value = evaluation.result["accuracy"], evaluation.result["accuracy"]["value"]
+        # Rounding may put the value a little outside of its interval.
+        away = [[max(0.0, value - accuracy["low"])], [max(0.0, accuracy["high"] - value)]]
+        axis.errorbar([value], [place], xerr=away, fmt="o", color="C0", capsize=4)
+    names = [f"{evaluation.result['task']} · {evaluation.name}"[-36:] for evaluation in reversed(evaluations)]
+    axis.set_yticks(range(len(names)), names, parse_math=False)
+    axis.set_ylim(-0.6, len(names) - 0.4)
+    axis.set_title("accuracy with its 95% interval", fontsize=10)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3, axis="x")
+
+
+def pairs(before: Evaluation, after: Evaluation) -> list[Pair]:
+    """Completions of the same question before and after, preferably questions that turned from wrong to right."""
+    first, second = ({(row["id"], row["sample"]): row for row in each.rows} for each in (before, after))
+    shared = [key for key in first if key in second]
+    turned = [key for key in shared if second[key]["correct"] > first[key]["correct"]] or shared
+    spread = turned[:: max(1, len(turned) // PAIRS_SHOWN)][:PAIRS_SHOWN]  # neighbours are alike in length and kind
+    return [Pair(first[key], second[key]) for key in spread]
+
+
+def mistakes(evaluation: Evaluation) -> list[Row]:
+    """A few completions that were graded wrong, spread over the data."""
+    wrong = [row for row in evaluation.rows if row.get("correct") is False]
+    return wrong[:: max(1, len(wrong) // PAIRS_SHOWN)][:PAIRS_SHOWN]
+
+
+def _suite_cells(scores: dict[str, dict[str, float]]) -> dict[str, str]:
+    """The metrics of lighteval with their standard errors; if there are several tasks, with the task's name."""
+    cells = {}
+    for task, metrics in scores.items():
+        for name, value in metrics.items():
+            if not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr")
+                spread = "" if error is None else f" ± {error:.3f}"
+                cells[name if len(scores) == 1 else f"{task} {name}"] = f"{value:.3f}{spread}"
+    return cells
+
+
+def _interval(value: dict[str, float]) -> str:
+    return f"{value['low']:.1%} to {value['high']:.1%}"
+
+
+CHANGES = (
+    ("loss of the learned tokens", "nll"),
+    ("KL to the teacher", "kl_to_teacher/forward"),
+    ("KL from the teacher (reverse)", "kl_to_teacher/reverse"),
+    ("reward", "reward"),
+    ("reward of all that was sampled", "sampled/reward"),
+    ("accuracy", "rewards/accuracy"),
+    ("entropy", "entropy"),
+    ("tokens per completion", "completions/mean_tokens"),
+    ("truncated share", "completions/truncated_share"),
+    ("mismatch_kl", "mismatch_kl"),
+    ("experts chosen otherwise", "mismatch/router_changed"),
+    ("effective sample size", "correction/ess"),
+    ("seconds per step", "time/step_s"),
+)
+REWARDS = 4  # the place in CHANGES after which the rewards of sources stand
+PHASES = (
+    ("rollout", "time/rollout_s"),
+    ("waking and sleeping", "time/switch_s"),
+    ("adapter sync", "time/sync_s"),
+    ("grading", "time/reward_s"),
+    ("teacher", "time/teacher_s"),
+    ("forward", "time/forward_s"),
+    ("backward", "time/backward_s"),
+    ("optimizer", "time/optimizer_s"),
+)
+TRAINING = "time/train_s"  # includes packing; older versions logged this instead of the training phases
+
+SOURCE = re.compile(r"sources/([^/]+)/share")
+
+Table = tuple[list[str], list[list[str]]]  # heading, cells
+
+
+class Change(NamedTuple):
+    """The means of a metric over the first and over the last fifth of the steps."""
+
+    label: str
+    first: float
+    last: float
+
+
+class Phase(NamedTuple):
+    """Seconds of one phase: the mean per step, the total, and the share of all time."""
+
+    name: str
+    mean_s: float
+    total_s: float
+    share: float
+
+
+def fifth(rows: Sequence[Row]) -> int:
+    """How many steps a fifth of the run has."""
+    return max(1, len(rows) // 5)
+
+
+def changes(rows: Sequence[Row]) -> list[Change]:
+    """How the metrics changed; those that are missing at the start or at the end are left out."""
+    width = fifth(rows)
+    found = []
+    of_sources = [(f"reward of {name}", f"sources/{name}/reward") for name in source_names(rows)]
+    for label, key in (*CHANGES[:REWARDS], *of_sources, *CHANGES[REWARDS:]):
+        first, last = (_mean(part, key) for part in (rows[:width], rows[-width:]))
+        if first is not None and last is not None:
+            found.append(Change(label, first, last))
+    return found
+
+
+def source_names(rows: Sequence[Row]) -> list[str]:
+    """The sources of a run, in the order of their names; none of a run with one."""
+    found = (SOURCE.fullmatch(key) for row in rows for key in row)
+    return sorted({match[1] for match in found if match})
+
+
+def phases(rows: Sequence[Row]) -> list[Phase]:
+    """Where the time of a run went; the last entry is what no phase accounts for.
+
+    Means are over all steps, including steps that had no rollout of their own.
+    """
+    timed = [row for row in rows if row.get("time/step_s") is not None]
+    whole = sum(row["time/step_s"] for row in timed)
+    if not whole:
+        return []
+    logged = {key for row in timed for key in row}
+    totals = {name: sum(row.get(key) or 0.0 for row in timed) for name, key in PHASES if key in logged}
+    if unsplit := [row[TRAINING] for row in timed if "time/optimizer_s" not in row and row.get(TRAINING)]:
+        totals["training"] = sum(unsplit)
+    rest = "the rest" if "grading" in totals else "grading and the rest"
+    totals[rest] = max(0.0, whole - sum(totals.values()))
+    return [Phase(name, total / len(timed), total, total / whole) for name, total in totals.items()]
+
+
+def memory(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """The name, the mean and the maximum in GiB of each metric under memory/."""
+    keys = sorted({key for row in rows for key in row if key.startswith("memory/") and key.endswith("_gib")})
+    found = []
+    for key in keys:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        name = key.removeprefix("memory/").removesuffix("_gib").replace("_", " ")
+        found.append((name, sum(values) / len(values), max(values)))
+    return found
+
+
+def rounded(value: float) -> str:
+    """A number with three digits that count, without an exponent from 0.001 to a million."""
+    size = abs(float(f"{value:.3g}"))  # 0.99999 is shown as 1.00
+    if size >= 1e6 or 0 < size < 0.001:
+        return f"{value:.1e}"
+    return f"{value:,.{0 if size >= 100 or not size else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
+def change_table(runs: Sequence[Run]) -> Table:
+    """The changes of each run, side by side."""
+    columns = [{change.label: change for change in changes(run.rows)} for run in runs]
+    heading = [f"{end} steps{_of(run, runs)}" for run in runs for end in ("first", "last")]
+    cells = []
+    for label in [label for label, _ in CHANGES if any(label in column for column in columns)]:
+        ends = [column[label][1:] if label in column else (None, None) for column in columns]
+        cells.append([label, *("" if value is None else rounded(value) for pair in ends for value in pair)])
+    return ["mean", *heading], cells
+
+
+def phase_table(runs: Sequence[Run]) -> Table | None:
+    """Time by phase, side by side; None if no run logged times."""
+    columns = [{phase.name: phase for phase in phases(run.rows)} for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("seconds per step", "in all", "share")]
+    cells = []
+    for name in names:
+        found = [column.get(name) for column in columns]
+        texts = [("", "", "") if each is None else _phase_cells(each) for each in found]
+        cells.append([name, *(text for triple in texts for text in triple)])
+    return (["phase", *heading], cells) if cells else None
+
+
+def memory_table(runs: Sequence[Run]) -> Table | None:
+    """Mean and maximum GPU memory, side by side; None if no run logged any."""
+    columns = [{name: (mean, largest) for name, mean, largest in memory(run.rows)} for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("mean", "largest")]
+    cells = []
+    for name in names:
+        texts = [[f"{value:.1f}" for value in column[name]] if name in column else ["", ""] for column in columns]
+        cells.append([name, *(text for pair in texts for text in pair)])
+    return (["GPU memory (GiB)", *heading], cells) if cells else None
+
+
+def differences(runs: Sequence[Run]) -> list[list[str]]:
+    """One row per configuration key in which the runs differ: the key, then its value in each run."""
+    flat = [dict(_flatten(run.config)) for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [(key, [config.get(key, "") for config in flat]) for key in keys if key != "run.out"]
+    return [[key, *values] for key, values in rows if len(set(values)) > 1]
+
+
+def _of(run: Run, runs: Sequence[Run]) -> str:
+    return f", {run.name}" if len(runs) > 1 else ""
+
+
+def _phase_cells(phase: Phase) -> tuple[str, str, str]:
+    return rounded(phase.mean_s), f"{phase.total_s:,.0f} s", f"{phase.share:.0%}"
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "null" if value is None else str(value)
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+HEADING = ["step", "accuracy", "95% interval", "reward", "tokens", "truncated", "seconds", ""]
+
+
+def validation_table(run: Run) -> tuple[list[str], list[list[str]]] | None:
+    """Heading and cells, one line per validation; None for a run without."""
+    rows = run.validations
+    if not rows:
+        return None
+    if any(row.get("validation/loss") is not None for row in rows):
+        return _losses(rows)
+    key = f"validation/{((run.config.get('validation') or {}).get('metric')) or 'accuracy'}"
+    values = [row[key] for row in rows if row["step"] and row.get(key) is not None]
+    best = next((row["step"] for row in rows if row["step"] and values and row.get(key) == max(values)), None)
+    return HEADING, [[*_cells(row), "best" if row["step"] == best else ""] for row in rows]
+
+
+def _losses(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Of a run on given conversations, whose validations measure the loss of held-out rows."""
+    values = {row["step"]: row["validation/loss"] for row in rows}
+    best = min((step for step in values if step), key=values.get, default=None)
+    cells = [[str(row["step"]), _number(row, "loss"), _seconds(row)] for row in rows]
+    return ["step", "loss", "seconds", ""], [[*each, "best" * (each[0] == str(best))] for each in cells]
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    accuracy, low, high = (_share(row, name) for name in ("accuracy", "accuracy_low", "accuracy_high"))
+    return [
+        str(row["step"]),
+        accuracy,
+        f"{low} to {high}" if low and high else "",
+        _number(row, "reward"),
+        _number(row, "mean_tokens"),
+        _share(row, "truncated_share"),
+        _seconds(row),
+    ]
+
+
+def _seconds(row: Mapping[str, Any]) -> str:
+    seconds = row.get("time/validation_s")
+    return "" if seconds is None else f"{seconds:.1f}"
+
+
+def _share(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(f"validation/{name}")
+    return "" if value is None else f"{value:.1%}"
+
+
+def _number(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(f"validation/{name}")
+    return "" if value is None else rounded(value)
+
+
+LEARNED_FROM = (
+    ("kl_to_teacher/forward", "KL to the teacher"),
+    ("nll", "loss"),
+    ("sampled/reward", "reward"),
+    ("reward", "reward"),
+)
+ENOUGH = 5  # steps at each end, below which an interval would say little
+LEADS = {
+    "better": "It learned: held-out accuracy rose",
+    "worse": "It got worse: held-out accuracy fell",
+    "cannot tell": "Whether it learned cannot be told: held-out accuracy went",
+    None: "Whether it learned was not tested: held-out accuracy went",
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a paired test says of two evaluations; `outcome` is None if they cannot be compared, and `text` says why."""
+
+    outcome: Literal["better", "worse", "cannot tell"] | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over steps with the half-width of its 95% interval (Student's t over steps); None for too few steps."""
+
+    value: float
+    half: float | None
+    steps: int
+
+    def __str__(self) -> str:
+        if self.half is None:
+            return rounded(self.value)
+        return f"{rounded(self.value)} ({rounded(self.value - self.half)} to {rounded(self.value + self.half)})"
+
+
+def verdict(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
+    """The sentence at the top of the report. Held-out questions decide if they were asked before and after training;
+    a rising reward alone is named as such."""
+    reward = reward_sentence(run.rows)
+    if compared is None:
+        return f"{reward} {_afterwards(run)}".strip()
+    before, after = (_accuracy(each) for each in compared)
+    questions = compared[1].result.get("questions")
+    of = f"{questions} questions of " if questions else ""
+    lead = LEADS[judged.outcome if judged else None]
+    return f"{lead} from {before} to {after} on {of}{compared[1].result['task']}. {reward}"
+
+
+def reward_sentence(rows: Sequence[Row]) -> str:
+    """What a run learns from in the first and in the last fifth of its steps: the KL to a teacher, or the mean reward,
+    with dynamic sampling that of all samples."""
+    name, values = _learned_from(rows)
+    if not values:
+        return "No reward was logged."
+    width = fifth(values)
+    first, last = mean_of(values[:width]), mean_of(values[-width:])
+    if len(values) == 1:
+        return f"The {name} of the only step is {first}."
+    ends = f"from {first} in the first {_steps(width)} to {last} in the last {_steps(width)} of {len(values)}"
+    if first.half is None or last.half is None:
+        return f"The {name} went {ends}, too few steps for an interval."
+    apart = abs(last.value - first.value) > math.hypot(first.half, last.half)
+    if not apart:
+        return f"The {name} did not change measurably: it went {ends}."
+    return f"The {name} {'rose' if last.value > first.value else 'fell'} {ends}."
+
+
+def _learned_from(rows: Sequence[Row]) -> tuple[str, list[float]]:
+    """The first of LEARNED_FROM that half of the steps have, and its values; without one the reward's."""
+    for key, name in LEARNED_FROM:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if len(values) >= max(1, len(rows) // 2):
+            return name, values
+    return name, values
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean with its interval. Steps are taken for independent: each has other prompts."""
+    half = None
+    if len(values) >= ENOUGH:
+        half = student(len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return Mean(mean(values), half, len(values))
+
+
+def student(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, for at least four degrees of freedom within 0.3% (Fisher's expansion)."""
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _afterwards(run: Run) -> str:
+    known = [each for each in run.evaluations if each.result.get("accuracy")]
+    if len(known) == 1:
+        found = f"Held-out accuracy on {known[0].result['task']} is {_accuracy(known[0])}"
+        return f"{found}; what it was before training is not given (--before and --after)."
+    if known:
+        return "Held-out accuracies are below; none is compared with one before training (--before and --after)."
+    return "Held-out accuracy was not given (--before and --after)."
+
+
+def _accuracy(evaluation: Evaluation) -> str:
+    accuracy = evaluation.result["accuracy"]
+    return f"{accuracy['value']:.1%} ({accuracy['low']:.1%} to {accuracy['high']:.1%})"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
