@@ -16,7 +16,7 @@ from eval.result import EvalResult
 from eval.run import EngineHolder, OnBatch, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.nearby import no_folder
+from qerl.base.files import no_folder
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.adapter_file import export_line, through_quantizer
 from qerl.checkpoint.folder import kind_of

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
 from qerl.base.errors import CheckpointError, ConfigError, DataError
-from qerl.base.nearby import no_folder
-from qerl.base.read_back import OF_EVALUATION, Shape, read_object, read_rows
+from qerl.base.files import OF_EVALUATION, Shape, no_folder, read_object, read_rows
 from qerl.data.grading.intervals import estimate, wilson
 
 if TYPE_CHECKING:

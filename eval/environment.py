@@ -16,8 +16,8 @@ from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig
 from qerl.engine.interface import Completion
 from qerl.episodes.build import KNOWN
+from qerl.episodes.driven import Episode, Start
 from qerl.episodes.play import Environments, play, row_of
-from qerl.episodes.values import Episode, Start
 
 if TYPE_CHECKING:
     from eval.plan import Plan

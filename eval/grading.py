@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import RewardError
-from qerl.base.own.columns import first_to_fail
-from qerl.base.own.function import LateError, OwnFunctionError
-from qerl.base.own.returned import ReturnedError
+from qerl.base.own.function import LateError, OwnFunctionError, first_to_fail
+from qerl.base.own.process import ReturnedError
 from qerl.data.grading.grade import Grade, grade_many
 from qerl.data.tasks import Task
 

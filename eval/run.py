@@ -30,7 +30,7 @@ from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.episodes.values import Episode
+from qerl.episodes.driven import Episode
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl.base.bounded import JSON_BYTES, parse_json, read_text
 from qerl.base.errors import CheckpointError
+from qerl.base.files import JSON_BYTES, parse_json, read_text
 
 SETTINGS, COMPLETIONS, RESULT = "settings.json", "completions.jsonl", "result.json"
 

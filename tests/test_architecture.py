@@ -44,9 +44,9 @@ ALLOWED_UPWARD = """
     eval.settings -> qerl.cli.train
     eval.show -> qerl.cli.next_step
     eval.show -> qerl.cli.options
-    qerl.base.own.columns -> qerl.data.tasks
     qerl.base.own.function -> qerl.data.tasks
-    qerl.base.own.headers -> qerl.config.rewards
+    qerl.base.own.function -> qerl.data.tasks
+    qerl.base.own.exchange -> qerl.config.rewards
     qerl.base.threads -> qerl.plan.sizes
     qerl.checkpoint.adapter_fit -> qerl.plan.sizes
     qerl.checkpoint.load -> qerl.plan.sizes
@@ -65,7 +65,7 @@ ALLOWED_UPWARD = """
     qerl.config.validation -> qerl.engine.interface
     qerl.data.grading.own_grader -> qerl.api.arguments
     qerl.data.rendered -> qerl.checkpoint.sandbox
-    qerl.data.rendered -> qerl.episodes.chat
+    qerl.data.rendered -> qerl.episodes.endpoint
     qerl.data.rows -> qerl.api.arguments
     qerl.data.rows -> qerl.checkpoint.hub
     qerl.data.rows -> qerl.checkpoint.hub_refusal

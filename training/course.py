@@ -19,7 +19,7 @@ import torch
 from transformers import PrinterCallback
 
 from qerl.api.arguments import write_given_rows
-from qerl.base.disk import replace_text
+from qerl.base.files import replace_text
 from qerl.base.parallel import Parallel, check_same
 from qerl.checkpoint.adapter_file import export_line, trains_weights, weights_digest
 from qerl.checkpoint.load import local_folder

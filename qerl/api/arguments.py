@@ -33,11 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from qerl.base.devices import ORDER, VISIBLE
-from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError, DataError, QerlError
-from qerl.base.own.calling import Caller, seed_all
-from qerl.base.own.function import OwnFunctionError
-from qerl.base.own.returned import ReturnedError, one_line
+from qerl.base.files import replace_text
+from qerl.base.own.function import Caller, OwnFunctionError, seed_all
+from qerl.base.own.process import ReturnedError, one_line
 from qerl.cli.terminal import NOISY_LOGGERS, quiet_libraries_
 from qerl.config.keys import nearest
 from qerl.engine.open import engines_closed_on_error

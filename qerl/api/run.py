@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.api.recipe import Recipe
 from qerl.base.errors import ConfigError
-from qerl.base.nearby import expanded, no_folder
+from qerl.base.files import expanded, no_folder
 
 if TYPE_CHECKING:
     import pandas

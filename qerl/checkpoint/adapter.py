@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.base.bounded import JSON_BYTES, parse_json, read_text
-from qerl.base.disk import mode_by_umask, replace_text
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.files import JSON_BYTES, mode_by_umask, parse_json, read_text, replace_text
 from qerl.checkpoint.adapter_file import (
     ADAPTER_FILES,
     OF_EXPERTS,

@@ -41,9 +41,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.bounded import JSON_BYTES, parse_json, read_text
-from qerl.base.disk import fsync
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.files import JSON_BYTES, fsync, parse_json, read_text
 from qerl.checkpoint.experts import GATE_UP
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from qerl import formats
 from qerl.base.errors import CheckpointError
-from qerl.base.nearby import expanded
+from qerl.base.files import expanded
 from qerl.checkpoint.hub import check_links
 from qerl.checkpoint.shards import read_json
 from qerl.formats.base import Format

@@ -23,7 +23,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from qerl.base.errors import CheckpointError
-from qerl.base.nearby import is_path, no_folder
+from qerl.base.files import is_path, no_folder
 
 HUB = "https://huggingface.co"  # licences are accepted there, whatever mirror HF_ENDPOINT names
 LOG_IN = "`hf auth login` (or set HF_TOKEN)"

@@ -23,8 +23,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.base.disk import fsync, mode_by_umask
 from qerl.base.errors import CheckpointError
+from qerl.base.files import fsync, mode_by_umask
 from qerl.checkpoint.adapter_file import CHECKSUMS
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import REPORT

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qerl import formats
-from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError
+from qerl.base.files import replace_text
 from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.nearby import close_to, expanded, is_path, no_folder
+from qerl.base.files import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.activations import check_experts
 from qerl.checkpoint.adapter_file import (
     CHECKSUMS,

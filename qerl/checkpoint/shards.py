@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qerl.base.bounded import JSON_BYTES, parse_json, read_text
 from qerl.base.errors import CheckpointError
+from qerl.base.files import JSON_BYTES, parse_json, read_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -63,7 +63,7 @@ def init(options: InitOptions) -> Path:
     Raises DataError for rows that cannot be used, ConfigError for a recipe that cannot, or a folder that is there.
     """
     from qerl.base.devices import installed_cards
-    from qerl.base.nearby import expanded, is_path, no_folder
+    from qerl.base.files import expanded, is_path, no_folder
     from qerl.config.recipe import load_recipe
     from qerl.data.guess import guess
 

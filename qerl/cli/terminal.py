@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from qerl.base.disk import refusal_of
 from qerl.base.errors import QerlError
+from qerl.base.files import refusal_of
 from qerl.base.printable import PrintableFormatter, printable
 
 NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")

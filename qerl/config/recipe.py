@@ -20,10 +20,8 @@ from typing import Any
 
 from pydantic import FiniteFloat, ValidationError
 
-from qerl.base.bounded import read_bytes, read_text
-from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
-from qerl.base.read_back import Shape
+from qerl.base.files import Shape, read_bytes, read_text, replace_text
 from qerl.config import yaml_text
 from qerl.config.keys import Draft, nearest, shown, to_config_error
 from qerl.config.schema import RunConfig

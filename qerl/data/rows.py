@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl.api.arguments import given_rows
 from qerl.base.errors import ConfigError, DataError
-from qerl.base.nearby import close_to, expanded, is_path, no_folder
+from qerl.base.files import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.hub import HUB_ID, reachable, refusal
 
 if TYPE_CHECKING:

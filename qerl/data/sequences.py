@@ -27,7 +27,7 @@ from qerl.data.tasks import TASKS, Example, Message, render_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.episodes.chat import Chat
+    from qerl.episodes.endpoint import Chat
 
 
 logger = logging.getLogger(__name__)

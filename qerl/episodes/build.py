@@ -24,10 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from qerl.episodes.calculator import calculate
-from qerl.episodes.driven import Driven, Stepped, Tooled, methods_of
+from qerl.episodes.driven import Driven, Schema, Stepped, Tooled, methods_of
 from qerl.episodes.endpoint import Programmed, is_program, schemas_of
 from qerl.episodes.remote import Remote
-from qerl.episodes.values import Schema
 from qerl.episodes.word_game import WordGame
 
 

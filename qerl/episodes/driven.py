@@ -1,4 +1,17 @@
-"""The one form that every kind of environment takes: reset with a row, step with what the model wrote, end.
+"""Episodes of any kind in one form.
+
+The values that pass between the model, its environment and what samples. A leaf module: it imports nothing of ours.
+
+A message is a mapping with `role` and `content`; that of a tool has the tool's `name` too.
+
+The value of a user's coroutine, on one event loop that the episodes of a process share.
+
+Libraries keep locks and connections for as long as the process lives, and these work on the loop that they were first
+used on. With a loop for each call the second of two episodes waited forever (verifiers 0.4), and a client opened in
+`reset` could not be used in `step`. A coroutine that blocks holds up the others of its loop; those that it keeps from
+starting get loops of their own.
+
+The one form that every kind of environment takes: reset with a row, step with what the model wrote, end.
 
 `Stepped` drives a class of the user's own, which has `reset` and `step`:
 
@@ -16,16 +29,165 @@ methods are tools, `reset(**row)` begins an episode, and `get_reward()`, if ther
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
-from qerl.base.own.returned import LARGEST
-from qerl.episodes.awaited import awaited
-from qerl.episodes.values import Action, Call, Message, Reply
+from qerl.base.own.process import LARGEST
+
+Message = dict[str, Any]
+Schema = dict[str, Any]  # of a tool, as chat templates take it
+
+Ending = Literal["done", "turns", "tokens", "failed"]  # the environment's word, a limit, or an error of it
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that the model asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the model wrote in one turn: its text, the tool calls in it, and what begins like a call and is none."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+    mistakes: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The turn as a message of the assistant."""
+        calls = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in self.calls]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers. `prompt` is set by a reset alone: messages in place of the row's own."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    tool_calls: int = 0
+    tool_errors: int = 0
+    prompt: tuple[Message, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of an episode as people read it."""
+
+    role: str
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A finished exchange. `token_ids` are all tokens after the prompt: the model's and the environment's."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]  # 0.0 on tokens that the model did not write
+    written: list[bool]  # whether the model wrote the token; the others have no loss
+    turns: tuple[Turn, ...]
+    answer: str  # the model's last turn, as text
+    reward: float  # of the environment, over all steps
+    ended: Ending
+    truncated: bool  # a limit of tokens ended it
+    error: str | None  # why the environment failed
+    tool_calls: int
+    tool_errors: int
+    cut: int  # observations of which only the beginning was shown
+    waited_s: float
+    environment: Any = None  # the object itself, if it is of this process
+    experts: Any = None  # uint8 (tokens, layers, k) as an engine's completions have them: of prompt and `token_ids`
+
+    @property
+    def model_turns(self) -> int:
+        """How often the model spoke."""
+        return sum(turn.role == "assistant" for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an episode ends by itself. Times are in seconds."""
+
+    max_turns: int = 8  # of the model
+    max_tokens: int = 4096  # of the model and the environment together, after the prompt
+    context: int = 1 << 30  # tokens of prompt and episode together
+    max_turn_tokens: int | None = None  # of one turn of the model
+    max_observation_tokens: int | None = None  # of one message of the environment; longer ones are cut
+    timeout_s: float = 60.0  # of one reset or step
+    failure_reward: float = 0.0  # of an episode whose environment failed
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an episode begins: the row for the environment, and the prompt that holds unless its reset says otherwise."""
+
+    row: Mapping[str, Any]
+    messages: tuple[Message, ...]
+    prompt_ids: Sequence[int]
+    seed: int = 0  # the same for all episodes of a prompt, which so begin alike
+
+
+PATIENCE_S = 1.0  # after which a shared loop that starts nothing counts as blocked
+
+_starting = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def awaited(returned: Any) -> Any:
+    """What `returned` ends with if it can be awaited, and `returned` as it is if not. Raises what it raised."""
+    if not inspect.isawaitable(returned):
+        return returned
+    began, claim = threading.Event(), threading.Lock()
+    future = asyncio.run_coroutine_threadsafe(_on_shared_loop(returned, began, claim), _shared_loop())
+    if not began.wait(PATIENCE_S) and claim.acquire(blocking=False):
+        return asyncio.run(_value(returned))
+    value, error = future.result()
+    if error is not None:
+        raise error
+    return value
+
+
+async def _on_shared_loop(
+    returned: Awaitable[Any], began: threading.Event, claim: threading.Lock
+) -> tuple[Any, BaseException | None]:
+    """Its value or what it raised, unless another loop has claimed it.
+
+    What it raised is returned because a SystemExit that leaves a task would end the loop for all episodes.
+    """
+    if not claim.acquire(blocking=False):
+        return None, None
+    began.set()
+    try:
+        return await returned, None
+    except BaseException as error:
+        return None, error
+
+
+async def _value(returned: Awaitable[Any]) -> Any:
+    return await returned
+
+
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="coroutines", daemon=True).start()
+    return _loop
+
 
 NO_TOOLS = ("reset", "step", "close", "get_reward")
 

@@ -22,15 +22,14 @@ from qerl.base.errors import CheckpointError
 from qerl.base.printable import printable
 from qerl.data.tasks.environment import ASKS
 from qerl.engine.interface import Completion, Request, SamplingParams, Source, extended
-from qerl.episodes.values import Ending, Episode, Limits, Message, Start, Turn
+from qerl.episodes.driven import Ending, Episode, Limits, Message, Start, Turn
 
 if TYPE_CHECKING:
     import torch
 
     from qerl.engine.interface import Finished
-    from qerl.episodes.chat import Chat
-    from qerl.episodes.host import Answer
-    from qerl.episodes.runner import Runner
+    from qerl.episodes.endpoint import Chat
+    from qerl.episodes.runner import Answer, Runner
 
 CUT = "\n[... the rest is not shown]"
 

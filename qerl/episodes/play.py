@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.own.columns import ENVIRONMENTS, EPISODE_COLUMNS
+from qerl.base.own.function import ENVIRONMENTS, EPISODE_COLUMNS
 from qerl.episodes.build import Source, is_url
-from qerl.episodes.chat import Chat
+from qerl.episodes.driven import Episode, Limits, Start
+from qerl.episodes.endpoint import Chat
 from qerl.episodes.episodes import Episodes
 from qerl.episodes.remote import check_reachable
 from qerl.episodes.runner import Runner
-from qerl.episodes.values import Episode, Limits, Start
 
 if TYPE_CHECKING:
     from pathlib import Path

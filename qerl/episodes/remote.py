@@ -20,10 +20,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qerl.base.errors import ConfigError
-from qerl.base.own.headers import check_headers
+from qerl.base.own.exchange import check_headers
 from qerl.config.rewards import url_mistake, url_shown
-from qerl.episodes.driven import BadEnvironmentError, messages_of, number
-from qerl.episodes.values import Action, Reply
+from qerl.episodes.driven import Action, BadEnvironmentError, Reply, messages_of, number
 
 CONNECT_S = 10.0
 LARGEST = 16 * 2**20  # bytes of an answer

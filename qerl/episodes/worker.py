@@ -1,6 +1,6 @@
 """The process in which environments and tools of the user's own run; qerl/episodes/runner.py starts it.
 
-Its first request is the source to load, and all others are those of a host (qerl/episodes/host.py).
+Its first request is the source to load, and all others are those of a host (qerl/episodes/runner.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from qerl.base.own.returned import one_line
+from qerl.base.own.process import one_line
 from qerl.episodes.build import UnfitError, build
-from qerl.episodes.host import Host
+from qerl.episodes.runner import Host
 
 
 def main(descriptor: int) -> None:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.nearby import is_path, no_folder
+from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKV, Decoder, decoder_of
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.formats.nvfp4.ranks import padded_rank

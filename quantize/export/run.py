@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.nearby import no_folder
+from qerl.base.files import no_folder
 from qerl.checkpoint import adapter_file as sealed
 from qerl.checkpoint.adapter_file import BASE, checkpoint_of, through_quantizer
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained

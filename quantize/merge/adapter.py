@@ -13,8 +13,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.base.disk import mode_by_umask
 from qerl.base.errors import CheckpointError
+from qerl.base.files import mode_by_umask
 from qerl.checkpoint.adapter_file import PEFT_PREFIX, to_peft
 from qerl.checkpoint.folder import EMBEDDED, TRAINED_ON, beside, embedded_folder, model_of_adapter
 from qerl.checkpoint.hub import is_hub_id

@@ -12,11 +12,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from qerl.base.bounded import JSON_BYTES, parse_json, read_text
-from qerl.base.disk import replace_text
 from qerl.base.errors import DataError
+from qerl.base.files import JSON_BYTES, parse_json, read_object, read_rows, read_text, replace_text
 from qerl.base.printable import quoted
-from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
 from qerl.checkpoint.hub import HUB_ID

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl import formats
-from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError, QerlError
+from qerl.base.files import replace_text
 from qerl.checkpoint.activations import rounds_to_four_bits
 from qerl.checkpoint.adapter_file import through_quantizer
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter

@@ -8,7 +8,7 @@ from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.recipe import save_config
-from qerl.episodes.values import Episode, Turn
+from qerl.episodes.driven import Episode, Turn
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import Source
-from qerl.episodes.chat import Chat
+from qerl.episodes.driven import Limits, Start
+from qerl.episodes.endpoint import Chat
 from qerl.episodes.play import Environments, play
 from qerl.episodes.runner import Runner
-from qerl.episodes.values import Limits, Start
 
 END = 2
 

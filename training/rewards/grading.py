@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qerl.base.own.columns import ENVIRONMENTS
+from qerl.base.own.function import ENVIRONMENTS
 from training.loss.advantages import deviation
 from training.rewards.guarded import Reward
 from training.rewards.rewards import Rewards

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from qerl.api.arguments import GivenFunction
 from qerl.base.errors import RewardError
-from qerl.base.own.columns import ENVIRONMENTS, EPISODE_COLUMNS, first_to_fail
-from qerl.base.own.function import TIMEOUT_S, LateError, OwnFunction, OwnFunctionError
-from qerl.base.own.returned import ReturnedError, numbers
+from qerl.base.own.function import (
+    ENVIRONMENTS,
+    EPISODE_COLUMNS,
+    TIMEOUT_S,
+    LateError,
+    OwnFunction,
+    OwnFunctionError,
+    first_to_fail,
+)
+from qerl.base.own.process import ReturnedError, numbers
 from qerl.data.tasks import Example
 from training.rewards.judge import Judge
 from training.rewards.server import RewardServer

@@ -21,8 +21,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.base.own.exchange import AskError, Server, ask, check_patience, shown
-from qerl.base.own.headers import Headers, check_headers
+from qerl.base.own.exchange import AskError, Headers, Server, ask, check_headers, check_patience, shown
 from qerl.config.rewards import secret_place, url_mistake, url_shown
 
 LARGEST = 4 * 2**20  # bytes of a reply

@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 
 from qerl.api.arguments import PYTHON, given_function
 from qerl.base.errors import ConfigError
-from qerl.base.own.columns import COLUMNS, check_columns
-from qerl.base.own.function import Named, own_function
+from qerl.base.own.function import COLUMNS, Named, check_columns, own_function
 from qerl.config.rewards import OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader

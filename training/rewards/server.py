@@ -15,7 +15,7 @@ A server that cannot be reached, is late or answers 408, 429 or 5xx is asked aga
 that time, and so on, or after the time that its Retry-After asks for; any other error is final. `timeout_s` is the
 deadline of a whole exchange, and an answer has at most LARGEST bytes. If no rewards come in the end, a RewardError
 stops the run, which can be resumed from its last checkpoint. `headers` are sent along, with `${NAME}` replaced by a
-variable of the environment (qerl/base/own/headers.py). Nothing is sent anywhere but to that URL: a redirect is an
+variable of the environment (qerl/base/own/exchange.py). Nothing is sent anywhere but to that URL: a redirect is an
 error, and the proxies that the environment names are used for other machines only.
 """
 
@@ -27,8 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.base.own.exchange import AskError, Server, ask, check_patience, shown
-from qerl.base.own.headers import Headers, check_headers
+from qerl.base.own.exchange import AskError, Headers, Server, ask, check_headers, check_patience, shown
 from qerl.config.rewards import url_mistake, url_shown
 
 SENT = {"prompts": "prompts", "question": "questions", "answer": "answers", "row": "rows"}  # column -> name in JSON

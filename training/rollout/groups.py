@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from qerl.data.tasks import Example
     from qerl.engine.interface import Completion
-    from qerl.episodes.values import Episode
+    from qerl.episodes.driven import Episode
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.tasks import Example, Message
-    from qerl.episodes.chat import Chat
+    from qerl.episodes.endpoint import Chat
     from training.rollout.curriculum import Curriculum
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from qerl.base.disk import fsync, refusal_of
 from qerl.base.errors import CheckpointError
+from qerl.base.files import fsync, refusal_of
 from qerl.checkpoint import adapter_file as sealed
 from qerl.checkpoint.adapter_file import ADAPTER_FILES, WEIGHTS
 

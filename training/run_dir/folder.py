@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.api.arguments import ROWS
 from qerl.base.errors import ConfigError
-from qerl.base.nearby import expanded
-from qerl.base.read_back import read_object
+from qerl.base.files import expanded, read_object
 from qerl.checkpoint.adapter_file import BASE
 from qerl.report.read import About
 from training.run_dir.checkpoint import checkpoints

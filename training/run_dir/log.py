@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qerl.base.bounded import parse_json, read_lines
-from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError
+from qerl.base.files import parse_json, read_lines, replace_text
 from qerl.base.printable import SafeConsole
 from qerl.report.read import completions_step
 from training.run_dir.notebook import NotebookDisplay

@@ -24,9 +24,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError, ConfigError, DataError
-from qerl.base.nearby import expanded, is_path, no_folder
+from qerl.base.files import expanded, is_path, no_folder, replace_text
 from qerl.checkpoint.adapter_file import MODEL, weights_digest
 from qerl.checkpoint.folder import beside
 from qerl.checkpoint.load import local_folder

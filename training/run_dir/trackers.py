@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from qerl.base.disk import replace_text
 from qerl.base.errors import ConfigError
+from qerl.base.files import replace_text
 from qerl.config import yaml_text
 from qerl.config.rewards import without_secrets
 from qerl.config.schema import RunConfig

@@ -1,4 +1,11 @@
-"""Questions to an HTTP server, each within one deadline and one limit on bytes, whatever the server does.
+"""Questions to an HTTP server.
+
+HTTP headers of a recipe, in which `${NAME}` stands for a variable of the environment.
+
+The recipe, and all that a run writes, keep `${NAME}`; the value is put in when a request is sent, and taken out of
+whatever the server says that is shown.
+
+Questions to an HTTP server, each within one deadline and one limit on bytes, whatever the server does.
 
 httpx limits the time of each read only, so that a header that comes byte by byte, or 1xx responses without end, could
 last for ever. Here the whole exchange is one task of an event loop, which is cancelled at its deadline. The loop runs
@@ -16,7 +23,7 @@ import threading
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -25,7 +32,53 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from qerl.base.own.headers import Headers
+from qerl.base.errors import ConfigError
+from qerl.config.rewards import VARIABLE, header_mistake
+
+
+@dataclass(frozen=True)
+class Headers:
+    """The headers as the recipe has them."""
+
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def expanded(self) -> dict[str, str]:
+        """The headers to send."""
+        return {name: VARIABLE.sub(lambda found: os.environ[found[1]], value) for name, value in self.given.items()}
+
+    def hidden(self, text: str) -> str:
+        """`text` with each variable's value replaced by its name: a server may repeat the key that it refuses."""
+        names = {name for value in self.given.values() for name in VARIABLE.findall(value)}
+        values = {name: os.environ[name] for name in names if os.environ.get(name)}
+        for name in sorted(values, key=lambda name: -len(values[name])):
+            text = text.replace(values[name], f"${{{name}}}")
+        return text
+
+
+def check_headers(who: str, given: object) -> Headers:
+    """The headers of `who`, such as "reward judge". Raises ConfigError, never with a value, if one cannot be sent."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'{who}: args.headers is no mapping: write for example {{Authorization: "Bearer ${{GRADER_KEY}}"}}'
+        )
+    for name, value in given.items():
+        if mistake := header_mistake(name, value):
+            raise ConfigError(f"{who}: args.headers.{name}: {mistake[0]}; write {mistake[1]}")
+        for variable in VARIABLE.findall(value):
+            held = os.environ.get(variable)
+            if not held:
+                state = "is not set in" if held is None else "is empty in"
+                raise ConfigError(
+                    f"{who}: args.headers.{name} names ${{{variable}}}, which {state} the environment: "
+                    f"`export {variable}=...`, then start again"
+                )
+            if not (held.isascii() and held.isprintable()):
+                raise ConfigError(
+                    f"{who}: args.headers.{name} names ${{{variable}}}, whose value has a line break or another "
+                    f"character that no header can hold: `export {variable}=...` without it"
+                )
+    return Headers(dict(given))
+
 
 RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried too
 LONGEST_PAUSE_S = 30.0

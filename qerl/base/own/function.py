@@ -1,4 +1,8 @@
-"""A user's own reward or grader, a function of a file or of an importable module, in a process of its own.
+"""A user's own function, called with columns in a process of its own.
+
+How a user's function is called with columns, in a process of its own or in the one that gave it.
+
+A user's own reward or grader, a function of a file or of an importable module, in a process of its own.
 
 The function cannot be trusted to return. Within the process of a run, nothing could end an endless loop in C, os._exit
 would end the run without a word, a thread that goes on would keep it from ending, and os.chdir or a seed would change
@@ -8,26 +12,113 @@ start and a copy of the columns that the function takes at each call.
 
 Departures from a call in the run's process: two functions of one file share no variables, the columns are copies, and
 what the function prints goes into the log.
+
+What an own function is called with, and how the completion on which it fails is found.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import difflib
 import inspect
 import logging
 import pickle
+import random
+import sys
 import threading
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qerl.base.errors import ConfigError
-from qerl.base.nearby import close_to
-from qerl.base.own.process import LateError, OwnFunctionError, Process
-from qerl.base.own.returned import ReturnedError
-from qerl.data.tasks import Task
+from qerl.base.errors import ConfigError, QerlError
+from qerl.base.files import close_to
+from qerl.base.own.process import LateError, OwnFunctionError, Process, ReturnedError, numbers
+from qerl.data.tasks import Example, Task
+
+
+class Caller:
+    """A function, and the event loop that its coroutines share.
+
+    `index` is the completion with which the function was called alone; None if it takes all of them at once. `alone`
+    says which: a function that names `completion`, and not `completions`, takes one at a time.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises TypeError or ValueError for a callable whose parameters cannot be known."""
+        self.parameters = [*inspect.signature(function).parameters.values()]
+        self.alone = {"completion", "completions"} & {p.name for p in self.parameters} == {"completion"}
+        self.index: int | None = None
+        self._function = function
+        self._runner: asyncio.Runner | None = None
+
+    def call(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], expected: int) -> list[float]:
+        """`expected` numbers. Raises ReturnedError for what it returned, and whatever the function raises."""
+        self.index = None
+        returned = self._one_by_one(columns, fixed) if self.alone else self._called(expected, **columns, **fixed)
+        return numbers(returned, expected)
+
+    def close(self) -> None:
+        """End the event loop; the next coroutine begins another one."""
+        with contextlib.suppress(BaseException):
+            self._runner.close()
+        self._runner = None
+
+    def _called(self, expected: int, /, **arguments: Any) -> Any:
+        """What the function returns, awaited if it has to be."""
+        returned = self._function(**arguments)
+        if inspect.isawaitable(returned):
+            returned = self._run(_awaited(returned))
+        if isinstance(returned, AsyncIterator):
+            returned = self._run(_listed(returned, expected))
+        return returned
+
+    def _one_by_one(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[Any]:
+        """What the function returns for each completion. An error says at which one it was."""
+        names = ["completion" if name == "completions" else name for name in columns]
+        returned = []
+        for index, row in enumerate(zip(*columns.values(), strict=True)):
+            self.index = index
+            returned.append(self._called(1, **dict(zip(names, row, strict=True)), **fixed))
+        return returned
+
+    def _run(self, coroutine: Any) -> Any:
+        """The result of a coroutine; where a loop runs in this thread already, as in a notebook, in another thread."""
+        self._runner = self._runner or asyncio.Runner()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._runner.run(coroutine)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._runner.run, coroutine).result()
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+async def _listed(returned: AsyncIterator, expected: int) -> list[Any]:
+    values = []
+    async for value in returned:
+        values.append(value)
+        if len(values) > expected:
+            break
+    return values
+
+
+def seed_all(seed: int) -> None:
+    """Make what a function draws at random the same when a run is resumed and grades the same completions."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
 
 __all__ = ["LateError", "Named", "OwnFunction", "OwnFunctionError", "own_function"]
 
@@ -199,3 +290,63 @@ def own_function(place: str, attribute: str, named: Named, timeout_s: float | No
 def _loaded(place: str, attribute: str, timeout_s: float, kind: str, _mtime_ns: int) -> OwnFunction:
     """A file is loaded again only after it has changed."""
     return OwnFunction(place, attribute, timeout_s, kind)
+
+
+COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
+EPISODE_COLUMNS = ("episode_reward", "turns", "tool_calls")  # of runs with an environment
+ENVIRONMENTS = (
+    "environments"  # a column of the same, where the environments are objects of this process: these, as in TRL
+)
+LEAST_SHARE_S = 1.0  # a completion that takes less is not named as the one on which a function was late
+
+
+def check_columns(
+    named: str,
+    parameters: Mapping[str, inspect.Parameter],
+    args: Iterable[str],
+    examples: Sequence[Example],
+    further: Sequence[str] = (),
+) -> None:
+    """Raise ConfigError if a function needs a value that is neither one of its `args` nor a column.
+
+    `further` are the columns of episodes.
+    """
+    columns = (*COLUMNS, *further, *sorted({key for example in examples for key in example.extra}), "log_metric")
+    for key, parameter in parameters.items():
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and key not in (*columns, *args):
+            if key == ENVIRONMENTS:
+                raise ConfigError(
+                    f"{named} asks for the environments themselves, which it gets where both are objects of a Python "
+                    "program (qerl.train): write get_reward in the class and the reward `environment`, or take the "
+                    "columns episode_reward and turns"
+                )
+            near = difflib.get_close_matches(key, columns, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else "write one that is there; "
+            raise ConfigError(
+                f"{named} asks for {key!r}, which is neither among its args nor a column: {hint}the columns are "
+                f"{', '.join(columns)}"
+            )
+
+
+def first_to_fail(call: Callable[[int, float], object], count: int, timeout_s: float) -> int | None:
+    """The first of `count` completions with which alone a function fails, or takes ten times its share of `timeout_s`.
+
+    `call` calls the function with one completion within a time limit. None if there is no such completion, or if it is
+    not found within twice the limit.
+    """
+    end = time.monotonic() + 2 * timeout_s
+    share_s = min(timeout_s, max(LEAST_SHARE_S, 10 * timeout_s / count))
+    for index in range(count):
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return None
+        try:
+            call(index, min(share_s, left_s))
+        except LateError:
+            return index if left_s >= share_s else None
+        except OwnFunctionError:
+            return index
+        except (ReturnedError, QerlError):
+            continue
+    return None

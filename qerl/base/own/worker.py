@@ -24,8 +24,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from qerl.base.own.calling import Caller, seed_all
-from qerl.base.own.returned import ReturnedError, one_line
+from qerl.base.own.function import Caller, seed_all
+from qerl.base.own.process import ReturnedError, one_line
 
 
 def main(descriptor: int) -> None:

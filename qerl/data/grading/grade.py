@@ -38,9 +38,8 @@ from typing import Any, Literal
 
 from qerl.api.arguments import PYTHON, GivenFunction, given_function
 from qerl.base.errors import ConfigError
-from qerl.base.own.columns import check_columns
-from qerl.base.own.function import Named, OwnFunction, own_function
-from qerl.base.own.returned import ReturnedError, short
+from qerl.base.own.function import Named, OwnFunction, check_columns, own_function
+from qerl.base.own.process import ReturnedError, short
 from qerl.data.formulas.equality import compare_math, is_copied, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy

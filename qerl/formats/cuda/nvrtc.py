@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from qerl.base.disk import write_shared
 from qerl.base.errors import EngineError
+from qerl.base.files import write_shared
 from qerl.formats.cuda.ahead import Jobs
 
 FOLDER = Path(__file__).parent / "sources"

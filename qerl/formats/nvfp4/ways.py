@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl.base.disk import write_shared
+from qerl.base.files import write_shared
 from qerl.formats.nvfp4.tiling import MAX_TOKENS, fits
 
 logger = logging.getLogger(__name__)

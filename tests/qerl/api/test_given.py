@@ -10,7 +10,7 @@ import torch
 from qerl.api.arguments import GivenFunction, given, given_function, given_rows, write_given_rows
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.own.function import OwnFunctionError
-from qerl.base.own.returned import ReturnedError
+from qerl.base.own.process import ReturnedError
 from qerl.data.tasks import Example, get_task
 from training.rewards.guarded import FAILED
 from training.rewards.rewards import build_rewards, fixed_columns

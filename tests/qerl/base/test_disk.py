@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl.base.disk import mode_by_umask, write_shared
+from qerl.base.files import mode_by_umask, write_shared
 from qerl.formats.nvfp4.ways import write_table
 
 

@@ -15,7 +15,7 @@ from qerl.checkpoint.resolve import resolve_model, switches_for
 from qerl.cli.train import parse_switches
 from qerl.config.recipe import save_config
 from qerl.engine.transformers.engine import TransformersEngine
-from qerl.episodes.chat import Chat
+from qerl.episodes.endpoint import Chat
 from training.preflight.checks import read_prompts, sizes_at
 from training.run import start
 from training.validation.questions import read_questions

@@ -9,7 +9,7 @@ from bases import TINY
 
 from qerl.checkpoint.chat_template import CompletionText, text_of_engine
 from qerl.checkpoint.load import load_tokenizer
-from qerl.episodes.chat import Chat
+from qerl.episodes.endpoint import Chat
 
 SAID = "3 + 4 = 7\n#### 7"
 

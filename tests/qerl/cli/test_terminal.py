@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl.base.disk import replace_text
 from qerl.base.errors import CheckpointError
+from qerl.base.files import replace_text
 from qerl.cli.terminal import interrupts_counted, run_command
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qerl.episodes import awaited as module
-from qerl.episodes.awaited import awaited
+from qerl.episodes import driven as module
+from qerl.episodes.driven import awaited
 
 
 def together(*coroutines):

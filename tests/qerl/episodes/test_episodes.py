@@ -13,8 +13,8 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import KNOWN, TOOLS, Source, UnfitError, build, register
+from qerl.episodes.driven import Start
 from qerl.episodes.play import episode_metrics, play
-from qerl.episodes.values import Start
 
 OWN = own_environments.__file__
 

@@ -11,8 +11,8 @@ from qerl.config.environment import EnvironmentConfig
 from qerl.data.tasks import load_examples, messages_of
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
+from qerl.episodes.driven import Start
 from qerl.episodes.play import open_environments, play, row_of
-from qerl.episodes.values import Start
 
 pytestmark = pytest.mark.gpu
 

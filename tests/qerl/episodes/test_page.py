@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qerl.episodes.build import Source, build
-from qerl.episodes.values import Action, Call
+from qerl.episodes.driven import Action, Call
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 SHORTER = (
