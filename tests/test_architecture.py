@@ -87,12 +87,12 @@ ALLOWED_UPWARD = """
     training.loss.batch -> training.distill.divergence
     training.loss.batch -> training.rollout.groups
     training.loss.micro_batches -> training.policy.packing
-    training.policy.build -> training.rollout.seeds
+    training.policy.build -> training.rollout.groups
     training.policy.calibrate -> training.preflight.checks
     training.policy.calibrate -> training.rollout.groups
     training.policy.packed_policy -> training.distill.divergence
     training.policy.packed_policy -> training.distill.teacher
-    training.policy.rounding -> training.rollout.seeds
+    training.policy.rounding -> training.rollout.groups
     training.policy.start_base -> training.rollout.groups
     training.policy.start_base -> training.run_dir.folder
     training.policy.train_memory -> training.run_dir.folder
@@ -100,8 +100,8 @@ ALLOWED_UPWARD = """
     training.preflight.dry_run -> training.sft.run
     training.rewards.grading -> training.rollout.dynamic_sampling
     training.rewards.grading -> training.rollout.groups
-    training.rewards.guarded -> qerl.api.arguments
-    training.rewards.guarded -> training.run_dir.log
+    training.rewards.rewards -> qerl.api.arguments
+    training.rewards.rewards -> training.run_dir.log
     training.rewards.rewards -> qerl.api.arguments
     training.rewards.rewards -> training.rollout.groups
     training.run_dir.folder -> qerl.api.arguments
@@ -115,8 +115,8 @@ ALLOWED_UPWARD = """
     training.sft.trainer -> training.parts
     training.sft.trainer -> training.run_trainer
     training.sft.trainer -> training.step
-    training.validation.measure -> training.parts
-    training.validation.measure -> training.ranks
+    training.validation.validation -> training.parts
+    training.validation.validation -> training.ranks
     training.validation.validation -> training.parts
 """
 # Folders that still have more than 15 modules, and how many they may have. Lower a number with its folder.

@@ -16,10 +16,9 @@ from training.policy.kv_ranges import KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
-from training.rollout.curriculum import Curriculum
+from training.rollout.carry_over import CarryOver
 from training.rollout.grading_ahead import grading_ahead
-from training.rollout.kept import CarryOver
-from training.rollout.prompts import weights_of
+from training.rollout.prompts import Curriculum, weights_of
 from training.rollout.sampler import Sampler, SamplerOptions
 from training.run_dir.phase_times import PhaseTimes
 

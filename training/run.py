@@ -61,9 +61,8 @@ from training.run_dir.resume import (
 from training.run_dir.stop import Stop
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
-from training.validation.measure import measure
 from training.validation.questions import read_questions
-from training.validation.validation import Validation
+from training.validation.validation import Validation, measure
 from training.validation.verdict import ending
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,8 @@ from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
-from training.rollout.metrics import group_metrics, length_metrics, logged_means, sampled_metrics
+from training.rollout.groups import derive_seed, group_metrics, length_metrics, logged_means, sampled_metrics
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
-from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig

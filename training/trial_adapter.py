@@ -26,7 +26,7 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.update import AdapterUpdate, deliver
 from training.loss.batch import experts_of_rows, padded_left, padded_right
 from training.loss.gates import Trial
-from training.rollout.seeds import derive_seed
+from training.rollout.groups import derive_seed
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion

@@ -33,7 +33,7 @@ from training.policy.packed_in import PackedInPolicy
 from training.policy.policy import AdapterPolicy, WeightsPolicy
 from training.policy.shards import Shards
 from training.policy.ties import off_ties
-from training.rollout.seeds import derive_seed
+from training.rollout.groups import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

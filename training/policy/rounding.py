@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qerl.base.philox import WORD, Words, philox
-from training.rollout.seeds import derive_seed
+from training.rollout.groups import derive_seed
 
 LANES = 1024  # counters per program; each gives the 16 random bits of eight numbers, which lie this far apart
 BLOCK = 8 * LANES

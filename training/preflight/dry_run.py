@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.data.tasks import Task
-    from training.rewards.guarded import Reward
+    from training.rewards.rewards import Reward
     from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)

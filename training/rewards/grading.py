@@ -14,8 +14,7 @@ import torch
 
 from qerl.base.own.function import ENVIRONMENTS
 from training.loss.advantages import deviation
-from training.rewards.guarded import Reward
-from training.rewards.rewards import Rewards
+from training.rewards.rewards import Reward, Rewards
 from training.rollout.dynamic_sampling import informative_groups
 from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 

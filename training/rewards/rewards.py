@@ -1,11 +1,20 @@
-"""The rewards of a recipe: find them by name or path, call them with the columns they ask for, check what they return.
+"""The rewards of a run, whatever they do.
+
+The rewards that come with qerl. Each takes columns of a batch by name and returns one float per completion.
+
+The columns are completions (text), completion_ids (token ids), prompts (rendered text), question, answer, row (the same
+number for all completions of one prompt), task, max_new_tokens, step, and the data set's other columns by their names.
+
+A reward as grading calls it: with the columns that it asks for, and with what it returns checked.
+
+The rewards of a recipe: find them by name or path, call them with the columns they ask for, check what they return.
 
 A reward is a function that takes columns and returns one finite number per completion, for example
 
     def short(completions, **columns):  # named as rewards.py:short in the recipe
         return [float(len(text) < 500) for text in completions]
 
-It is called with the columns that training/rewards/functions.py lists, as keyword arguments; a function that does not
+It is called with the columns that training/rewards/rewards.py lists, as keyword arguments; a function that does not
 end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/base/own/function.py), within
 `timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns None, NaN or the wrong number
 of values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the
@@ -16,37 +25,320 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
-from qerl.api.arguments import PYTHON, given_function
-from qerl.base.errors import ConfigError
-from qerl.base.own.function import COLUMNS, Named, check_columns, own_function
+from qerl.api.arguments import PYTHON, GivenFunction, given_function
+from qerl.base.errors import ConfigError, RewardError
+from qerl.base.own.function import (
+    COLUMNS,
+    ENVIRONMENTS,
+    EPISODE_COLUMNS,
+    TIMEOUT_S,
+    LateError,
+    Named,
+    OwnFunction,
+    OwnFunctionError,
+    check_columns,
+    first_to_fail,
+    own_function,
+)
+from qerl.base.own.process import ReturnedError, numbers
 from qerl.config.rewards import OWN, is_url
 from qerl.data.examples import check_answers
-from qerl.data.grading.grade import check_grader
+from qerl.data.grading.grade import check_grader, grade_many
 from qerl.data.rows import sources_of
-from qerl.data.tasks import Example, task_of
-from training.rewards import functions as reward_functions
-from training.rewards.guarded import GRADED, GuardedReward, Reward, Rows, episode_columns
-from training.rewards.judge import Judge
-from training.rewards.server import RewardServer
+from qerl.data.tasks import Example, Task, task_of
+from training.rewards.server import Judge, RewardServer
+from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
 
 if TYPE_CHECKING:
     from qerl.config.schema import RewardConfig, RunConfig
-    from qerl.data.tasks import Task
     from training.rollout.groups import Prompt
 
+
+# The quantifiers are possessive (*+) so that matching takes linear time: with \s*, a completion that consists of line
+# breaks only takes quadratic time.
+_TAGS = re.compile(
+    r"\s*+(?:<think>)?+((?:(?!</?think>).)*+)</think>\s*+<answer>((?:(?!</?answer>).)*+)</answer>\s*+", re.DOTALL
+)
+_THINK = re.compile(r"\s*+(?:<think>)?+((?:(?!</?think>).)*+)</think>((?:(?!</?think>).)*+)", re.DOTALL)
+_BOX = re.compile(r"\\boxed\s*\{(?=\s*[^\s}])")
+
+
+def accuracy(
+    completions: Sequence[str],
+    answer: Sequence[str],
+    task: Task,
+    question: Sequence[str] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """1 for a correct completion, 0 for any other, by the same grade as in evaluation. Logs why completions failed.
+
+    A grader of the user's own (`data.grader`) may also give numbers between.
+    """
+    if task.grader is not None:
+        given = {**columns, "log_metric": log_metric}
+        return [grade.value for grade in grade_many(task, completions, answer, question, given)]
+    grades = grade_many(task, completions, answer, question)
+    if log_metric is not None:
+        reasons = Counter(grade.reason for grade in grades)
+        log_metric("grades/no_answer_share", reasons["no_answer"] / len(grades))
+        refused = reasons["too_long"] + reasons["timeout"] + reasons["unparsable"] + reasons["bad_answer"]
+        log_metric("grades/refused_share", refused / len(grades))
+    return [float(grade.correct) for grade in grades]
+
+
+def environment(completions: Sequence[str], episode_reward: Sequence[float] = (), **_: Any) -> list[float]:
+    """What the environment gave over the steps of an episode; 0 for a completion of no episode, as in a dry run."""
+    return list(episode_reward) or [0.0] * len(completions)
+
+
+def format(completions: Sequence[str], style: Literal["boxed", "tags", "think"] = "boxed", **_: Any) -> list[float]:
+    """1 for a completion that has the form that the prompt asks for, else 0.
+
+    "boxed": exactly one `\\boxed{...}`, which is not empty. "tags": `<think>...</think> <answer>...</answer>` and
+    nothing else. "think": one thought, then some text after `</think>`. The opening `<think>` may be part of the
+    prompt.
+    """
+    checks: dict[str, Callable[[str], bool]] = {
+        "boxed": lambda text: len(_BOX.findall(text)) == 1,
+        "tags": lambda text: _filled(_TAGS, text),
+        "think": lambda text: _filled(_THINK, text),
+    }
+    if style not in checks:
+        raise ConfigError(f"reward format has no style {style!r}: write one of {', '.join(checks)}")
+    return [float(checks[style](text)) for text in completions]
+
+
+def _filled(pattern: re.Pattern[str], text: str) -> bool:
+    match = pattern.fullmatch(text)
+    return match is not None and all(group.strip() for group in match.groups())
+
+
+def soft_overlong(
+    completion_ids: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    cache: int | None = None,
+    max_length: int | None = None,
+    **_: Any,
+) -> list[float]:
+    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13).
+
+    The reward is 0 up to max_length - cache tokens, then falls linearly to -1 at max_length tokens, and stays there.
+    `max_length` defaults to the recipe's max_new_tokens, and `cache` to a fifth of it (4096 of 20480 in the paper).
+    """
+    longest = max_new_tokens if max_length is None else max_length
+    cache = max(1, longest // 5) if cache is None else cache
+    if not 0 < cache < longest:
+        raise ConfigError(
+            f"reward soft_overlong has cache {cache}, which has to lie between 0 and {longest} "
+            "(rollout.max_new_tokens): write args: {cache: N}, or leave it out for a fifth of that"
+        )
+    return [min(0.0, max(-1.0, (longest - cache - len(ids)) / cache)) for ids in completion_ids]
+
+
+def length(
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str],
+    row: Sequence[int],
+    task: Task,
+    question: Sequence[str] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """Reward completions that are shorter than the others of their prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+
+    With l the lengths of a group in tokens, lambda = 0.5 - (l - min l) / (max l - min l). A correct completion gets
+    lambda, any other min(0, lambda). If all lengths of a group are equal, lambda is 0.
+    """
+    lengths_by_row: dict[int, list[int]] = defaultdict(list)
+    for group, ids in zip(row, completion_ids, strict=True):
+        lengths_by_row[group].append(len(ids))
+    rewards = []
+    grades = grade_many(task, completions, answer, question, {**columns, "completion_ids": completion_ids, "row": row})
+    for grade, group, ids in zip(grades, row, completion_ids, strict=True):
+        shortest, longest = min(lengths_by_row[group]), max(lengths_by_row[group])
+        share = 0.5 - (len(ids) - shortest) / (longest - shortest) if longest > shortest else 0.0
+        rewards.append(share if grade.correct else min(0.0, share))
+    return rewards
+
+
+def code(**_: Any) -> list[float]:
+    """Always raises ConfigError: running what a model wrote needs a sandbox, which qerl does not bring."""
+    raise ConfigError(
+        "there is no reward for code: running what a model wrote needs a sandbox, which qerl does not bring; write a "
+        "function that calls yours, and name it as path/to/file.py:function"
+    )
+
+
+Reward = Callable[..., Sequence[float]]
+LogMetric = Callable[[str, float], None]
+
+GRADED = ("accuracy", "length")  # rewards that use the task's grading
+FAILED = "failed_reward.json"
+
+
+def _own_metrics(log: LogMetric, reward: str) -> LogMetric:
+    """`log` with its arguments checked at once, so that an error arises in the function that made the mistake.
+
+    Raises TypeError or ValueError for a value that is no number, and RewardError for a name that the run logs itself:
+    the two metrics would be mixed.
+    """
+
+    def checked(name: str, value: float) -> None:
+        if is_own(str(name)):
+            raise RewardError(
+                f"reward {reward} calls log_metric({name!r}, ...), and the run logs a metric of that name itself: "
+                f"write another name, such as {f'own/{name}'!r}. The run's own are {', '.join(RUN_METRICS)}, and all "
+                f"under {', '.join(RUN_FOLDERS)}"
+            )
+        log(str(name), float(value))
+
+    return checked
+
+
+def episode_columns(function: Reward) -> tuple[str, ...]:
+    """The further columns of episodes; the objects themselves are for functions of this process alone."""
+    return (*EPISODE_COLUMNS, *([ENVIRONMENTS] if isinstance(function, GivenFunction) else []))
+
+
+def _log_nothing(_name: str, _value: float) -> None:
+    """The `log_metric` that rewards get outside of a run."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one source, of which `first` is the number of the first one in the run."""
+
+    examples: Sequence[Example]
+    first: int = 0
+
+    def __getitem__(self, row: int) -> Example:
+        return self.examples[row - self.first]
+
+
+class GuardedReward:
+    """A reward as grading calls it: it adds the columns of the examples and checks what the function returns."""
+
+    def __init__(
+        self,
+        name: str,
+        reward: RewardConfig,
+        function: Reward,
+        fixed: Mapping[str, Any],
+        examples: Rows,
+        run_dir: Path,
+    ) -> None:
+        self.__name__ = name
+        self._task_grades = reward.name in GRADED and fixed["task"].grader is not None
+        # For another process, so that others can be asked.
+        self.waits = self._task_grades or isinstance(function, OwnFunction | RewardServer | Judge)
+        self._function = function
+        limit_s = fixed["task"].grader_timeout_s if self._task_grades else reward.timeout_s
+        self._timeout_s = TIMEOUT_S if limit_s is None else limit_s
+        self._examples = examples
+        self._run_dir = run_dir
+        self._fixed = {**fixed, **reward.args}
+        parameters = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._wanted = None if takes_all else set(parameters)
+
+    def __call__(
+        self, completions: list[str], row: list[int], step: int = 0, log_metric: LogMetric = _log_nothing, **given: Any
+    ) -> list[float]:
+        """One reward per completion; `row` indexes into the run's examples. Raises RewardError."""
+        columns = self._columns(completions, row, given)
+        fixed = {**self._fixed, "step": step, "log_metric": _own_metrics(log_metric, self.__name__)}
+        try:
+            return self._run(columns, fixed, self._timeout_s)
+        except ReturnedError as error:
+            self._fail(error.what, columns, error.index, fixed)
+        except OwnFunctionError as error:
+            index = error.index if error.index is not None else self._first_to_fail(columns, fixed)
+            self._fail(str(error), columns, index, fixed, error)
+
+    def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
+        examples = [self._examples[index] for index in row]
+        names = dict.fromkeys(key for example in examples for key in example.extra)
+        return {
+            **{key: [example.extra.get(key) for example in examples] for key in names},
+            "completions": completions,
+            "completion_ids": given["completion_ids"],
+            "prompts": given["prompts"],
+            "question": [example.question for example in examples],
+            "answer": [example.answer for example in examples],
+            "row": row,
+            **{name: given[name] for name in episode_columns(self._function) if name in given},
+        }
+
+    def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], timeout_s: float) -> list[float]:
+        """Call the function. It gets copies of the lists, since other rewards read the same columns."""
+        completions = columns["completions"]
+        wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
+        fixed = {key: value for key, value in fixed.items() if key in wanted}
+        columns = {key: values for key, values in columns.items() if key in wanted and key not in fixed}
+        if isinstance(self._function, OwnFunction | GivenFunction):
+            return self._function(len(completions), timeout_s, fixed, **columns)
+        if self._task_grades:
+            fixed["task"] = replace(fixed["task"], grader_timeout_s=timeout_s)
+        own = {key: [list(value) if isinstance(value, list) else value for value in columns[key]] for key in columns}
+        return numbers(self._function(**own, **fixed), len(completions))
+
+    def _first_to_fail(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
+        def call(index: int, timeout_s: float) -> None:
+            self._run({key: [values[index]] for key, values in columns.items()}, fixed, timeout_s)
+
+        return first_to_fail(call, len(columns["completions"]), self._timeout_s)
+
+    def _fail(
+        self,
+        what: str,
+        columns: Mapping[str, list[Any]],
+        index: int | None,
+        fixed: Mapping[str, Any],
+        cause: Exception | None = None,
+    ) -> NoReturn:
+        """Save the completion (the whole batch if `index` is None) and raise RewardError."""
+        picked = range(len(columns["completions"])) if index is None else [index]
+        rows = [{key: values[i] for key, values in columns.items()} for i in picked]
+        report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
+        path = self._run_dir / FAILED
+        text = json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n"
+        saved = f"{path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8", "backslashreplace")
+        except OSError as error:
+            saved += f", which could not be written ({error.strerror})"
+        limit = "data.grader_timeout_s" if self._task_grades else "rewards.N.timeout_s"
+        late = f", within {limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
+        who, returns = f"reward {self.__name__}", "one finite number for each completion"
+        if self._task_grades:
+            who, returns = (
+                f"grader {Path(self._fixed['task'].grader).name}",
+                "True, False or a number from 0 to 1 for a completion",
+            )
+        raise RewardError(
+            f"{who} {what}; the completion it failed on is in {saved}. A {who.partition(' ')[0]} has to return "
+            f"{returns}{late}, 0 for one that it cannot judge"
+        ) from cause
+
+
 REWARDS: dict[str, Reward] = {
-    "accuracy": reward_functions.accuracy,
-    "format": reward_functions.format,
-    "soft_overlong": reward_functions.soft_overlong,
-    "length": reward_functions.length,
+    "accuracy": accuracy,
+    "format": format,
+    "soft_overlong": soft_overlong,
+    "length": length,
     "judge": Judge(),
-    "environment": reward_functions.environment,
+    "environment": environment,
 }
 
 TRIED = 2  # rows that a reward server has to grade before training starts
@@ -157,7 +449,7 @@ def find_reward(name: str, timeout_s: float | None = None) -> Reward:
     if name in REWARDS:
         return REWARDS[name]
     if name == "code":
-        return reward_functions.code()
+        return code()
     if is_url(name):
         return RewardServer(name)
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from training.loss.advantages import rewards_differ
-from training.rollout.groups import GradedGroup
-from training.rollout.seeds import derive_seed
+from training.rollout.groups import GradedGroup, derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -1,20 +1,37 @@
-"""The values that a rollout is made of: a prompt, the completions sampled for it, and their rewards.
+"""Completions of the same prompt, and what is measured of them.
+
+Seeds for everything random in a run. A leaf module: it imports nothing of ours.
+
+The values that a rollout is made of: a prompt, the completions sampled for it, and their rewards.
 
 Axis suffixes: P prompts, G completions of one prompt, F reward functions, T tokens.
+
+What a step's rollouts say in numbers: lengths, groups, rewards of all that was sampled, what the rewards logged.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qerl.data.grading.grade import CORRECT_FROM
+from training.loss.advantages import deviation
+
 if TYPE_CHECKING:
     from qerl.data.tasks import Example
     from qerl.engine.interface import Completion
     from qerl.episodes.driven import Episode
+    from training.rewards.grading import Logged
+
+
+def derive_seed(seed: int, step: int, purpose: str) -> int:
+    """A 63-bit seed for one purpose at one step, so that no two uses share a stream."""
+    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -93,3 +110,50 @@ class GradedGroup:
     rewards_G_F: torch.Tensor  # float32 on the CPU; NaN for a reward that is of other sources
     total_G: torch.Tensor  # sum over the source's own functions of weight * reward
     informative: bool  # its rewards differ, and at least one completion enters the loss
+
+
+def length_metrics(groups: Sequence[GradedGroup]) -> dict[str, float]:
+    """Tokens that the policy wrote per completion, and the share of completions that hit the length limit."""
+    samples = [sample for graded in groups for sample in graded.group.samples]
+    tokens_B = torch.tensor([sample.written for sample in samples]).float()
+    truncated_B = torch.tensor([sample.truncated for sample in samples])
+    ended = {} if truncated_B.all() else {"completions/mean_ended_tokens": tokens_B[~truncated_B].mean().item()}
+    return {
+        "completions/mean_tokens": tokens_B.mean().item(),
+        **ended,
+        "completions/min_tokens": tokens_B.min().item(),
+        "completions/max_tokens": tokens_B.max().item(),
+        "completions/truncated_share": truncated_B.float().mean().item(),
+    }
+
+
+def group_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
+    """How far the rewards of a group are apart, and the shares of groups that are all right or all wrong.
+
+    What is right is decided by the reward called accuracy; without it nobody knows. `names` are those of the rewards.
+    """
+    found = {"groups/reward_std": deviation(torch.stack([graded.total_G for graded in groups])).mean().item()}
+    if "accuracy" not in names:
+        return found
+    grades = [graded.rewards_G_F[:, names.index("accuracy")] for graded in groups]
+    right = [grades_G >= CORRECT_FROM for grades_G in grades if not grades_G.isnan().any()]  # NaN: of another source
+    if right:
+        right_P_G = torch.stack(right)
+        found["groups/all_right_share"] = right_P_G.all(1).float().mean().item()
+        found["groups/all_wrong_share"] = (~right_P_G.any(1)).float().mean().item()
+    return found
+
+
+def sampled_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
+    """Mean rewards of all that dynamic sampling sampled: the groups that it kept are a choice of undecided ones."""
+    rewards_B_F = torch.cat([graded.rewards_G_F for graded in groups])
+    means_F = rewards_B_F.nanmean(0) if rewards_B_F.isnan().any() else rewards_B_F.mean(0)
+    total = torch.cat([graded.total_G for graded in groups]).mean().item()
+    by_name = zip((f"sampled/{name}" for name in names), means_F.tolist(), strict=True)
+    return {"sampled/reward": total, **dict(by_name)}
+
+
+def logged_means(logged: Logged) -> dict[str, float]:
+    """The mean of what the rewards logged, by name: each call of a reward weighs as many completions as it graded."""
+    of_all = {name: sum(completions for _, completions in calls) for name, calls in logged.items()}
+    return {name: sum(mean * (n / of_all[name]) for mean, n in calls) for name, calls in logged.items()}

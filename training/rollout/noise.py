@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from training.rollout.groups import derive_seed
 from training.rollout.noise_controller import control
-from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from qerl.config.noise import NoiseConfig

@@ -1,4 +1,23 @@
-"""Examples -> prompts, and which of them each step trains on; that depends on the seed and the step alone.
+"""Which prompts a step has.
+
+The order of the rows: which of them each rollout takes, of one source or of several by their weights.
+
+Of one source it is a function of (seed, rollout). Of several, each source has an endless sequence of epochs of its own,
+and each rollout takes so many prompts of each that the shares are those of the weights: the largest remainders decide,
+and what a source got too little or too much of is carried over to the next rollout. A run that starts at a later
+rollout goes through the earlier ones first, which takes no time.
+
+A curriculum: rows whose latest completions were all right, or all wrong, are passed over for most of the time.
+
+Each source goes through its rows epoch by epoch, as without a curriculum. A row that was measured as hard or as easy is
+taken in some epochs only (`hard_share`, `easy_share`), so that it is measured again as the policy changes; rows that
+were not measured are always taken. If a whole epoch has no other row left, passed-over ones are taken in their order.
+prime-rl calls the same thing difficulty pools (easy_threshold, hard_threshold), verl a curriculum sampler.
+
+What was measured and where each source stands is the state of the run. A checkpoint has it as curriculum.json, as it
+was when the last finished step ended: a run that left a step in its midst continues with the rows of that step.
+
+Examples -> prompts, and which of them each step trains on; that depends on the seed and the step alone.
 
 The prompt is built by `qerl.data.tasks`, the same code that evaluation uses, and kept as token ids, so that no second
 template can slip in between.
@@ -6,27 +25,260 @@ template can slip in between.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from qerl.base.errors import DataError
+from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import Renderer
 from qerl.data.tasks import for_environment, load_examples, messages_of, task_of
-from training.rollout.groups import Prompt
-from training.rollout.order import mixed_rows, most_per_rollout, rollout_rows
+from training.rollout.groups import Prompt, derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qerl.config.data import CurriculumConfig
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.tasks import Example, Message
     from qerl.episodes.endpoint import Chat
-    from training.rollout.curriculum import Curriculum
+    from training.rewards.rewards import Rewards
+    from training.rollout.groups import GradedGroup
+
+
+def rollout_rows(rows: int, prompts_per_step: int, seed: int, rollout: int) -> list[int]:
+    """The row numbers of one rollout's prompts, none of them twice: a slice of the epochs' orders laid end to end.
+
+    Needs at least as many rows as prompts per step.
+    """
+    epoch, first = divmod(rollout * prompts_per_step, rows)
+    picked = _epoch_order(rows, prompts_per_step, seed, epoch)[first : first + prompts_per_step]
+    if missing := prompts_per_step - len(picked):
+        picked += _epoch_order(rows, prompts_per_step, seed, epoch + 1)[:missing]
+    return picked
+
+
+def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of the rows. Those that its first rollout already has, from the epoch before, come right after it.
+
+    Only the last rows of the epoch before matter. Moving rows at that epoch's start cannot change them, unless there
+    are fewer rows than two rollouts take; only then are all epochs before gone through.
+    """
+    order: list[int] = []
+    for number in range(max(epoch - 1, 0) if rows >= 2 * prompts_per_step else 0, epoch + 1):
+        generator = torch.Generator().manual_seed(derive_seed(seed, number, "data"))
+        permutation = torch.randperm(rows, generator=generator).tolist()
+        begun = number * rows % prompts_per_step  # rows of the epoch before in the rollout that this epoch completes
+        taken = set(order[-begun:] if begun else ())
+        head = dict.fromkeys([row for row in permutation if row not in taken][: prompts_per_step - begun])
+        order = [*head, *(row for row in permutation if row not in head)] if taken else permutation
+    return order
+
+
+def shares(weights: Sequence[float], prompts: int) -> Iterator[list[int]]:
+    """For each rollout without end, the source of each of its prompts, in the order in which they are taken."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * scale) for weight in exact]  # a prompt costs sum(parts), and a source earns its part
+    due = [0] * len(parts)
+    while True:
+        due = [owed + prompts * part for owed, part in zip(due, parts, strict=True)]
+        taken = []
+        for _ in range(prompts):
+            source = due.index(max(due))  # of equals the first
+            due[source] -= sum(parts)
+            taken.append(source)
+        yield taken
+
+
+def most_per_rollout(weights: Sequence[float], prompts: int, rollouts: int) -> list[int]:
+    """The most prompts of each source that one of the run's rollouts takes."""
+    if len(weights) == 1:
+        return [prompts]
+    most = [0] * len(weights)
+    for taken in islice(shares(weights, prompts), rollouts):
+        most = [max(count, taken.count(source)) for source, count in enumerate(most)]
+    return most
+
+
+def mixed_rows(
+    sources: Sequence[tuple[str, float]], rows: Sequence[Sequence[int]], prompts: int, seed: int
+) -> Iterator[list[int]]:
+    """The rows of each rollout without end, none twice. `sources` are names and weights; `rows` has each one's rows."""
+    walks = [Walk(len(own), seed, f"data/{name}") for (name, _), own in zip(sources, rows, strict=True)]
+    for taken in shares([weight for _, weight in sources], prompts):
+        own = [iter(walk.take(taken.count(source))[0]) for source, walk in enumerate(walks)]
+        yield [rows[source][next(own[source])] for source in taken]
+
+
+class Walk:
+    """An endless sequence of epochs over rows, each a permutation, from which every rollout takes as many as it needs.
+
+    `stream` names the random stream. Rows that a rollout has already, from the epoch before, wait for the next one.
+    """
+
+    def __init__(self, rows: int, seed: int, stream: str) -> None:
+        self._rows, self._seed, self._stream = rows, seed, stream
+        self._epoch, self._left = 0, deque()
+
+    def take(self, count: int, admits: Callable[[int, int], bool] = lambda row, epoch: True) -> tuple[list[int], int]:
+        """The next rows, none twice, and how many were passed over: those that are not admitted in the epoch.
+
+        Needs at least `count` rows. If two epochs have not enough, rows that were passed over are taken.
+        """
+        taken, passed, last = {}, {}, self._epoch + 2
+        waiting: list[int] = []
+        while len(taken) < count:
+            if not self._left:
+                if self._epoch == last:
+                    break
+                self._begin_epoch()
+            row = self._left.popleft()
+            if row in taken:
+                waiting.append(row)
+            elif admits(row, self._epoch):
+                taken[row] = None
+            else:
+                passed[row] = None
+        self._left.extendleft(reversed(waiting))
+        instead = [row for row in passed if row not in taken][: count - len(taken)]
+        return [*taken, *instead], len(passed) - len(instead)
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as JSON holds it."""
+        return {"rows": self._rows, "epoch": self._epoch, "left": list(self._left)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; with other rows from the next epoch."""
+        self._epoch, self._left = state["epoch"], deque(state["left"] if state["rows"] == self._rows else ())
+
+    def _begin_epoch(self) -> None:
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, self._epoch, self._stream))
+        self._left = deque(torch.randperm(self._rows, generator=generator).tolist())
+        self._epoch += 1
+
+
+FILE = "curriculum.json"  # in a checkpoint
+DECIDING = "accuracy"
+
+
+class Curriculum:
+    """Chooses the rows of each rollout, and measures what became of them. `sources` are names and weights."""
+
+    def __init__(
+        self,
+        config: CurriculumConfig,
+        sources: Sequence[tuple[str, float]],
+        prompts: Sequence[Prompt],
+        rewards: Rewards,
+        seed: int,
+    ) -> None:
+        self._config, self._prompts, self._seed = config, prompts, seed
+        self._weights = [weight for _, weight in sources]
+        self._rows = [[prompt.row for prompt in prompts if prompt.source == source] for source in range(len(sources))]
+        streams = ["data" if len(sources) == 1 else f"data/{name}" for name, _ in sources]
+        self._walks = [Walk(len(rows), seed, stream) for rows, stream in zip(self._rows, streams, strict=True)]
+        self._columns = [_column(config.reward, rewards, source) for source in range(len(sources))]
+        self._solved: dict[int, float] = {}  # row -> share of its latest completions that were right
+        self._before: tuple[int, dict[str, Any]] = (-1, {})  # the latest rollout, and the state before it
+        self._passed = 0
+        self._shares: tuple[int, Iterator[list[int]] | None] = (0, None)
+
+    def rows(self, rollout: int, prompts: int) -> list[int]:
+        """The rows of the next rollout, none twice; its number has to be that of the rollouts before."""
+        self._before = rollout, self.state()
+        taken = self._taken(rollout, prompts)
+        own, self._passed = [], 0
+        for source in range(len(self._walks)):
+            found, passed = self._next_rows(source, taken.count(source))
+            own.append(iter(found))
+            self._passed += passed
+        return [next(own[source]) for source in taken]
+
+    def _next_rows(self, source: int, count: int) -> tuple[list[int], int]:
+        """So many rows of a source, and how many were passed over."""
+        rows = self._rows[source]
+        found, passed = self._walks[source].take(count, lambda row, epoch: self._admits(rows[row], epoch))
+        return [rows[row] for row in found], passed
+
+    def _taken(self, rollout: int, prompts: int) -> list[int]:
+        """The sources of a rollout's prompts. After a resume, those before are gone through first."""
+        position, drawn = self._shares
+        if drawn is None or position != rollout:
+            drawn = islice(shares(self._weights, prompts), rollout, None)
+        self._shares = rollout + 1, drawn
+        return next(drawn)
+
+    def observe(self, groups: Sequence[GradedGroup]) -> None:
+        """Note how many of each group's completions were right."""
+        for graded in groups:
+            prompt = graded.group.prompt
+            right = graded.rewards_G_F[:, self._columns[prompt.source]] >= CORRECT_FROM
+            self._solved[prompt.row] = right.double().mean().item()
+
+    def preferred(self, order: Sequence[int]) -> list[int]:
+        """The same rows, those that are neither hard nor easy first."""
+        return sorted(order, key=lambda row: self._is_hard(row) or self._is_easy(row))
+
+    def metrics(self) -> dict[str, float]:
+        """The share of all rows that was measured, the shares of these that are hard and easy, and rows passed over."""
+        measured = max(1, len(self._solved))
+        return {
+            "curriculum/measured_share": len(self._solved) / len(self._prompts),
+            "curriculum/hard_share": sum(map(self._is_hard, self._solved)) / measured,
+            "curriculum/easy_share": sum(map(self._is_easy, self._solved)) / measured,
+            "curriculum/passed_rows": float(self._passed),
+        }
+
+    # -- the run's state
+
+    def state(self) -> dict[str, Any]:
+        """All that the next rollouts depend on, as JSON holds it."""
+        return {"solved": dict(self._solved), "walks": [walk.state() for walk in self._walks]}
+
+    def save(self, folder: Path, rollouts: int) -> None:
+        """Write the state after so many rollouts, of which the latest may have been left in its midst."""
+        number, before = self._before
+        (folder / FILE).write_text(json.dumps(before if number == rollouts else self.state()), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Take over the state of a checkpoint. Where a source has other rows than then, it begins a new epoch."""
+        found: Mapping[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        self._solved = {int(row): share for row, share in found["solved"].items() if int(row) < len(self._prompts)}
+        for walk, state in zip(self._walks, found["walks"], strict=True):
+            walk.load(state)
+
+    def _admits(self, row: int, epoch: int) -> bool:
+        share = 1.0
+        if self._is_hard(row):
+            share = self._config.hard_share
+        elif self._is_easy(row):
+            share = self._config.easy_share
+        return derive_seed(self._seed, epoch, f"curriculum/{row}") < share * 2**63
+
+    def _is_hard(self, row: int) -> bool:
+        return row in self._solved and self._solved[row] <= self._config.low
+
+    def _is_easy(self, row: int) -> bool:
+        return row in self._solved and self._solved[row] >= self._config.high
+
+
+def _column(wanted: str | None, rewards: Rewards, source: int) -> int:
+    """The place among the rewards of the one that says what is right for a source."""
+    own = [rewards.functions[index].__name__ for index in rewards.of_source(source)]
+    names = [wanted, wanted.replace(":", ".").rpartition(".")[2]] if wanted else [DECIDING]
+    return rewards.names.index(next((name for name in names if name in own), own[0]))
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from qerl.episodes.driven import Start
 from qerl.episodes.play import Environments, episode_metrics, play, row_of
 from qerl.model.norms import block_norms, set_norm_noise_
 from training.policy.train_memory import begin_phase, card_memory
-from training.rollout.groups import Group, Prompt, Sample, grouped
+from training.rollout.groups import Group, Prompt, Sample, derive_seed, grouped
 from training.rollout.noise import NoiseSchedule, StepNoise
-from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     import torch

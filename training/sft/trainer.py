@@ -9,8 +9,8 @@ import torch
 
 from qerl.engine.update import deliver
 from training.parts import TrainingParts
+from training.rollout.groups import derive_seed
 from training.rollout.prompts import StepPrompts
-from training.rollout.seeds import derive_seed
 from training.run_trainer import RunTrainer
 from training.sft.loss import LOSS_TYPE, sft_loss
 from training.sft.rows import Row, Rows, batch_of

@@ -1,24 +1,46 @@
-"""When a run validates, and what follows: a saved best checkpoint, or the run's end.
+"""Validation while training.
+
+When a run validates, and what follows: a saved best checkpoint, or the run's end.
 
 transformers' loop asks where it would evaluate: between a step's metrics and its checkpoint, and once before the first
 step of this process. A validation that a signal cut off is made there when the run resumes.
+
+One validation: the questions answered by the policy as it is now, on the open engine and without noise.
+
+It leaves the run as it was: the noise is put back, the global random streams are restored, the engine's seeds depend on
+the run's seed alone, and rewards have processes of their own. A run with validation therefore has the numbers of one
+without. All validations of a run sample with the same seeds, so that their difference is the policy's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy
+import torch
 from transformers import TrainerCallback
 
-from training.run_dir.stop import EndedError
+from qerl.data.grading.grade import CORRECT_FROM
+from qerl.data.grading.intervals import estimate
+from training.ranks import merged_grades
+from training.rewards.grading import Graded, Grader, reward_metrics
+from training.rollout.groups import GradedGroup, Sample, derive_seed, grouped, logged_means
+from training.rollout.sampler import played
+from training.run_dir.stop import AskedError, EndedError
 from training.validation.verdict import best_kept, ending
 
 if TYPE_CHECKING:
-    from training.parts import TrainingParts
+    from training.parts import Parts, TrainingParts
     from training.run_dir.stop import Stop
+    from training.validation.questions import Questions
     from training.validation.verdict import Best
+
 
 logger = logging.getLogger(__name__)
 
@@ -89,3 +111,94 @@ class Validation(TrainerCallback):
         wanted = self._config.at_start if step == 0 else step % self._config.every == 0
         last = step == self._parts.config.run.steps
         return (wanted or last) and not any(row["step"] == step for row in self._rows)
+
+
+def measure(parts: Parts, questions: Questions, step: int, stop: Stop) -> dict[str, float]:
+    """The metrics of a validation after `step` steps, under validation/, and time/validation_s.
+
+    Each rank asks its share of the questions. Empty if a signal came to a rank before its share was sampled.
+    """
+    started = time.perf_counter()
+    with _random_state_kept():
+        parts.sampler.sync(step)
+        of_ranks = parts.parallel.gather((_share(parts, questions, step, stop), stop.asked))
+    stop.agree(next((asked for _, asked in of_ranks if asked is not None), None))
+    shares = [graded for graded, _ in of_ranks if graded is not None]
+    if len(shares) < len(of_ranks):
+        return {}
+    named = {f"validation/{name}": value for name, value in _metrics(questions, shares).items()}
+    return {**named, "time/validation_s": time.perf_counter() - started}
+
+
+def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded | None:
+    """This rank's questions, answered and graded; None if a signal came meanwhile."""
+    own, size = parts.parallel.span(len(questions.prompts)), questions.samples
+    prompts = questions.prompts[own]
+    if not prompts:
+        return Graded([])
+    each = [prompt for prompt in prompts for _ in range(size)]
+    seed = derive_seed(parts.config.run.seed, 0, "validation")
+    try:
+        with parts.sampler.clean_engine() as engine:
+            if questions.environments is None:
+                ids = [prompt.ids for prompt in each]
+                done = engine.generate(ids, questions.sampling, seed, stop.leave_if_asked, own.start * size)
+                samples = [Sample.of(completion) for completion in done]
+            else:
+                samples = played(engine, questions.environments, each, questions.sampling, seed, stop.leave_if_asked)
+    except AskedError:
+        return None
+    grader = Grader(questions.rewards, parts.grader.decode, mask_truncated=False)
+    return grader.grade(grouped(prompts, samples, size), step)
+
+
+def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]:
+    """Lengths, the recipe's rewards and, where rows have answers, the accuracy with its interval over questions."""
+    graded = merged_grades(shares)
+    means = logged_means(graded.logged)
+    samples = [sample for group in graded.groups for sample in group.group.samples]
+    metrics = {
+        "mean_tokens": sum(sample.written for sample in samples) / len(samples),
+        "truncated_share": sum(sample.truncated for sample in samples) / len(samples),
+        **_rewards(questions, graded.groups),
+        **_accuracy(questions, graded.groups),
+    }
+    for source, name in enumerate(questions.rewards.source_names) if any(questions.rewards.source_names) else ():
+        own = [group for group in graded.groups if group.group.prompt.source == source]
+        of_source = {**_rewards(questions, own), **_accuracy(questions, own)}
+        metrics |= {f"sources/{name}/{key}": value for key, value in of_source.items() if not math.isnan(value)}
+    if "accuracy" in metrics and (no_answer := means.get("grades/no_answer_share")) is not None:
+        metrics["no_answer_share"] = no_answer
+    return metrics
+
+
+def _rewards(questions: Questions, groups: Sequence[GradedGroup]) -> dict[str, float]:
+    """The means of the recipe's own rewards."""
+    means = reward_metrics(groups, questions.rewards.names)
+    own = {"reward", *(f"rewards/{name}" for name in questions.reward_names)}
+    return {key: value for key, value in means.items() if key in own}
+
+
+def _accuracy(questions: Questions, groups: Sequence[GradedGroup]) -> dict[str, float]:
+    """The accuracy over the questions that have answers, with its interval; empty if there are none."""
+    if questions.accuracy is None:
+        return {}
+    graded = [group.rewards_G_F[:, questions.accuracy] for group in groups]
+    correct_P_G = [accuracy_G >= CORRECT_FROM for accuracy_G in graded if not accuracy_G.isnan().any()]
+    if not correct_P_G:
+        return {}
+    accuracy = estimate([correct_G.double().mean().item() for correct_G in correct_P_G])
+    return {"accuracy": accuracy.value, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Leave Python's, numpy's and torch's global generators as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)

@@ -12,8 +12,7 @@ from qerl.base.errors import ConfigError, RewardError
 from qerl.base.own.function import OwnFunctionError
 from qerl.base.own.process import ReturnedError
 from qerl.data.tasks import Example, get_task
-from training.rewards.guarded import FAILED
-from training.rewards.rewards import build_rewards, fixed_columns
+from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run_dir.inputs import inputs_of
 
 

@@ -10,8 +10,7 @@ from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, with_grader
 from training.preflight.checks import check_config
-from training.rewards.guarded import FAILED
-from training.rewards.rewards import build_rewards, fixed_columns
+from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run import resume, start
 
 EXAMPLES = [Example("a?", "a", "1", {"level": 0.5}), Example("b?", "b", "2", {"level": 1.0})]

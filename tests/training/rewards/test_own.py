@@ -14,8 +14,7 @@ from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
 from training.rewards.grading import Grader
-from training.rewards.guarded import FAILED
-from training.rewards.rewards import build_rewards, fixed_columns
+from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 

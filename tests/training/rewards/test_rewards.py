@@ -10,9 +10,18 @@ from qerl.base.errors import ConfigError, RewardError
 from qerl.config.rewards import REWARD_NAMES
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, grade
-from training.rewards.functions import accuracy, format, length, soft_overlong
-from training.rewards.guarded import FAILED
-from training.rewards.rewards import REWARDS, build_rewards, check_rewards, find_reward, fixed_columns
+from training.rewards.rewards import (
+    FAILED,
+    REWARDS,
+    accuracy,
+    build_rewards,
+    check_rewards,
+    find_reward,
+    fixed_columns,
+    format,
+    length,
+    soft_overlong,
+)
 from training.run_dir.log import is_own
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
@@ -193,7 +202,7 @@ def test_a_function_with_the_name_of_ours_has_a_metric_of_its_own(tmp_path):
     assert rewards.names == [f"{path}:accuracy", "accuracy"]
 
 
-@pytest.mark.parametrize("name", ["training.rewards.functions:accuracy", "training.rewards.functions.accuracy"])
+@pytest.mark.parametrize("name", ["training.rewards.rewards:accuracy", "training.rewards.rewards.accuracy"])
 def test_functions_are_found_by_dotted_paths(name, tmp_path):
     (function,) = build(tmp_path, {"name": name}).functions
     assert call(function, ["#### 18", "#### 3"]) == [1.0, 0.0]
@@ -205,9 +214,9 @@ def test_functions_are_found_by_dotted_paths(name, tmp_path):
         ({"name": "acuracy"}, "no reward 'acuracy'; did you mean 'accuracy'"),
         ({"name": "code"}, "sandbox"),
         ({"name": "no_such.module:f"}, "module 'no_such.module' cannot be imported"),
-        ({"name": "training.rewards.functions:nothing"}, "has no function 'nothing'"),
+        ({"name": "training.rewards.rewards:nothing"}, "has no function 'nothing'"),
         ({"name": "no/such/file.py:f"}, "does not exist here"),
-        ({"name": "training.rewards.functions:acuracy"}, r"has no function 'acuracy'; did you mean 'accuracy'\?"),
+        ({"name": "training.rewards.rewards:acuracy"}, r"has no function 'acuracy'; did you mean 'accuracy'\?"),
         ({"name": "accuracy", "args": {"style": "boxed"}}, "takes no argument 'style'"),
         (
             {"name": "format", "args": {"styl": "boxed"}},

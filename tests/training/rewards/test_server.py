@@ -15,8 +15,7 @@ from http_server import serving
 from qerl.base.errors import ConfigError, RewardError
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
-from training.rewards.guarded import FAILED
-from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
+from training.rewards.rewards import FAILED, build_rewards, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "own-data-and-reward.md"

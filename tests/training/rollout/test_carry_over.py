@@ -18,9 +18,8 @@ from qerl.base.parallel import ALONE, Parallel
 from qerl.config.recipe import load_recipe, save_config
 from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers.engine import TransformersEngine
-from training.rollout.carry_over import Begun, BegunGroup, Kept, due
-from training.rollout.kept import FILE, CarryOver
-from training.rollout.order import rollout_rows
+from training.rollout.carry_over import FILE, Begun, BegunGroup, CarryOver, Kept, due
+from training.rollout.prompts import rollout_rows
 from training.run import resume, start
 
 SAMPLING = SamplingParams(8)

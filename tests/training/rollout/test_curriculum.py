@@ -12,9 +12,8 @@ import training.run_trainer
 from qerl.base.errors import ConfigError
 from qerl.config.data import CurriculumConfig
 from training.rewards.rewards import Rewards
-from training.rollout.curriculum import FILE, Curriculum
 from training.rollout.groups import Prompt
-from training.rollout.order import mixed_rows, rollout_rows
+from training.rollout.prompts import FILE, Curriculum, mixed_rows, rollout_rows
 from training.run import resume, start
 
 REWARDS = Rewards([SimpleNamespace(__name__="accuracy")], [1.0])

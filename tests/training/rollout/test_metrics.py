@@ -8,8 +8,7 @@ import torch
 from training.ranks import merged_grades
 from training.rewards.grading import Grader
 from training.rewards.rewards import Rewards
-from training.rollout.groups import GradedGroup, Group, Prompt, Sample
-from training.rollout.metrics import group_metrics, length_metrics, logged_means
+from training.rollout.groups import GradedGroup, Group, Prompt, Sample, group_metrics, length_metrics, logged_means
 
 NAMES = ("digits", "accuracy")
 

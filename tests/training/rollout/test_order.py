@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from training.rollout.order import Walk, mixed_rows, most_per_rollout, rollout_rows, shares
+from training.rollout.prompts import Walk, mixed_rows, most_per_rollout, rollout_rows, shares
 
 
 def counts(weights, prompts, rollouts):

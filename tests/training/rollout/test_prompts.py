@@ -8,9 +8,8 @@ from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
 from qerl.data.tasks import build_messages, render_prompt
-from training.rollout.groups import Prompt
+from training.rollout.groups import Prompt, derive_seed
 from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
-from training.rollout.seeds import derive_seed
 
 
 def step_prompts(rows=7, **changes):
