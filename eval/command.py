@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.compare import OPTIONS, measured, show_results, show_suite
 from eval.settings import EvalSettings
-from eval.show import OPTIONS, measured, show_results, show_suite
 from qerl.base.errors import ConfigError
 from qerl.base.parallel import Parallel
 from qerl.base.threads import choose_threads
@@ -74,7 +74,7 @@ def compare_results(
 ) -> None:
     """Say whether the second evaluation is better or worse than the first, or that it cannot be told."""
     from eval.compare import compare
-    from eval.store import write_json
+    from eval.result import write_json
     from qerl.base.printable import SafeConsole
 
     if out is not None and out.is_dir():

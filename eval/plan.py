@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.environment import find_environment
-from eval.identity import describe_identity, digest
+from eval.environment import describe_identity, digest, find_environment
+from eval.result import Key
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
-from eval.store import Key
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for

@@ -1,4 +1,15 @@
-"""From graded completions to numbers: the summary of an evaluation, its JSON form, and the table for people.
+"""The result of an evaluation and where it is kept.
+
+An evaluation's folder: what was asked, every graded completion, and the result.
+
+    settings.json      identity of the evaluation (what decides its numbers), and the engine that runs it
+    completions.jsonl  one line per completion; a batch is appended at once and flushed to the disk
+    result.json        written last, whole or not at all
+
+A killed evaluation leaves whole batches and at most one unfinished batch. That one is dropped and sampled again with
+the same seed, so that a continued evaluation gives the numbers of an uninterrupted one.
+
+From graded completions to numbers: the summary of an evaluation, its JSON form, and the table for people.
 
 result.json, from which reports are made (shares are of completions, intervals are 95%):
 
@@ -11,22 +22,223 @@ result.json, from which reports are made (shares are of completions, intervals a
     truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
     prompt_tokens, completion_tokens, seconds, tokens_per_second
     base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
-    identity                             what decides the numbers (eval/identity.py): equal identities give equal rows
+    identity                             what decides the numbers (eval/environment.py): equal identities give equal rows
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.store import Row
+from qerl.base.errors import CheckpointError
+from qerl.base.files import JSON_BYTES, parse_json, read_text
 from qerl.data.grading.intervals import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+SETTINGS, COMPLETIONS, RESULT = "settings.json", "completions.jsonl", "result.json"
+
+Row = dict[str, Any]
+Key = tuple[int, int]  # (row of the data, sample)
+
+
+class Store:
+    """The folder of one evaluation, which one process holds. `open_store` makes it."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self._settings = settings
+
+    def bind_engine(self, engine: Mapping[str, Any]) -> None:
+        """Record which engine samples here. Raises CheckpointError if earlier batches came from another kernel."""
+        earlier = self.engine
+        if earlier is not None and earlier["kernel"] != engine["kernel"]:
+            raise CheckpointError(
+                f"{self.folder} was begun with {earlier['kernel']}, and {engine['kernel']} may sample other "
+                "completions: continue on the machine where it began, give another --out, or --overwrite"
+            )
+        self._settings = {**self._settings, "engine": dict(engine)}
+        write_json(self.folder / SETTINGS, self._settings)
+
+    @property
+    def engine(self) -> dict[str, Any] | None:
+        """The engine that sampled the batches in this folder; None if there are none."""
+        return self._settings.get("engine")
+
+    def resume(self, batches: Sequence[Sequence[Key]]) -> list[Row]:
+        """The rows of the whole batches in this folder; what follows them in the file is cut off.
+
+        Raises CheckpointError if a line is not the one that belongs there by the plan of batches.
+        """
+        path = self.folder / COMPLETIONS
+        path.touch()
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last piece is empty, or a line that was not finished
+        whole = 0
+        for batch in batches:
+            if whole + len(batch) > len(lines):
+                break
+            whole += len(batch)
+        else:
+            if len(lines) > whole:
+                raise self._foreign(whole + 1)
+        rows = [self._row(number, line) for number, line in enumerate(lines[:whole], start=1)]
+        keys = [key for batch in batches for key in batch]
+        for number, (row, key) in enumerate(zip(rows, keys, strict=False), start=1):
+            if (row.get("row"), row.get("sample")) != key:
+                raise self._foreign(number)
+        with path.open("r+b") as file:
+            file.truncate(sum(len(line) + 1 for line in lines[:whole]))
+            os.fsync(file.fileno())
+        return rows
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add the rows of one batch and wait until they are on the disk. Raises CheckpointError if that fails."""
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path = self.folder / COMPLETIONS
+        try:
+            with path.open("ab") as file:
+                file.write(text.encode("utf-8", errors="replace"))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be written ({error.strerror}): make room, then the same command continues"
+            ) from error
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write result.json, whole or not at all."""
+        write_json(self.folder / RESULT, result)
+
+    def _row(self, number: int, line: bytes) -> Row:
+        try:
+            row = parse_json(line.decode("utf-8"))
+        except ValueError as error:
+            raise self._foreign(number) from error
+        if not isinstance(row, dict):
+            raise self._foreign(number)
+        return row
+
+    def _foreign(self, number: int) -> CheckpointError:
+        return CheckpointError(
+            f"line {number} of {self.folder / COMPLETIONS} was not written by this evaluation: give another --out, "
+            "or --overwrite to begin anew"
+        )
+
+
+@contextlib.contextmanager
+def open_store(folder: Path, identity: Mapping[str, Any], overwrite: bool) -> Iterator[Store]:
+    """Make the folder of the evaluation `identity` (plain JSON values) or continue in it, and hold it.
+
+    A failure before the first whole batch leaves nothing behind, and a later one leaves the whole batches. With
+    `overwrite` the files of an earlier evaluation are removed. Raises CheckpointError if the folder holds another
+    evaluation or something else, or if another process uses it.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"--out {folder} cannot be made ({error.strerror}): give another folder") from error
+    with _held(folder):
+        settings = read_settings(folder)
+        if settings is not None and overwrite:
+            for name in (RESULT, COMPLETIONS, SETTINGS):
+                (folder / name).unlink(missing_ok=True)
+            settings = None
+        identity = json.loads(json.dumps(identity))
+        if settings is None:
+            settings = {"identity": identity}
+            write_json(folder / SETTINGS, settings)
+        elif settings["identity"] != identity:
+            raise CheckpointError(
+                f"{folder} holds an evaluation with other settings ({differences(settings['identity'], identity)}): "
+                "give another --out, or --overwrite to begin anew"
+            )
+        try:
+            yield Store(folder, settings)
+        except BaseException:
+            _discard_empty(folder, made)
+            raise
+
+
+def _discard_empty(folder: Path, made: Sequence[Path]) -> None:
+    """Remove the files of an evaluation without any completion, and the folders `made` for it (innermost first)."""
+    completions = folder / COMPLETIONS
+    if (folder / RESULT).exists() or (completions.exists() and completions.stat().st_size):
+        return
+    for name in (COMPLETIONS, SETTINGS):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for path in made:
+            path.rmdir()
+
+
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """settings.json of an evaluation's folder; None if that is empty. Raises CheckpointError for other folders."""
+    if (folder / SETTINGS).is_file():
+        with contextlib.suppress(ValueError):
+            settings = parse_json(read_text(folder / SETTINGS, JSON_BYTES))
+            read = settings if isinstance(settings, dict) else {}
+            engine = read.get("engine", {"kernel": None})
+            if isinstance(read.get("identity"), dict) and isinstance(engine, dict) and "kernel" in engine:
+                return read
+    elif all(path.name.startswith(".") for path in folder.iterdir()):
+        return None
+    raise CheckpointError(f"--out {folder} is not empty and holds no evaluation: give a new folder")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The entries that differ, as text: `samples 4, now 8; seed 0, now 1`."""
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return "; ".join(f"{key} {_short(old.get(key))}, now {_short(new.get(key))}" for key in keys)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace `path` by `value` as JSON. A reader sees the old file or the new one, even after a power cut."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold an advisory lock on the folder, which the system releases when the process dies."""
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise CheckpointError(
+            f"another process is evaluating in {folder}: wait for it, or give another --out"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
 
 UNPARSED = ("no_answer", "unparsable", "too_long")  # no answer could be read from the completion
 OPTIONAL = ("mean_score", "mean_environment_reward")

@@ -1,6 +1,10 @@
-"""Evaluate a model on a task: `run_eval(EvalSettings(task="gsm8k", model="runs/a")).summary.accuracy.value`.
+"""An evaluation from its plan to its result.
 
-    plan (eval/plan.py) -> folder (eval/store.py) -> engine + adapter -> completions -> grades -> summary -> result.json
+Grade a batch of completions, by the task or by the grader of the user's own that the evaluation was given.
+
+Evaluate a model on a task: `run_eval(EvalSettings(task="gsm8k", model="runs/a")).summary.accuracy.value`.
+
+    plan (eval/plan.py) -> folder (eval/result.py) -> engine + adapter -> completions -> grades -> summary -> result.json
 
 The engine is the one that training samples with, the prompt is the one that was trained on, and the grade is the one
 that rewards give.
@@ -13,19 +17,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from eval.environment import as_completion, episode_fields, sampled_episodes
-from eval.grading import graded
-from eval.identity import versions
+from eval.environment import as_completion, episode_fields, sampled_episodes, versions
 from eval.plan import Plan, batch_seed, make_plan
-from eval.result import EvalResult, summarize
+from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
-from eval.store import Key, Row, Store, open_store
-from qerl.base.errors import ConfigError
+from qerl.base.errors import ConfigError, RewardError
+from qerl.base.own.function import LateError, OwnFunctionError, first_to_fail
+from qerl.base.own.process import ReturnedError
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.chat_template import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.data.grading.grade import Grade, grade_many
+from qerl.data.tasks import Task
 from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
@@ -34,6 +39,59 @@ from qerl.episodes.driven import Episode
 
 if TYPE_CHECKING:
     import torch
+
+
+def graded(plan: Plan, batch: Sequence[Key], completions: Sequence[Completion], texts: list[str]) -> list[Grade]:
+    """The grades of a batch. Raises RewardError, which names the completion on which a grader fails."""
+    examples = [plan.examples[row] for row, _ in batch]
+    questions, answers = [one.question for one in examples], [one.answer for one in examples]
+    if plan.task.grader is None:
+        return grade_many(plan.task, texts, answers, questions)
+    names = dict.fromkeys(key for example in examples for key in example.extra)
+    columns = {
+        **{name: [example.extra.get(name) for example in examples] for name in names},
+        "completions": texts,
+        "completion_ids": [list(completion.token_ids) for completion in completions],
+        "prompts": [plan.tokenizer.decode(plan.prompts[row], skip_special_tokens=False) for row, _ in batch],
+        "question": questions,
+        "answer": answers,
+        "row": [row for row, _ in batch],
+    }
+    limit = plan.sampling.max_new_tokens
+    fixed = {"max_new_tokens": limit, "step": plan.settings.step or 0, "log_metric": _log_nothing}
+    try:
+        return _call(plan.task, columns, fixed)
+    except (OwnFunctionError, ReturnedError) as error:
+        index = error.index if error.index is not None else _first_to_fail(plan.task, columns, fixed, error)
+        where = "" if index is None else f" for the completion {texts[index][:60]!r} of row {examples[index].id}"
+        late = " within --grader-timeout-s" if isinstance(error, LateError) else ""
+        raise RewardError(
+            f"grader {plan.task.grader} {error}{where}: a grader has to return a number from 0 to 1, or True or False, "
+            f"for each completion{late}; correct it, then the same command continues"
+        ) from error
+
+
+def _call(task: Task, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[Grade]:
+    others = {name: values for name, values in columns.items() if name not in ("completions", "answer", "question")}
+    return grade_many(task, columns["completions"], columns["answer"], columns["question"], {**others, **fixed})
+
+
+def _first_to_fail(
+    task: Task, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], error: Exception
+) -> int | None:
+    if isinstance(error, ReturnedError):
+        return None
+
+    def call(index: int, timeout_s: float) -> None:
+        one = {name: [values[index]] for name, values in columns.items()}
+        _call(replace(task, grader_timeout_s=timeout_s), one, fixed)
+
+    return first_to_fail(call, len(columns["completions"]), task.grader_timeout_s)
+
+
+def _log_nothing(_name: str, _value: float) -> None:
+    """The `log_metric` that a grader gets in an evaluation."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -214,7 +214,7 @@ class EvalSettings:
 
     def _check_sources(self) -> None:
         if self.suite is not None:
-            return  # `eval.show.show_suite` refuses what does not go with it
+            return  # `eval.compare.show_suite` refuses what does not go with it
         if self.suite_tasks is not None:
             raise ConfigError(f"--suite-tasks {self.suite_tasks} belongs to --suite lighteval: add that")
         if self.run is None and self.checkpoints is not None:

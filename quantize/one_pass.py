@@ -1,8 +1,15 @@
-"""Quantize a model in one pass over calibration rows, one decoder layer in memory at a time, with the start beside it.
+"""One pass over the calibration rows, a layer at a time.
+
+Run a model layer by layer with the weights of several checkpoints, of which one layer at a time is in memory.
+
+The hidden states of all rows stay, so memory does not grow with the model's depth. The modules come from config.json
+and hold no weights; `torch.func.functional_call` lends them those of one checkpoint after another.
+
+Quantize a model in one pass over calibration rows, one decoder layer in memory at a time, with the start beside it.
 
 For each layer: its rows go through it in 16 bits, while the second moment R of each distinct input is summed; its
 linears are rounded under R (`quantize.rounding`) or come from another method; and the factors of W - Q are computed
-under R (`quantize.factors`). All layers see the 16-bit model's inputs.
+under R (`quantize.rounding`). All layers see the 16-bit model's inputs.
 
 Experts are rounded each under its own tokens; one that had none takes the moment of its layer's other experts. The
 start leaves experts out: they would need factors of their own, or shared ones that an adapter on experts can hold.
@@ -12,22 +19,135 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import LORA_A, LORA_B
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.source import Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
-from quantize.streams import LayeredModel
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from qerl.checkpoint.source import Tensors
     from qerl.formats.nvfp4.reference import GlobalScaleKind
+
+
+Tensors = Mapping[str, "torch.Tensor"]
+Inputs = Mapping[str, Callable[["torch.Tensor"], "torch.Tensor"]]
+EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class LayeredModel:
+    """The modules of a decoder, without weights, and what its layers are called with for rows of one length."""
+
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+        from qerl.checkpoint.load import empty_model
+
+        self._model = empty_model(source.folder, dtype, source.trust_remote_code).eval()
+        self._names = source.decoder.linearized
+        if source.decoder.has_experts:
+            from quantize.compressor import take_apart_  # it imports torch
+
+            take_apart_(self._model, source.decoder)
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        self._layers = list(self._model.model.layers)
+        self._arguments: list[dict[str, Any]] = []  # of each layer, beside the hidden states
+
+    def embed(self, sequences: Sequence[torch.Tensor], outside: Tensors) -> list[torch.Tensor]:
+        """The first layer's inputs (rows, T, hidden), for token ids (rows, T) of one length. `outside` has the tensors
+        beside the layers.
+
+        The model's own forward pass computes them and the arguments of each layer, with layers that do nothing. The
+        arguments are those of a single row, which fit any number of rows.
+        """
+        import torch
+
+        found: list[torch.Tensor] = []
+        weights = {"embed_tokens.weight": outside[EMBEDDINGS], "norm.weight": outside[NORM]}
+        with self._idle_layers(found):
+            for ids in (*sequences, sequences[0][:1]):
+                self._arguments.clear()
+                torch.func.functional_call(self._model.model, weights, (ids,), {"use_cache": False})
+        return found[: -len(self._layers) : len(self._layers)]
+
+    @contextmanager
+    def _idle_layers(self, found: list[torch.Tensor]) -> Iterator[None]:
+        def idle(hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            found.append(hidden)
+            self._arguments.append(arguments)
+            return hidden
+
+        try:
+            for layer in self._layers:
+                layer.forward = idle
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
+
+    def step(
+        self,
+        number: int,
+        weights: Tensors,
+        hidden: list[torch.Tensor],
+        see: Callable[[str, torch.Tensor], None] | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
+        """Replace the hidden states by what layer `number` with `weights` (full names) makes of them.
+
+        `see(module, inputs)` is called with each linear's full name and its inputs (..., in). `inputs` has functions
+        that give what a linear multiplies by instead, by full name.
+        """
+        import torch
+
+        layer, own, in_files = self._layers[number], {}, {}
+        for name, tensor in weights.items():
+            module, _, leaf = name.rpartition(".")
+            inside = self._names(module).removeprefix(f"model.layers.{number}.")
+            own[f"{inside}.{leaf}"], in_files[inside] = tensor, module
+        linears = [(in_files[name], module) for name, module in _linears(layer)]
+        hooks = [] if see is None else [_watch(name, module, see) for name, module in linears]
+        hooks += [_replace(module, inputs[name]) for name, module in linears if name in (inputs or {})]
+        try:
+            for row, states in enumerate(hidden):
+                out = torch.func.functional_call(layer, own, (states,), self._arguments[number])
+                hidden[row] = out[0] if isinstance(out, tuple) else out
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def logits(self, hidden: torch.Tensor, outside: Tensors) -> torch.Tensor:
+        """Logits (T, vocabulary) in float32 of final hidden states (T, hidden)."""
+        import torch
+
+        head = {"weight": outside.get(HEAD, outside[EMBEDDINGS])}
+        if "lm_head.bias" in outside:
+            head["bias"] = outside["lm_head.bias"]
+        normed = torch.func.functional_call(self._model.model.norm, {"weight": outside[NORM]}, (hidden,))
+        return torch.func.functional_call(self._model.lm_head, head, (normed,)).float()
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    from torch import nn
+
+    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _watch(name: str, module: nn.Module, see: Callable[[str, torch.Tensor], None]) -> Any:
+    return module.register_forward_pre_hook(lambda _, inputs: see(name, inputs[0]))
+
+
+def _replace(module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+
 
 Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name
 Moments = Mapping[str, "torch.Tensor"]  # R of the inputs of each set of fused linears, by the set's first module
@@ -55,7 +175,7 @@ class Start:
 
     @cached_property
     def rate_ratio(self) -> float | None:
-        """The median over linears of `quantize.factors.rate_ratio`, at RATIO_RANK or the rank if that is less."""
+        """The median over linears of `quantize.rounding.rate_ratio`, at RATIO_RANK or the rank if that is less."""
         ordered = sorted(self.ratios)
         return round(ordered[len(ordered) // 2], 3) if ordered else None
 
@@ -63,7 +183,7 @@ class Start:
         """The factors of a linear, from its weights before and after (out, in) and R."""
         import torch
 
-        from quantize.factors import best_factors, rate_ratio
+        from quantize.rounding import best_factors, rate_ratio
 
         factors = best_factors(weight.float() - quantized, moment, self.rank)
         if (ratio := rate_ratio(factors.prefix(RATIO_RANK), moment)) is not None:

@@ -1,29 +1,42 @@
-"""The error of a quantized model's outputs, on rows that it was not calibrated on.
+"""How far a quantized model is from its original.
+
+The error of a quantized model's outputs, on rows that it was not calibrated on.
 
 Weights are no measure of a calibrated method: GPTQ lets them be wrong wherever the inputs are small, and a sound result
 can be further from the source than rounding, in weights, and nearer in outputs. So each linear's outputs are compared,
 with the inputs that it has in the 16-bit model, and the logits of the whole model. Rounding to nearest is measured on
 the same rows beside it, and so is the model with its start, as runs that use one begin. Each layer's weights are read
-when its turn comes (`quantize.streams`).
+when its turn comes (`quantize.one_pass`).
+
+What becomes of a checkpoint whose outputs are bad, or that could not be checked.
+
+One by llm-compressor's calibration is kept, by another name: that takes hours, and a person may judge otherwise than a
+limit does.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.base.errors import CheckpointError
+from qerl.checkpoint.output import set_aside
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.source import Source, power_of_two_scale_of, weight_for_scales
-from qerl.checkpoint.verify import ReadTensor
-from quantize.streams import LayeredModel
+from qerl.checkpoint.verify import FailedCheck, ReadTensor
+from quantize.one_pass import LayeredModel
 
 if TYPE_CHECKING:
     import torch
 
     from qerl.formats.nvfp4.activations import Activations
+
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
 WRITTEN, ROUNDED, STARTED = "written", "rounded", "started"
@@ -272,3 +285,49 @@ def _round(source: Source, checkpoints: Checkpoints, device: torch.device, names
         for name, parts in zip(own, packed, strict=True):
             tensors[name] = source.format.dequantize(parts, torch.float32)
     return tensors
+
+
+logger = logging.getLogger(__name__)
+
+
+def judge(outputs: OutputErrors, min_sqnr_db: float) -> None:
+    """Raise FailedCheck for a linear whose outputs are wrong: further off than `min_sqnr_db` and than by rounding.
+
+    Where the whole model is further off than by rounding, that is a warning.
+    """
+    largest = 10 ** (-min_sqnr_db / 20)
+    for module, error in outputs.linears.items():
+        rounded = outputs.rounded_linears.get(module, 0.0)
+        if not (error <= largest or error <= rounded):  # NaN is wrong too
+            raise FailedCheck(
+                f"the outputs of {module} on {outputs.rows()} are wrong by {error:.0%} (rounding to nearest: "
+                f"{rounded:.0%})"
+            )
+    if outputs.rounded and outputs.written.kl > outputs.rounded.kl:
+        logger.warning(
+            "on %s the model is further from the 16-bit one (KL %.2g) than by rounding to nearest (KL %.2g): give more "
+            "rows, such as it will see, or write --method rtn",
+            *(outputs.rows(), outputs.written.kl, outputs.rounded.kl),
+        )
+
+
+@contextmanager
+def kept_if_calibrated(method: str | None, staging: Path, out: Path) -> Iterator[None]:
+    """If the block raises, move what a calibration by `method` has written beside `out` and say where it is.
+
+    None is for a method that takes minutes at most, of which nothing is kept.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if method is None:
+            raise
+        kept = set_aside(staging, out)
+        if not isinstance(error, Exception):
+            logger.warning("stopped before the check ended: the weights by %s are in %s", method, kept)
+            raise
+        reason = error.detail if isinstance(error, FailedCheck) else (str(error).splitlines() or [repr(error)])[0]
+        raise CheckpointError(
+            f"the checkpoint by {method} does not pass its check and is not at {out}: {reason}. It is kept as {kept}: "
+            "use it under that name if you accept this, or give more rows, such as it will see, or write --method rtn"
+        ) from error

@@ -40,7 +40,7 @@ class QuantizeReport:
     bytes_after: int = 0
     calibration: dict | None = None
     outputs: OutputErrors | None = None  # None if there were no rows
-    start: dict | None = None  # rank, and rate_ratio: see `quantize.factors.rate_ratio`
+    start: dict | None = None  # rank, and rate_ratio: see `quantize.rounding.rate_ratio`
     copied_files: list[str] = field(default_factory=list)
     seconds: float = 0.0
 

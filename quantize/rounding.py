@@ -1,4 +1,11 @@
-"""Rounding to NVFP4 under the weights of the inputs: searched block scales, and GPTQ on them. Tensors in, tensors out.
+"""Rounding the weights of a linear.
+
+Round to nearest: quantization without data, with one decoder layer in memory at a time.
+
+llm-compressor itself computes the bits: we feed the converter behind its `model_free_ptq` layer by layer. That function
+reads whole files, of which one may hold 50 GB, and quantizes the embeddings unless told not to.
+
+Rounding to NVFP4 under the weights of the inputs: searched block scales, and GPTQ on them. Tensors in, tensors out.
 
 What is minimized for a linear W (out, in) is tr((W - Q) R (W - Q)'), where R (in, in) is the second moment of its
 inputs, the mean of x'x over tokens: the mean square error of its outputs. Each function also takes the rows of several
@@ -16,6 +23,14 @@ Departures from llm-compressor's GPTQ and observers:
 3. GPTQ needs no inverse. With R = M M' for an upper triangular M, column j is rounded at
    w_j + sum_{i < j} (w_i - q_i) M_ij / M_jj, which is Babai's nearest plane algorithm and equals the usual form, where
    the inverse of R is factored.
+
+The low-rank part of a quantization error that matters most to the outputs, as the factors of a LoRA adapter.
+
+For an error E = W - Q (out, in) and the second moment R (in, in) of the inputs, the best BA of a rank minimizes
+tr((E - BA) R (E - BA)'). With any S S' = R that is |(E - BA) S|^2, so by Eckart and Young BA S = U U' E S, where U has
+the first left singular vectors of E S, which are the first eigenvectors of E R E'. Hence B = U, A = U' E: this needs no
+root and no inverse of R, and a singular R is no special case. Sorted by eigenvalue, the first k columns of B and rows
+of A are the best of rank k. The same optimum, by a root of R: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271).
 """
 
 from __future__ import annotations
@@ -24,9 +39,11 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qerl.checkpoint.source import Source, Tensors, finite, weight_for_scales
 from qerl.formats.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
 from qerl.formats.nvfp4.reference import (
     ZERO_SCALE,
@@ -36,6 +53,29 @@ from qerl.formats.nvfp4.reference import (
     pack_codes,
     shared_global_scale,
 )
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
+
+
+def rtn_groups(
+    source: Source, config: QuantizationConfig, read: Callable[[str], torch.Tensor], device: torch.device
+) -> Iterator[Tensors]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time.
+
+    A group holds a whole layer, so q/k/v and gate/up reach the converter together and share their global scales.
+    Raises CheckpointError for a tensor with NaN or infinity.
+    """
+    from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
+
+    converter = ModelFreePtqConverter(config)
+    for names in source.groups():
+        written = {name: finite(name, read(name)) for name in names if name not in source.chosen}
+        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in source.chosen}
+        if weights:
+            written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
+        yield written
+
 
 USUAL = 6.0  # the largest weight of a block becomes the largest code
 CANDIDATES = (USUAL, 5.5, 5.0, 4.5, 4.0, 3.5, 3.0, 7.0, 8.0)  # codes that it may become; above 6 it is cut off
@@ -212,3 +252,63 @@ def one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+EXTRA = 16  # columns beside those of the rank, which make the iteration converge
+ROUNDS = 4
+SEED = 0
+
+
+class Factors(NamedTuple):
+    """A (rank, in) and B (out, rank) in one dtype."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def prefix(self, rank: int) -> Factors:
+        """The factors of a smaller rank."""
+        return Factors(self.a[:rank], self.b[:, :rank])
+
+
+def best_factors(error: torch.Tensor, moment: torch.Tensor, rank: int) -> Factors:
+    """The best factors of `error` (out, in) under `moment` (in, in), balanced; all in float32.
+
+    `rank` is at most the smaller side of the error. Subspace iteration finds the eigenvectors of E R E', which is never
+    formed; after four rounds the error that is left is the least one to within a thousandth.
+    """
+    columns = min(rank + EXTRA, len(error))
+    generator = torch.Generator().manual_seed(SEED)
+    with one_thread(error.device) if error.numel() <= SMALL else nullcontext():
+        basis = torch.randn(len(error), columns, generator=generator).to(error.device)
+        for _ in range(ROUNDS):
+            basis = torch.linalg.qr(error @ (moment @ (error.T @ basis)))[0]
+        inside = basis.T @ error
+        _, vectors = torch.linalg.eigh((inside @ moment @ inside.T).to(torch.float64))  # in ascending order
+        b = basis @ vectors[:, -rank:].flip(1).to(torch.float32)
+        return balanced(Factors(b.T @ error, b))
+
+
+def balanced(factors: Factors) -> Factors:
+    """The same product from a column of B and a row of A that are equally long, each pair for itself."""
+    a, b = factors
+    gain = (a.norm(dim=1) / b.norm(dim=0)).sqrt()
+    gain = gain.where(gain.isfinite() & (gain > 0), 1.0)
+    return Factors(a / gain[:, None], b * gain)
+
+
+def rate_ratio(factors: Factors, moment: torch.Tensor) -> float | None:
+    """How much further one step of Adam moves a linear's outputs from these factors than from a fresh pair.
+
+    A step moves each element of A and B by the learning rate, with signs as good as random. The mean square change of
+    an output is then out tr(A R A') + tr(B'B) tr R, times its square; for a fresh pair of LoRA, whose B is zero and
+    whose A is uniform, it is out rank tr R / (3 in). The ratio of the roots says by what a learning rate that suits a
+    fresh pair is to be divided. None for inputs that are zero throughout.
+    """
+    a, b = (factor.to(torch.float32) for factor in factors)
+    (rank, width), out = a.shape, len(b)
+    power = moment.diagonal().sum()
+    fresh = out * rank * power / (3 * width)
+    if not float(fresh) > 0:
+        return None
+    moved = out * ((a @ moment) * a).sum() + b.square().sum() * power
+    return float((moved / fresh).sqrt())

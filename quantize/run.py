@@ -1,4 +1,6 @@
-"""`qerl quantize`: turn a 16-bit checkpoint into a quantized one in the format of compressed-tensors.
+"""`qerl quantize`.
+
+`qerl quantize`: turn a 16-bit checkpoint into a quantized one in the format of compressed-tensors.
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
     qerl quantize --model M --calibration rows.jsonl                        # on rows such as the model will see
@@ -19,6 +21,8 @@ begin with to repair most of the rounding (`qerl.checkpoint.base_start`).
 Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: the default searches block scales under the
 weights of the inputs and then runs GPTQ on mixed rows that ship with qerl, which leaves the least error of all methods
 on a real model (docs/start.md). `--method awq` is the paper's recipe.
+
+`qerl quantize`; qerl/cli/main.py registers it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations, with_input_scales
@@ -43,24 +49,32 @@ from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
+from qerl.cli.options import Gpu
 from qerl.formats.scheme import make_config
-from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
-from quantize.calibration import Calibration, default_data, load_calibration
-from quantize.choice import Choice, choose
-from quantize.compressor import check_installed, load_compressor
-from quantize.input_amax import streamed_input_scales
-from quantize.judge import judge, kept_if_calibrated
+from quantize.calibration import (
+    Calibration,
+    Recipe,
+    calibrate,
+    calibrated_groups,
+    check_device,
+    default_data,
+    dense_tensor,
+    load_calibration,
+)
+from quantize.compressor import check_installed, load_compressor, streamed_input_scales, text_model
 from quantize.one_pass import Searched, Start, one_pass_groups, searched, searched_groups
-from quantize.options import OWN, QuantizeOptions
-from quantize.output_error import Checkpoints, measure_outputs
+from quantize.options import OWN, Choice, QuantizeOptions, choose
+from quantize.output_error import Checkpoints, judge, kept_if_calibrated, measure_outputs
 from quantize.report import QuantizeReport
-from quantize.rtn import rtn_groups
+from quantize.rounding import rtn_groups
 from quantize.start_folder import read_factors, save_start, start_bytes
-from quantize.text_model import text_model
 
 if TYPE_CHECKING:
     import torch
     from rich.progress import Progress
+
+    from quantize.start_of import StartReport
+
 
 PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
 RESCALED = {"awq": "the source after AWQ's rescaling"}  # what weights are compared with where it is not the source
@@ -304,3 +318,38 @@ def package_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def quantize_command(
+    *,
+    model: Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")],
+    out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-<SCHEME>.")] = None,
+    gpu: Gpu = None,
+    options: QuantizeOptions,
+) -> None:
+    """Turn a 16-bit checkpoint into NVFP4 (4-bit weights) or FP8 (8-bit weights), and verify it."""
+    from qerl.base.printable import SafeConsole
+    from qerl.cli.next_step import after_quantizing, say_next
+
+    report = quantized(model, out, gpu, options)
+    SafeConsole().print(report.table())
+    if options.start_of is None:
+        say_next(after_quantizing(report.out))
+
+
+def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:
+    """The report of the model quantized on one card, or on the CPU; with `start_of` that of a start."""
+    from qerl.base.devices import choose_card
+    from qerl.base.threads import choose_threads
+
+    if options.device in ("auto", "cuda"):
+        choose_card(gpu=gpu)
+    elif gpu is not None:
+        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
+    choose_threads(model)
+    if options.start_of is not None:
+        from quantize.start_of import make_start
+
+        return make_start(options.start_of, model, out, options)
+
+    return quantize_checkpoint(model, out, options)

@@ -27,9 +27,8 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import ReadTensor
-from quantize.choice import START_RANK, Choice, choose
 from quantize.one_pass import Start, one_pass_groups
-from quantize.options import QuantizeOptions
+from quantize.options import START_RANK, Choice, QuantizeOptions, choose
 from quantize.output_error import Checkpoints, OutputErrors, measure_outputs
 from quantize.report import output_rows, start_row
 from quantize.run import calibration_rows, progress_bar, resolve_device

@@ -21,7 +21,7 @@ SOLE_IMPORTERS = {
     "peft": ("qerl/checkpoint/adapter.py",),
     "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
-    "lighteval": ("eval/lighteval_model.py", "eval/lighteval_suite.py"),  # seconds of imports, and no part of a run
+    "lighteval": ("eval/lighteval_suite.py", "eval/lighteval_suite.py"),  # seconds of imports, and no part of a run
 }
 # The command line and the Python interface start all stages, and `qerl train --quantize` two of them.
 ENTRY_POINTS = {
@@ -42,8 +42,8 @@ ALLOWED_UPWARD = """
     eval.settings -> qerl.cli.train
     eval.settings -> qerl.cli.options
     eval.settings -> qerl.cli.train
-    eval.show -> qerl.cli.next_step
-    eval.show -> qerl.cli.options
+    eval.compare -> qerl.cli.next_step
+    eval.compare -> qerl.cli.options
     qerl.base.own.function -> qerl.data.tasks
     qerl.base.own.function -> qerl.data.tasks
     qerl.base.own.exchange -> qerl.config.rewards
@@ -79,10 +79,10 @@ ALLOWED_UPWARD = """
     qerl.formats.nvfp4.layout -> qerl.checkpoint.shards
     qerl.formats.nvfp4.place -> qerl.checkpoint.linears
     qerl.model.routing -> qerl.engine.interface
-    quantize.command -> qerl.cli.next_step
-    quantize.command -> qerl.cli.options
-    quantize.merge.command -> qerl.cli.next_step
-    quantize.merge.command -> qerl.cli.options
+    quantize.run -> qerl.cli.next_step
+    quantize.run -> qerl.cli.options
+    quantize.merge.run -> qerl.cli.next_step
+    quantize.merge.run -> qerl.cli.options
     training.course -> qerl.api.arguments
     training.loss.batch -> training.distill.divergence
     training.loss.batch -> training.rollout.groups
@@ -147,9 +147,9 @@ ASKS_FOR_A_FORMAT = {
     "quantize/merge/run.py: to.name == formats.NVFP4.name",
     "quantize/merge/run.py: trained.format.name != to.name",
     "quantize/merge/run.py: trained.format.name == to.name",
-    "quantize/merge/weights.py: merge.reference.format.name != source.format.name",
-    "quantize/merge/weights.py: merge.reference.format.name == merge.source.format.name",
-    "quantize/merge/weights.py: merge.reference.format.name == source.format.name",
+    "quantize/merge/base.py: merge.reference.format.name != source.format.name",
+    "quantize/merge/base.py: merge.reference.format.name == merge.source.format.name",
+    "quantize/merge/base.py: merge.reference.format.name == source.format.name",
     "quantize/start_of.py: ref.format != QuantizeOptions().format.name",
 }
 

@@ -42,7 +42,7 @@ from qerl.data.tasks import get_task
 if TYPE_CHECKING:
     from eval.result import EvalResult
     from quantize.export.run import ExportReport
-    from quantize.merge.report import MergeReport
+    from quantize.merge.card import MergeReport
     from quantize.report import QuantizeReport
     from training.run import TrainResult
 
@@ -114,8 +114,8 @@ def quantize(
     `options` are those of `qerl quantize`, such as method, calibration and overwrite.
     """
     from qerl.api.arguments import as_before
-    from quantize.command import quantized
     from quantize.options import QuantizeOptions
+    from quantize.run import quantized
 
     chosen = _options(QuantizeOptions, options, "qerl.quantize")
     with as_before():
@@ -128,8 +128,8 @@ def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, 
     `to` is adapter, bf16 or nvfp4; `options` are those of `qerl merge`.
     """
     from qerl.api.arguments import as_before
-    from quantize.merge.command import merged
     from quantize.merge.options import MergeOptions
+    from quantize.merge.run import merged
 
     chosen = _options(MergeOptions, {**options, "adapter": model_name(adapter), "to": to}, "qerl.merge")
     with as_before():
@@ -142,8 +142,7 @@ def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport:
     `options` are those of `qerl export`: to, out, step, overwrite, force and device.
     """
     from qerl.api.arguments import as_before
-    from quantize.export.command import exported
-    from quantize.export.options import ExportOptions
+    from quantize.export.run import ExportOptions, exported
 
     chosen = _options(ExportOptions, {**options, "run": Path(model_name(run))}, "qerl.export")
     with as_before():

@@ -26,9 +26,9 @@ from qerl.cli.train import distill, sft, task_values, train, with_resume_value
 
 try:
     from eval.command import compare_results, evaluate
-    from quantize.command import quantize_command
-    from quantize.export.command import export_command
-    from quantize.merge.command import merge_command
+    from quantize.export.run import export_command
+    from quantize.merge.run import merge_command
+    from quantize.run import quantize_command
 except ImportError:  # names that other projects use too
     refuse_clashes()
     raise

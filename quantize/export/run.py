@@ -1,4 +1,12 @@
-"""`qerl export`: write the model that a run has trained through the quantizer.
+"""`qerl export` from its options to its report.
+
+What is asked of `qerl export`, as one value whose fields are its options. Importing this loads no torch.
+
+Open an exported model again and compare it bit by bit with what the masters give once more.
+
+The README.md of an exported model: a model card in the hub's format, from the run and what was written.
+
+`qerl export`: write the model that a run has trained through the quantizer.
 
     qerl export --run runs/qat_7b-20260101                    # -> exported/qat_7b-20260101-nvfp4
     qerl export --run R --to bf16                             # the masters, rounded to bfloat16
@@ -8,35 +16,167 @@
 First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
 at a time is packed by the format's own arithmetic, under the global scales of RUN/base, into a hidden folder. It is
 opened again, compared bit by bit with what the masters give, and moved to its place in one step.
+
+`qerl export`; qerl/cli/main.py registers it. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import no_folder
 from qerl.checkpoint import adapter_file as sealed
 from qerl.checkpoint.adapter_file import BASE, checkpoint_of, through_quantizer
-from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
-from qerl.checkpoint.folder import REPORT, kind_of
+from qerl.checkpoint.export import Masters, check_push, dense_tensors, packed_tensors, push, read_trained, write_trained
+from qerl.checkpoint.folder import REPORT, format_of, kind_of
 from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder, write_json
-from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.source import by_layer
-from quantize.export.check import check_written
-from quantize.export.options import ExportOptions
-from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_model_line
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.source import Tensors, by_layer
+from qerl.checkpoint.verify import FailedCheck, check_head, sqnr_db
+from quantize.merge.card import (
+    base_on_hub,
+    evaluation_text,
+    licence_of,
+    loading_lines,
+    read_results,
+    table_text,
+    training_text,
+)
+from quantize.merge.options import ONLY_QERL, chat_line, only_qerl_reads, serve_model_line
 from quantize.report import format_size
 from quantize.run import package_version, progress_bar, resolve_device
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
+
+
+TARGETS = tuple(each.name for each in formats.writable())
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export and how."""
+
+    run: Annotated[Path, typer.Option(help="Directory of a run that trains through the quantizer.")]
+    to: Annotated[
+        Literal[TARGETS] | None,
+        typer.Option(help="Default: as it was trained; bf16: the masters, or 16-bit weights with adapter."),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Default: exported/<run>-<to>, with --step exported/<run>-N-<to>.")
+    ] = None
+    step: Annotated[int | None, typer.Option(min=1, help="Of this checkpoint; default: the last.")] = None
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload to this hub id (owner/name).")] = None
+    public: Annotated[bool, typer.Option("--public", help="A new hub repository is public; default private.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
+    device: Annotated[str, typer.Option(help="What packs: auto, cpu or cuda.")] = "auto"
+
+    def check(self) -> None:
+        """Raise ConfigError for a format that cannot be written."""
+        if self.to not in (None, *TARGETS):
+            raise ConfigError(f"--to {self.to!r} is not known: write {' or '.join(TARGETS)}")
+
+    def of(self, trained: str) -> ExportOptions:
+        """The same for a run that trains weights of the format `trained`."""
+        return replace(self, to=self.to or trained)
+
+    def folder(self) -> Path:
+        """Where the model is written; call it on what `of` returns."""
+        step = "" if self.step is None else f"-{self.step}"
+        return self.out or Path("exported") / f"{self.run.expanduser().resolve().name}{step}-{self.to}"
+
+
+def check_written(
+    masters: Masters, folder: Path, device: torch.device, track: Callable = iter, dense: bool = False
+) -> float | None:
+    """Compare the model in `folder` with `masters`, whose linears it holds packed or, if `dense`, in bfloat16.
+
+    Returns the lowest SQNR of its trained weights to their masters, in dB; None if all are exact. Raises FailedCheck.
+    """
+    if format_of(folder).quantized == dense:
+        raise FailedCheck(f"config.json says that it is {format_of(folder).label}")
+    check_head(folder)
+    found, lowest = read_tensors(folder), math.inf
+    left = set(found)
+    with TensorReader(found) as read, masters.reader() as wide:
+        for group in track(dense_tensors(masters) if dense else packed_tensors(masters, device)):
+            for name, tensor in group.items():
+                if name not in left:
+                    raise FailedCheck(f"{name} is missing")
+                _check_same(name, read(name), tensor)
+            left -= group.keys()
+            for name, weight in _weights(masters, group):
+                lowest = min(lowest, sqnr_db(wide(name).float(), weight) or math.inf)
+    if left:
+        raise FailedCheck(f"{min(left)} is unexpected")
+    return lowest if math.isfinite(lowest) else None
+
+
+def _check_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    import torch
+
+    same = found.dtype == expected.dtype and found.shape == expected.shape
+    if not same or not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
+        raise FailedCheck(f"{name} is not the tensor that was to be written")
+
+
+def _weights(masters: Masters, group: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The trained weights in a group as they will be multiplied by, in float32."""
+    import torch
+
+    format = masters.format
+    for name in group:
+        module, _, part = name.rpartition(".")
+        weight = f"{module}.weight"
+        parts = {each: group.get(f"{module}.{each}") for each in format.tensors}
+        if weight in masters.trained and part == format.tensors[0] and None not in parts.values():
+            yield weight, format.dequantize(parts, torch.float32)  # its codes may be named `weight`, too
+        elif name in masters.trained:
+            yield name, group[name].float()
+
+
+def card_text(report: ExportReport, run: Path) -> str:
+    """The model card: metadata and text."""
+    from huggingface_hub import ModelCardData
+
+    licence = licence_of(report.begun_from)
+    data = ModelCardData(
+        base_model=base_on_hub(report.begun_from),
+        license=licence,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["qerl", "grpo", "qat", *formats.get(report.to).card_tags],
+    )
+    rows = {
+        "what": formats.get(report.to).model_label,
+        **report.rows(),
+        "run": f"`{Path(report.run).name}`, step {report.step}",
+        "begun from": f"`{base_on_hub(report.begun_from) or Path(report.begun_from).name}`",
+        "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
+        "made": f"{report.created} by `qerl export --to {report.to}`",
+    }
+    results = read_results(run)
+    parts = [f"# {report.out.name}\n\n{table_text(rows)}", loading_lines(report.out, report.commands.values())]
+    parts.append(training_text(run))
+    if results:
+        parts.append(evaluation_text(results, "the finished run"))
+    parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    return f"---\n{data.to_yaml().strip()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
 
 PACKAGES = ("qerl", "torch", "transformers", "compressed-tensors")
 CARD = "README.md"
@@ -175,7 +315,29 @@ def _only_qerl(run: Path, options: ExportOptions) -> bool:
 
 
 def _write_texts(report: ExportReport, run: Path, folder: Path) -> None:
-    from quantize.export.card import card_text
 
     write_json(folder / EXPORT_REPORT, report.to_json())
     (folder / CARD).write_text(card_text(report, run), encoding="utf-8")
+
+
+def export_command(options: ExportOptions) -> None:
+    """Write the model of a run that trains through the quantizer: as it was trained, or in bfloat16 without rounding.
+
+    Packed, the bytes are those that the engine sampled from after its sync. Prints how to serve the result.
+    """
+    from qerl.base.printable import SafeConsole
+
+    report = exported(options)
+    console = SafeConsole()
+    console.print(report.table())
+    for command in report.commands.values():
+        console.print(command, soft_wrap=True, highlight=False, markup=False)
+
+
+def exported(options: ExportOptions) -> ExportReport:
+    """The report of the model exported on one card, or on the CPU."""
+    from qerl.base.devices import choose_card
+
+    if ":" not in options.device:
+        choose_card()
+    return export(options)

@@ -1,4 +1,8 @@
-"""`qerl merge`: turn an adapter and its base into a PEFT folder, a BF16 model or an NVFP4 model.
+"""`qerl merge`.
+
+Merge an adapter that was trained through the quantizer: its run's model is exported, with the engine's bytes.
+
+`qerl merge`: turn an adapter and its base into a PEFT folder, a BF16 model or an NVFP4 model.
 
     qerl merge --adapter runs/dapo_7b-20260101 --to bf16      # -> merged/dapo_7b-20260101-bf16
     qerl merge --adapter A --to nvfp4 --out DIR               # rounded again; says what rounding left of the adapter
@@ -8,19 +12,22 @@
 First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
 at a time is merged in float32, rounded once and written into a hidden folder, which is opened again, compared, and
 moved to its place in one step. Last the effect is measured on prompts, and the report and the model card are completed.
+
+`qerl merge`; qerl/cli/main.py registers it. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl import formats
-from qerl.base.errors import CheckpointError, QerlError
+from qerl.base.errors import CheckpointError, ConfigError, QerlError
 from qerl.base.files import replace_text
 from qerl.checkpoint.activations import rounds_to_four_bits
 from qerl.checkpoint.adapter_file import through_quantizer
@@ -29,16 +36,51 @@ from qerl.checkpoint.export import check_push, push
 from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, staged_folder
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
-from quantize.export.run import ExportReport
-from quantize.merge.base import Adapter, read_base
-from quantize.merge.effect import run_of
-from quantize.merge.options import MergeOptions
-from quantize.merge.original import check_original, choose_base
-from quantize.merge.packed_in import export_of_adapter
-from quantize.merge.report import MergeReport
-from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_adapter_line, serve_model_line
-from quantize.merge.start import HOLDS_START, AdapterStart, start_in_merge
+from qerl.checkpoint.shards import read_json
+from qerl.cli.options import Gpu
+from quantize.export.run import ExportOptions, ExportReport, export
+from quantize.merge.adapter import HOLDS_START, AdapterStart, start_in_merge
+from quantize.merge.base import Adapter, check_original, choose_base, read_base
+from quantize.merge.card import MergeReport, run_of
+from quantize.merge.options import (
+    ONLY_QERL,
+    MergeOptions,
+    chat_line,
+    only_qerl_reads,
+    serve_adapter_line,
+    serve_model_line,
+)
 from quantize.run import package_version, progress_bar, resolve_device
+
+
+def export_of_adapter(options: MergeOptions, run: Path, adapter: Path, out: Path) -> ExportReport:
+    """Write the model with an `adapter` of `run` as `qerl export` does, whichever of the run's folders it is in.
+
+    Raises ConfigError for options that would give another model than the one that was trained.
+    """
+    asked = {"--model": options.model, "--onto": None if options.onto == "auto" else options.onto}
+    for option, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value}: the adapter of {run} was trained within the packed weights of its own 16-bit "
+                f"model: leave {option} out"
+            )
+    if options.prompts is not None:
+        raise ConfigError(
+            f"--prompts {options.prompts}: nothing is lost in packing the adapter of {run}, so that there is no effect "
+            "to measure: leave --prompts out"
+        )
+    shared = {name: getattr(options, name) for name in ("push_to_hub", "public", "overwrite", "force", "device")}
+    return export(ExportOptions(run, options.to, out, _step(adapter), **shared))
+
+
+def _step(adapter: Path) -> int | None:
+    """The step of a checkpoint, or of the run's best; None for its last."""
+    if (best := adapter / "validation.json").is_file():
+        return read_json(best)["step"]
+    named = re.fullmatch(r"step-(\d+)", adapter.resolve().name)
+    return int(named[1]) if named else None
+
 
 NO_LONGER_ROUNDED = (
     "the base that the adapter was trained on rounds the inputs of its linears to 4 bits, and this model does not: it "
@@ -67,7 +109,7 @@ def merge(options: MergeOptions) -> MergeReport | ExportReport:
     if options.push_to_hub:
         check_push(options.push_to_hub)
     if options.prompts is not None and options.prompt_count:
-        from quantize.merge.effect import questions_in
+        from quantize.merge.card import questions_in
 
         questions_in(options.prompts)
     folder = adapter_folder(options.adapter)
@@ -93,8 +135,7 @@ def _label(adapter: str) -> str:
 def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeReport:
     import torch
 
-    from quantize.merge.adapter import add_for_peft, find_base_name, write_adapter
-    from quantize.merge.adapter_kinds import adapter_to_write
+    from quantize.merge.adapter import adapter_to_write, add_for_peft, find_base_name, write_adapter
 
     base = find_base_name(adapter, options.base_name or options.model)
     kept = adapter_to_write(options, adapter, base)
@@ -142,7 +183,7 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, origin: TrainedOn) -
 
 def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeReport:
     from qerl.checkpoint.load import local_folder
-    from quantize.merge.weights import check_merged, plan_merge, total, write_merged
+    from quantize.merge.base import check_merged, plan_merge, total, write_merged
 
     exact, to = _exact(options), formats.get(options.to)
     onto, notes = choose_base(options.onto, to, exact)
@@ -207,7 +248,7 @@ def _with_effect(options: MergeOptions, exact: ModelRef, adapter: Adapter, repor
     """Measure the effect on prompts and complete report and card. If it cannot be measured here, nothing is lost."""
     if not options.prompt_count:
         return report
-    from quantize.merge.effect import measure_effect
+    from quantize.merge.card import measure_effect
 
     logger.info("measuring the effect on prompts (--prompt-count 0 leaves it out)")
     limits = (options.prompt_count, options.max_new_tokens)
@@ -243,3 +284,31 @@ def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
 
     replace_text(folder / MERGE_REPORT, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     write_card(report, adapter.folder, folder / CARD)
+
+
+def merge_command(options: MergeOptions, gpu: Gpu = None) -> None:
+    """Turn an adapter into a folder to publish: a PEFT adapter, a merged BF16 model, or a merged NVFP4 model.
+
+    Prints how much of the adapter is left after rounding, and how to serve the result.
+    """
+    from qerl.base.printable import SafeConsole
+    from qerl.cli.next_step import say_next
+
+    report = merged(options, gpu)
+    console = SafeConsole()
+    console.print(report.table())
+    first, *others = report.commands.values()
+    say_next(first)
+    for command in others:
+        console.print(f"or: {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def merged(options: MergeOptions, gpu: int | None = None) -> MergeReport:
+    """The report of the adapter merged on one card, or on the CPU."""
+    from qerl.base.devices import choose_card
+
+    if options.device in ("auto", "cuda"):
+        choose_card(gpu=gpu)
+    elif gpu is not None:
+        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
+    return merge(options)

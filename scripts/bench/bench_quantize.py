@@ -28,13 +28,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import quantize.factors
 import quantize.one_pass
 import quantize.rounding
 import quantize.run
 from qerl.checkpoint import output as writer
+from quantize.one_pass import LayeredModel
 from quantize.options import QuantizeOptions
-from quantize.streams import LayeredModel
 from scripts.bench.provenance import command, machine
 from scripts.models.make_random_checkpoint import SHAPES
 from scripts.models.make_random_checkpoint import write as write_model
@@ -46,8 +45,8 @@ PARTS = {  # where a function is looked up, and its name
     "search": (quantize.rounding, "searched_scales"),
     "cholesky": (quantize.rounding, "error_shares"),
     "gptq": (quantize.rounding, "gptq"),
-    "factors": (quantize.factors, "best_factors"),
-    "ratio": (quantize.factors, "rate_ratio"),
+    "factors": (quantize.rounding, "best_factors"),
+    "ratio": (quantize.rounding, "rate_ratio"),
     "write": (writer, "_write_part"),
     "verify": (quantize.run, "verify"),
     "measure": (quantize.run, "measure_outputs"),

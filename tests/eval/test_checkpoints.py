@@ -10,9 +10,9 @@ import eval.run
 from eval.checkpoints import checkpoints_of, choose, run_checkpoints
 from eval.command import main
 from eval.plan import make_plan
+from eval.result import COMPLETIONS, RESULT
 from eval.run import run_eval
 from eval.settings import EvalSettings
-from eval.store import COMPLETIONS, RESULT
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.checkpoint.folder import kind_of
 

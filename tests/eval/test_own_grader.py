@@ -6,9 +6,9 @@ import pytest
 from eval_factory import build_model, make_run
 
 from eval.compare import compare
+from eval.result import COMPLETIONS
 from eval.run import run_eval
 from eval.settings import EvalSettings
-from eval.store import COMPLETIONS
 from qerl.base.errors import ConfigError, DataError, RewardError
 
 GRADER = "def grade(completion, answer, level):\n    return level if str(len(completion)) else 0\n"

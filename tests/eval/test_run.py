@@ -14,9 +14,9 @@ from eval_factory import ANSWERS, CONTEXT, build_model, make_adapter, make_run, 
 import eval.run
 from eval.command import main
 from eval.plan import batch_seed, make_plan, plan_batches
+from eval.result import COMPLETIONS, RESULT
 from eval.run import engine_options, run_eval
 from eval.settings import EvalSettings
-from eval.store import COMPLETIONS, RESULT
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.config.recipe import load_recipe, save_config
 

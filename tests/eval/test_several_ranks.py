@@ -8,9 +8,9 @@ from eval_factory import build_model
 from ranks import evaluate, ranks
 
 from eval.command import evaluate as evaluate_command
+from eval.result import COMPLETIONS, RESULT
 from eval.run import run_eval
 from eval.settings import EvalSettings
-from eval.store import COMPLETIONS, RESULT
 from qerl.base.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import multiprocessing
 
 import pytest
 
-from eval.store import COMPLETIONS, RESULT, SETTINGS, differences, open_store, write_json
+from eval.result import COMPLETIONS, RESULT, SETTINGS, differences, open_store, write_json
 from qerl.base.errors import CheckpointError
 
 IDENTITY = {"task": "gsm8k", "samples": 2, "seed": 0}

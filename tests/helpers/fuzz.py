@@ -108,7 +108,7 @@ def read_run(folder):
 
 
 def read_evaluation(folder):
-    from eval.store import open_store, read_settings
+    from eval.result import open_store, read_settings
 
     place = folder / "run" / "eval" / "after"
 

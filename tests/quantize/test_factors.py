@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quantize.factors import Factors, balanced, best_factors, rate_ratio
+from quantize.rounding import Factors, balanced, best_factors, rate_ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

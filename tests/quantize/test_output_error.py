@@ -19,8 +19,8 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.verify import FailedCheck
 from quantize import run
 from quantize.calibration import HELD_OUT, load_calibration
-from quantize.judge import judge
 from quantize.options import QuantizeOptions
+from quantize.output_error import judge
 from quantize.run import quantize_checkpoint
 
 LENGTH = 48

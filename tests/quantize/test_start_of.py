@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.base_start import START, BaseStart, about_start, base_digest, check_start, read_start
-from quantize.command import quantized
 from quantize.options import QuantizeOptions
-from quantize.run import quantize_checkpoint
+from quantize.run import quantize_checkpoint, quantized
 from quantize.start_of import make_start
 
 RANK = 8

@@ -24,8 +24,7 @@ from qerl.formats import FP8_BLOCK
 from qerl.formats.fp8 import reference
 from qerl.formats.fp8.format import rounds_input
 from qerl.formats.fp8.linear import FP8Linear
-from quantize.export.options import ExportOptions
-from quantize.export.run import export
+from quantize.export.run import ExportOptions, export
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.options import QuantizeOptions

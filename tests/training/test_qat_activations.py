@@ -20,9 +20,8 @@ from qerl.config.recipe import load_recipe
 from qerl.formats import NVFP4
 from qerl.formats.nvfp4.activations import Activations
 from qerl.model import lora
-from quantize.export.options import ExportOptions
-from quantize.export.run import export
-from quantize.merge.serve import ONLY_QERL
+from quantize.export.run import ExportOptions, export
+from quantize.merge.options import ONLY_QERL
 from training.policy.packed_policy import PackedPolicy
 from training.preflight.checks import check_calibration
 from training.run import start

@@ -17,8 +17,7 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.formats.nvfp4 import reference
-from quantize.export.options import ExportOptions
-from quantize.export.run import export
+from quantize.export.run import ExportOptions, export
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from training.policy.packed_in import PackedInPolicy

@@ -182,7 +182,7 @@ def measured(settings, parallel):
     assert parallel.gather(settings.limit) == [7, 7]
     Path(f"rank-{parallel.rank}").write_text(f"{parallel.size} {parallel.local_rank} {cards}")
 
-show = sys.modules["eval.show"] = ModuleType("eval.show")
+show = sys.modules["eval.compare"] = ModuleType("eval.compare")
 show.measured, show.OPTIONS, show.show_suite = measured, {}, None
 show.show_results = lambda *given: print("shown")
 """

@@ -184,7 +184,7 @@ def _of_base(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | None]:
 def _say_rate(rate: float, start: BaseStart) -> None:
     """Say what the learning rate of an adapter that starts at the error amounts to; warn if it is far too high.
 
-    The first steps move the outputs of linears further than from zero (`quantize.factors.rate_ratio`).
+    The first steps move the outputs of linears further than from zero (`quantize.rounding.rate_ratio`).
     """
     ratio = about_start(start.folder).get("rate_ratio")
     if not isinstance(ratio, int | float) or not ratio > 0:

@@ -22,8 +22,7 @@ from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.verify import FailedCheck
 from qerl.formats import BF16
 from qerl.report.page import write_report
-from quantize.export.options import ExportOptions
-from quantize.export.run import export
+from quantize.export.run import ExportOptions, export
 from training.run import start
 
 QAT = (

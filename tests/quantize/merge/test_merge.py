@@ -12,8 +12,8 @@ from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
 from merged import random_adapter
 from safetensors.torch import load_file, save_file
 
+import quantize.merge.base
 import quantize.merge.run
-import quantize.merge.weights
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
@@ -22,10 +22,10 @@ from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.resolve import resolve_model
 from qerl.formats.nvfp4.layout import TENSORS
 from qerl.formats.nvfp4.reference import dequantize
-from quantize.merge.effect import kl
+from quantize.merge.base import Sums, total
+from quantize.merge.card import kl
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.merge.weights import Sums, total
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_a_16_bit_base_with_trained_norms_and_an_untied_head(tmp_path, monkeypat
 
     folder = make_checkpoint(tmp_path / "base", "qwen2")
     adapter = random_adapter(tmp_path / "adapter", folder, train_norms=True)
-    monkeypatch.setattr(quantize.merge.weights, "write_weights", partial(write_weights, shard_bytes=100_000))
+    monkeypatch.setattr(quantize.merge.base, "write_weights", partial(write_weights, shard_bytes=100_000))
     report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "bf16", prompt_count=2, max_new_tokens=16))
     assert report.trained_norms == 4
     assert report.effect.kept > 0.99

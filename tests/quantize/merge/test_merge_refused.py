@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_factory import make_checkpoint
 
+import quantize.merge.base
 import quantize.merge.card
-import quantize.merge.weights
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.output import write_weights
 from quantize.merge.options import MergeOptions
@@ -42,7 +42,7 @@ def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
         path.write_bytes(data)
         return size
 
-    monkeypatch.setattr(quantize.merge.weights, "write_weights", flipped)
+    monkeypatch.setattr(quantize.merge.base, "write_weights", flipped)
     with pytest.raises(CheckpointError, match="does not pass its check"):
         merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
     assert not list(tmp_path.iterdir())

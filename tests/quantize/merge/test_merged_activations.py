@@ -11,9 +11,8 @@ from model_folders import with_activations
 from qerl.checkpoint.activations import kind_of_activations, read_activations
 from qerl.checkpoint.folder import TINY_FOLDER, format_of
 from qerl.formats import NVFP4
-from quantize.merge.options import MergeOptions
+from quantize.merge.options import ONLY_QERL, MergeOptions, only_qerl_reads, serve_adapter_line
 from quantize.merge.run import NO_LONGER_ROUNDED, merge
-from quantize.merge.serve import ONLY_QERL, only_qerl_reads, serve_adapter_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,9 +15,8 @@ import pytest
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.export import check_push
 from quantize.merge.card import base_on_hub, licence_of, loading_lines, read_results
-from quantize.merge.options import MergeOptions
+from quantize.merge.options import MergeOptions, chat_line, serve_adapter_line, serve_model_line
 from quantize.merge.run import merge
-from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "data" / "tiny_run"
