@@ -22,7 +22,8 @@ result.json, from which reports are made (shares are of completions, intervals a
     truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
     prompt_tokens, completion_tokens, seconds, tokens_per_second
     base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
-    identity                             what decides the numbers (eval/environment.py): equal identities give equal rows
+    identity                             what decides the numbers (eval/environment.py): equal identities give equal
+    rows
 """
 
 from __future__ import annotations

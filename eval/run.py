@@ -4,7 +4,8 @@ Grade a batch of completions, by the task or by the grader of the user's own tha
 
 Evaluate a model on a task: `run_eval(EvalSettings(task="gsm8k", model="runs/a")).summary.accuracy.value`.
 
-    plan (eval/plan.py) -> folder (eval/result.py) -> engine + adapter -> completions -> grades -> summary -> result.json
+    plan (eval/plan.py) -> folder (eval/result.py) -> engine + adapter -> completions -> grades -> summary ->
+    result.json
 
 The engine is the one that training samples with, the prompt is the one that was trained on, and the grade is the one
 that rewards give.

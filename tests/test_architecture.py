@@ -27,9 +27,7 @@ SOLE_IMPORTERS = {
 ENTRY_POINTS = {
     "qerl/cli/main.py": {"quantize", "training", "eval"},
     "qerl/cli/train.py": {"quantize", "training"},
-    "qerl/api/training.py": {"training"},
-    "qerl/api/training.py": {"eval"},
-    "qerl/api/training.py": {"quantize"},
+    "qerl/api/training.py": {"training", "eval", "quantize"},
 }
 
 # Imports that still go up, against the order of folders in tests/helpers/folders.py. Remove a line with its import; no

@@ -224,7 +224,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 Function = Callable[..., Any]
-Rows_arguments = Iterable[Mapping[str, Any]]
+GivenRows = Iterable[Mapping[str, Any]]
 
 
 class Functions(dict[str, Function]):
@@ -270,7 +270,7 @@ def is_path(data: object) -> bool:
     return isinstance(data, str | os.PathLike)
 
 
-def plain_rows(data: Rows_arguments) -> list[dict[str, Any]]:
+def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
     """The rows as a jsonl file gives them back: a list of mappings, a data set of `datasets`, a pandas table.
 
     Raises DataError for what is no table of JSON values.

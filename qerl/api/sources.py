@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.api.arguments import Functions, check_keywords, grader_of, is_path, plain_rows, rewards_of, rows_file
-from qerl.api.arguments import Rows_arguments as Rows
+from qerl.api.arguments import GivenRows as Rows
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.data import SourceConfig
 from qerl.episodes.build import KNOWN, TOOLS, register

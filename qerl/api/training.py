@@ -31,7 +31,7 @@ from qerl.api.arguments import (
     rewards_of,
 )
 from qerl.api.arguments import ROWS as ROWS_of_given
-from qerl.api.arguments import Rows_arguments as Rows
+from qerl.api.arguments import GivenRows as Rows
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
 from qerl.api.sources import brings_prompts, environment_keys, given_environments, is_sources, sources_of

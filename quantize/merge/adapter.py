@@ -182,7 +182,7 @@ def _settings(adapter: Adapter, linears: Collection[str], rank: int, alpha: floa
 
 logger = logging.getLogger(__name__)
 
-CONFIG_adapter, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.dtype | None = None) -> int:
@@ -195,7 +195,7 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in cast.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     mode_by_umask(folder / WEIGHTS)
-    write_json(folder / CONFIG_adapter, peft_config(adapter, base_name))
+    write_json(folder / ADAPTER_CONFIG, peft_config(adapter, base_name))
     _check_written(adapter, folder, dtype)
     return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -217,7 +217,7 @@ def add_for_peft(adapter: Adapter, folder: Path, origin: TrainedOn) -> None:
 
 def peft_config(adapter: Adapter, base_name: str) -> dict:
     """The adapter's adapter_config.json, set to inference on `base_name`."""
-    config = {**read_json(adapter.folder / CONFIG_adapter), **adapter.settings}
+    config = {**read_json(adapter.folder / ADAPTER_CONFIG), **adapter.settings}
     targets = config.get("target_modules")
     if isinstance(targets, list):  # PEFT writes a set, whose order changes from run to run
         config["target_modules"] = sorted(targets)
@@ -231,11 +231,11 @@ def find_base_name(adapter: Adapter, asked: str | None) -> str:
     elif (adapter.folder / TRAINED_ON).is_file():
         name = beside(adapter.folder, model_of_adapter(adapter.folder)[0])
     else:
-        own = read_json(adapter.folder / CONFIG_adapter).get("base_model_name_or_path")
+        own = read_json(adapter.folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         name = own and beside(adapter.folder, own)
     if not name:
         raise CheckpointError(
-            f"{adapter.folder / CONFIG_adapter} names no base: write `--base-name BASE` (hub id or folder)"
+            f"{adapter.folder / ADAPTER_CONFIG} names no base: write `--base-name BASE` (hub id or folder)"
         )
     if name in EMBEDDED:
         return str(EMBEDDED[name])

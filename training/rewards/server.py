@@ -145,7 +145,7 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-LARGEST_judge = 4 * 2**20  # bytes of a reply
+LARGEST_ANSWER = 4 * 2**20  # bytes of a reply
 READ = 20_000  # characters at the end of a reply in which a score is looked for
 TEMPLATE = """Question:
 {question}
@@ -279,7 +279,7 @@ class Judge:
     def _scores(self, args: JudgeArgs, questions: Sequence[bytes]) -> list[float | None]:
         place = args.url.rstrip("/").removesuffix("/chat/completions")
         url, headers = f"{place}/chat/completions", check_headers("reward judge", args.headers)
-        server = Server(f"judge {url}", url, headers, args.timeout_s, args.retries, args.backoff_s, LARGEST_judge)
+        server = Server(f"judge {url}", url, headers, args.timeout_s, args.retries, args.backoff_s, LARGEST_ANSWER)
         try:
             answers = ask(server, questions, args.concurrency)
             replies = [_reply(answer, headers) for answer in answers]
