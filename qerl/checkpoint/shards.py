@@ -26,7 +26,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import JSON_BYTES, parse_json, read_text
@@ -40,13 +40,6 @@ DTYPE_BYTES = {
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_AXES = 16
 OTHER_NAMES = {"weight_scale_inv": "weight_scale"}  # what DeepSeek and Qwen call the scales of FP8 weights
-
-
-class TensorSpec(NamedTuple):
-    """The dtype, as safetensors writes it in a header, and the shape that a tensor must have."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from qerl.base.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
+from qerl.model.saved import UNRECORDED
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from qerl.formats.fp8.kv import KVScales
 
 UNCALIBRATED = "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
-UNRECORDED = 255  # in `Completion.experts`: the choice is not known, and the trainer makes its own
 SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 

@@ -17,6 +17,7 @@ from qerl import formats
 from qerl.base.errors import EngineError
 from qerl.checkpoint.activations import check_placed, read_activations
 from qerl.checkpoint.adapter import base_linears, load_start_
+from qerl.checkpoint.experts import FUSED
 from qerl.checkpoint.load import load_model, local_folder
 from qerl.engine.memory import Cap
 from qerl.engine.update import AdapterUpdate, Update, write_update_
@@ -45,11 +46,11 @@ class LoadedBase:
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, options.trust_remote_code)
         expected = read_activations(folder, formats.get(format))
         rounded = check_placed(base_linears(self._model), expected) if expected else ""
-        placed = place_in_kernel_layout_(self._model) if device == "cuda" else 0
+        placed = place_in_kernel_layout_(self._model, FUSED) if device == "cuda" else 0
         if options.start is not None:
             load_start_(self._model, options.start)
-        if device == "cuda" and formats.get(format).block_rows > 1:  # FP8
-            _bring_fp8_product()
+        if device == "cuda" and formats.get(format).product_of_vllm:
+            _bring_product_of_vllm()
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
         self.kernel = "qerl" if placed else f"{'unpack + ' if packed else ''}torch {self._model.dtype}"
         self.kernel += f" on {self._model.device}{rounded}"
@@ -79,7 +80,7 @@ class LoadedBase:
             torch.cuda.empty_cache()
 
 
-def _bring_fp8_product() -> None:
+def _bring_product_of_vllm() -> None:
     """Register the product of this card, which is vLLM's; no engine is opened for it."""
     if find_spec("vllm") is None:
         logger.warning("vLLM is not installed, so FP8 products run in plain torch, several times slower")

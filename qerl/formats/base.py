@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.base.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl.checkpoint.shards import TensorSpec
     from qerl.formats.linear import PackedLinear
+
+
+class TensorSpec(NamedTuple):
+    """The dtype, as safetensors writes it in a header, and the shape that a tensor must have."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Format:
     min_sqnr_db: float = 0.0  # quantized weights with less than this are not those of the model
     kernels: tuple[str, ...] = ()  # values of rollout.kernel, beside auto; () if there is nothing to choose
     vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
+    product_of_vllm: bool = False  # whether the product of rounded inputs on a card is vLLM's, in the trainer too
     rounds_inputs: bool = False  # whether linears can round their input, by dynamic scales
     four_bit_inputs: bool = False  # whether these have 4 bits, by dynamic or static scales
     holds_experts: bool = True  # whether the experts of a mixture can be in it

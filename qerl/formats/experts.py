@@ -16,21 +16,19 @@ from torch import nn
 
 from qerl.base.errors import CheckpointError
 from qerl.formats.linear import moved_with_its_bits
+from qerl.formats.weight_cache import CachedWeight
 
 if TYPE_CHECKING:
     from qerl.formats.base import Format
     from qerl.formats.linear import PackedLinear
-    from qerl.formats.weight_cache import WeightCache
 
 # Weights that are decoded at once. Plain torch needs 6 bytes for each of them beside the result: 0.2 GiB on a GPU, and
 # on a CPU what stays in its cache.
 PIECE, CPU_PIECE = 2**25, 2**18
 
 
-class ExpertWeights(nn.Module):
+class ExpertWeights(CachedWeight, nn.Module):
     """W (experts, out_features, in_features). Casting the module changes `compute_dtype` and dense weights alone."""
-
-    cache: WeightCache | None = None  # set while inside `weight_cache.cached_weights`
 
     def __init__(
         self,
@@ -105,6 +103,12 @@ class ExpertWeights(nn.Module):
             dense[some] = self._one_below_the_other(some).unpack(dtype).view_as(dense[some])
         return dense
 
+    def dense_expert(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """W (out_features, in_features) of one expert."""
+        if self._one is None:
+            return self.weight[expert].to(dtype)
+        return self._one_below_the_other(slice(expert, expert + 1)).unpack(dtype)
+
     def _experts_at_once(self) -> int:
         if self.out_features % self.format.block_rows:
             return 1  # blocks of rows begin anew with each expert
@@ -120,18 +124,11 @@ class ExpertWeights(nn.Module):
             linear._buffers[buffer] = tensor.repeat_interleave(self.out_features, 0) if shared else tensor.flatten(0, 1)
         return linear
 
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """W in `dtype`; fresh unless inside `cached_weights`."""
-        if self.cache is not None:
-            return self.cache.get(self, dtype)
-        return self.unpack(dtype)
-
     def extra_repr(self) -> str:
         shape = f"{self.experts} x {self.out_features} x {self.in_features}"
         return f"{shape}, format={self.format.name}, compute_dtype={self.compute_dtype}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertWeights:
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_device)).dtype
-        if self.cache is not None:
-            self.cache.drop(self)
+        self.drop_cached()
         return super()._apply(moved_with_its_bits(fn, self._buffers.values() if self._one else ()), recurse)

@@ -18,20 +18,23 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from qerl.base.errors import CheckpointError, QerlError
+from qerl.formats.weight_cache import CachedWeight
 
 if TYPE_CHECKING:
+    from qerl.formats.fp8.reference import FP8Tensor
+    from qerl.formats.fp8.training import Scaled
     from qerl.formats.nvfp4.activations import Activations
-    from qerl.formats.weight_cache import WeightCache
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(CachedWeight, nn.Linear):
     """y = x W^T + b with W (out_features, in_features) packed in buffers, which are named as in a checkpoint.
 
     Casting the module (`.to(dtype)`, `.half()`) changes `compute_dtype` and the bias, never the bits of the buffers.
     """
 
-    cache: WeightCache | None = None  # set while inside `weight_cache.cached_weights`
     activations: Activations | None = None  # how the input is rounded; None: it is not
+    exact_dtype = torch.float32  # in which `unscaled` loses nothing
+    own_recipe: str | None = None  # the FP8 recipe by which it multiplies anyway, as its engine does
     start: tuple[torch.Tensor, torch.Tensor] | None = None  # A0 (r0, in) and B0 (out, r0) of `set_start_`
 
     def __init__(
@@ -116,15 +119,28 @@ class PackedLinear(nn.Linear):
         """A stand-in for the dense weight: dequantized when it is computed with, an error when it is written to."""
         return PackedWeight(self)
 
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantized weight (out_features, in_features); fresh unless inside `cached_weights`."""
-        if self.cache is not None:
-            return self.cache.get(self, dtype)
-        return self.unpack(dtype)
-
     def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """x W^T + b with the weight in `dtype`."""
         return F.linear(x, self.dense(dtype), self.bias)
+
+    def followed_by(self, others: Sequence[nn.Module]) -> bool:
+        """Whether the rows of `others` follow this linear's in one tensor, which `unscaled` decodes at once."""
+        return False
+
+    def unscaled(self, dtype: torch.dtype, others: Sequence[nn.Module] = ()) -> tuple[torch.Tensor, float]:
+        """The weight (rows, in_features) up to a scalar factor, and that factor. Valid until the next call.
+
+        With `others`, which must follow this linear, the weight has their rows too.
+        """
+        return self.dense(dtype), 1.0
+
+    def codes_in_blocks(self, others: Sequence[nn.Module] = ()) -> FP8Tensor | None:
+        """The weight if it is kept in FP8, with the rows of `others`; None, too, if these do not follow in memory."""
+        return None
+
+    def turned_to_fp8(self, others: Sequence[nn.Module] = ()) -> Scaled | None:
+        """The transpose (in_features, rows) in FP8 under one scale, where a kernel makes it of the packed weight."""
+        return None
 
     def own_product(self, x: torch.Tensor, others: Sequence[nn.Module] = ()) -> torch.Tensor | None:
         """x W^T (T, out) for x (T, in) if the linear does not multiply by its dense weight, else None.
@@ -157,11 +173,6 @@ class PackedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute_dtype={self.compute_dtype}"
-
-    def drop_cached(self) -> None:
-        """Forget the dense weight of `cached_weights`: call it after the buffers were written to."""
-        if self.cache is not None:
-            self.cache.drop(self)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
         """`.to`, `.half`, `.cuda`, ...: devices apply to all, dtypes to the bias and the compute dtype only."""

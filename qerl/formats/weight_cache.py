@@ -8,11 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from qerl.formats.experts import ExpertWeights
-from qerl.formats.linear import PackedLinear
-
-Packed = PackedLinear | ExpertWeights
-
 
 class WeightCache:
     """Dense weights kept by `cached_weights`, at most `max_bytes` of them; `bytes` is what they take now."""
@@ -22,7 +17,7 @@ class WeightCache:
         self.bytes = 0
         self._weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def get(self, linear: Packed, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, linear: CachedWeight, dtype: torch.dtype) -> torch.Tensor:
         """The dense weight, from the cache, or dequantized and kept if it still fits."""
         key = (id(linear), dtype)
         if key in self._weights:
@@ -33,10 +28,29 @@ class WeightCache:
             self.bytes += weight.nbytes
         return weight
 
-    def drop(self, linear: Packed) -> None:
+    def drop(self, linear: CachedWeight) -> None:
         """Forget one linear, whose tensors change."""
         for key in [key for key in self._weights if key[0] == id(linear)]:
             self.bytes -= self._weights.pop(key).nbytes
+
+
+class CachedWeight:
+    """A module whose dense weight `cached_weights` can keep; `unpack` computes it."""
+
+    cache: WeightCache | None = None  # set while inside `cached_weights`
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight, computed anew."""
+        raise NotImplementedError
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight; fresh unless inside `cached_weights`."""
+        return self.unpack(dtype) if self.cache is None else self.cache.get(self, dtype)
+
+    def drop_cached(self) -> None:
+        """Forget the dense weight of `cached_weights`: call it after the buffers were written to."""
+        if self.cache is not None:
+            self.cache.drop(self)
 
 
 @contextmanager
@@ -48,7 +62,7 @@ def cached_weights(model: nn.Module, max_bytes: int | None = None) -> Iterator[W
     the block are noticed; code that writes to the packed buffers in place has to call `drop_cached`.
     """
     cache = WeightCache(max_bytes)
-    linears = [module for module in model.modules() if isinstance(module, Packed)]
+    linears = [module for module in model.modules() if isinstance(module, CachedWeight)]
     before = [linear.cache for linear in linears]
     for linear in linears:
         linear.cache = cache

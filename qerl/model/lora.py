@@ -34,12 +34,12 @@ from torch.autograd.function import once_differentiable
 
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4.activations import Activations
-from qerl.formats.nvfp4.kernel_linear import adjacent
 from qerl.model.factors import beside, cast, diagonal, stacked
 from qerl.model.master import master_of
 from qerl.model.products import (
     Upstream,
     add_weight_gradient_,
+    followed,
     input_gradient,
     matrix_of,
     one_weight,
@@ -164,7 +164,7 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     elif started:
         for part, ranks, columns in _columns(parts):
             _write_bias_and_lora_(y[:, columns], None if h is None else h[:, ranks], part)
-    for columns, block in _blocks(parts, adjacent([part.base for part in parts])):
+    for columns, block in _blocks(parts, followed([part.base for part in parts])):
         _add_product_(y[:, columns], x, block, started)
     return y, h
 

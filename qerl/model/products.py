@@ -12,12 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from qerl.formats.fp8.linear import FP8Linear, joined
 from qerl.formats.fp8.reference import FP8Tensor
-from qerl.formats.fp8.training import Blockwise, Both, Recipe, Scaled, Tensorwise, scaled_product
+from qerl.formats.fp8.training import Both, Recipe, Scaled, scaled_product
 from qerl.formats.linear import PackedLinear
-from qerl.formats.nvfp4 import to_fp8
-from qerl.formats.nvfp4.kernel_linear import adjacent, unscaled
 from qerl.model.master import add_gradient_, master_of, place_of, served_of
 
 RECIPE = "fp8_recipe"
@@ -44,7 +41,8 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
     None, too, for several linears whose weights do not follow one another.
     """
     base, *others = bases
-    if (recipe := recipe_of(base)) is None or not recipe.rounds_output or _is_own(recipe, base):
+    recipe = recipe_of(base)
+    if recipe is None or not recipe.rounds_output or recipe.name == getattr(base, "own_recipe", None):
         return base.own_product(x, others) if isinstance(base, PackedLinear) else None
     if (found := _weight_of(bases, x.dtype)) is None:
         return None
@@ -65,8 +63,8 @@ class Upstream:
         self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool, largest: torch.Tensor | None = None
     ) -> None:
         self.grad, self.largest, recipe = grad, largest, recipe_of(bases[0])
-        shares = trains and isinstance(recipe, Tensorwise) and all(recipe_of(base) == recipe for base in bases)
-        self.recipe = recipe if shares else None
+        shares = trains and recipe is not None and recipe.one_scale
+        self.recipe = recipe if shares and all(recipe_of(base) == recipe for base in bases) else None
         self._rounded: Both | None = None
 
     def rounded(self) -> Both | None:
@@ -106,10 +104,14 @@ def input_gradient(
 
 def one_weight(bases: Sequence[nn.Linear]) -> bool:
     """Whether one product gives the gradient to the input of all: their weights are rows of one tensor."""
-    if adjacent(bases):
+    if followed(bases):
         return True
-    rounded = recipe_of(bases[0])
-    return rounded is not None and isinstance(bases[0], FP8Linear) and joined(bases) is not None
+    return recipe_of(bases[0]) is not None and _codes_of(bases) is not None
+
+
+def followed(bases: Sequence[nn.Linear]) -> bool:
+    """Whether the weights follow one another in a tensor that is decoded at once."""
+    return isinstance(bases[0], PackedLinear) and bases[0].followed_by(bases[1:])
 
 
 def summed_input(x: torch.Tensor, upstream: Upstream, largest: torch.Tensor | None = None) -> torch.Tensor | Scaled:
@@ -128,7 +130,7 @@ def add_weight_gradient_(
             place.add_(scaled_product(Scaled(codes[columns], scale), x, place.dtype))
         return
     grad, recipe = upstream.grad[:, columns], recipe_of(base)
-    if isinstance(recipe, Tensorwise):
+    if recipe is not None and recipe.one_scale:
         with place_of(master) as place:
             place.add_(recipe.to_weight(grad, x, place.dtype))
     else:
@@ -136,39 +138,37 @@ def add_weight_gradient_(
 
 
 def matrix_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """The weight (rows, in) of one linear, or of several that are `adjacent`, up to a scalar factor, and that factor.
+    """The weight (rows, in) of one linear, or of several that are `followed`, up to a scalar factor, and that factor.
 
     Valid until the next call.
     """
-    if adjacent(bases):
-        return unscaled(bases, dtype), bases[0].kernel_weight.alpha
-    base = bases[0]
-    return (base.dense(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)), 1.0
+    base, *others = bases
+    return base.unscaled(dtype, others) if isinstance(base, PackedLinear) else (base.weight.to(dtype), 1.0)
 
 
 def decoded(base: PackedLinear) -> torch.Tensor:
     """The packed weight (out, in) in float32, by the fast kernel if there is one, which writes bfloat16, exactly."""
-    matrix, factor = matrix_of([base], torch.bfloat16 if adjacent([base]) else torch.float32)
+    matrix, factor = base.unscaled(base.exact_dtype)
     return matrix.float() * factor
 
 
-def _is_own(recipe: Recipe, base: nn.Linear) -> bool:
-    """Whether the recipe's output is what the linear computes anyway, as its engine does."""
-    return isinstance(recipe, Blockwise) and isinstance(base, FP8Linear) and base.rounds_input
+def _codes_of(bases: Sequence[nn.Linear]) -> FP8Tensor | None:
+    """The weight of all `bases` in FP8, if it is kept so and they follow one another."""
+    return bases[0].codes_in_blocks(bases[1:]) if isinstance(bases[0], PackedLinear) else None
 
 
 def _weight_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[FP8Tensor | torch.Tensor, float] | None:
     """The weight of all `bases` for a recipe, up to a scalar factor, and that factor."""
-    if isinstance(base := bases[0], FP8Linear):
-        weight = joined(bases) if len(bases) > 1 else FP8Tensor(base.weight_codes, base.weight_scale)
-        return None if weight is None else (weight, 1.0)
-    return matrix_of(bases, dtype) if len(bases) == 1 or adjacent(bases) else None
+    if (codes := _codes_of(bases)) is not None:
+        return codes, 1.0
+    return matrix_of(bases, dtype) if len(bases) == 1 or followed(bases) else None
 
 
 def _turned_of(bases: Sequence[nn.Linear], recipe: Recipe, dtype: torch.dtype) -> tuple[FP8Tensor | Scaled, float]:
     """As `_weight_of`, the transpose in 8 bits that the product for dx takes."""
-    if isinstance(recipe, Tensorwise) and to_fp8.takes(bases):
-        return to_fp8.turned(bases), 1.0
+    base, *others = bases
+    if recipe.one_scale and isinstance(base, PackedLinear) and (turned := base.turned_to_fp8(others)) is not None:
+        return turned, 1.0
     weight, alpha = _weight_of(bases, dtype)
     return recipe.turned(weight), alpha
 

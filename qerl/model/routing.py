@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl.engine.interface import UNRECORDED
+from qerl.model.saved import UNRECORDED
 
 
 @dataclass(frozen=True)

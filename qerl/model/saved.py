@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+UNRECORDED = 255  # in the recorded ids of experts: the choice is not known, and the trainer makes its own
+
 
 def kept_bytes(hidden: int, intermediate: int, query: int, key_value: int, rank: int, head_norms: bool = False) -> int:
     """Bytes per token and layer that our layers keep in 16 bits, with LoRA of `rank` on all linears.

@@ -17,9 +17,10 @@ from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, load_tenso
 from qerl.checkpoint.adapter_file import WEIGHTS, read_adapter
 from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import TensorSpec, read_tensors
+from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import by_layer
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
+from qerl.formats.base import TensorSpec
 from qerl.plan.trained import ADAPTER_WORK
 
 if TYPE_CHECKING:

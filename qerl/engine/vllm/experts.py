@@ -52,7 +52,7 @@ from qerl.engine.vllm.linear import Options
 from qerl.engine.vllm.sync import ExpertBuffers
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.experts import ExpertWeights
-from qerl.formats.nvfp4 import kernel_experts, kernel_layout, lora
+from qerl.formats.nvfp4 import kernel_experts, lora
 from qerl.formats.nvfp4.kernel_experts import KernelExperts
 from qerl.formats.nvfp4.kernel_layout import marlin_scale_factor, scales_marlin_drops
 from qerl.formats.nvfp4.layout import BLOCK, BLOCK_SCALE, GLOBAL_SCALE, PACKED
@@ -487,7 +487,9 @@ class _Decoded:
         self.experts = [expert * (product.base.experts - 1) // max(1, count - 1) for expert in range(count)]
         views = product.base.views()
         self.hidden, self.device = views[0].in_features, views[0].weight_device
-        self.gate_up, self.down = ([_dense(view, expert) for expert in self.experts] for view in views)
+        self.gate_up, self.down = (
+            [view.dense_expert(expert, torch.float32) for expert in self.experts] for view in views
+        )
         if product.adapter is not None:
             _fill_(product.adapter, self.gate_up[0].std(), self.down[0].std())
 
@@ -518,13 +520,6 @@ class _Decoded:
         if own is not None:
             out += activation @ own.down_a[expert].float().t() @ _factor(own.down_b, expert).t()
         return out
-
-
-def _dense(view: nn.Module, expert: int) -> torch.Tensor:
-    """The weight (out, in) of one expert in float32."""
-    if isinstance(view, KernelExperts):
-        return kernel_layout.dequantize(view.of_expert(expert), torch.float32)
-    return view.weight[expert].float()
 
 
 def _factor(factor: torch.Tensor, expert: int) -> torch.Tensor:

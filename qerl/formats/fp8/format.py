@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format
+from qerl.formats.base import Format, TensorSpec
 from qerl.formats.fp8 import layout
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl.checkpoint.shards import TensorSpec
     from qerl.formats.linear import PackedLinear
 
 METHOD, OTHER_METHOD = "compressed-tensors", "fp8"
@@ -146,6 +145,7 @@ FP8_BLOCK = _FP8Block(
     scheme="FP8_BLOCK",
     scales="pow2",  # 0.1 dB less than with any float32 scales, and exact when decoded to 16 bits
     min_sqnr_db=20.0,  # rounding leaves about 31 dB on any weights; a wrong scale or another model's leaves 0 or less
+    product_of_vllm=True,
     rounds_inputs=True,
     vllm_method="qerl_fp8",
     card_tags=("fp8", "compressed-tensors"),

@@ -81,6 +81,13 @@ class FP8Linear(PackedLinear):
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(wide, dense).to(x.dtype)
 
+    def codes_in_blocks(self, others: Sequence[nn.Module] = ()) -> FP8Tensor | None:
+        return joined([self, *others]) if others else FP8Tensor(self.weight_codes, self.weight_scale)
+
+    @property
+    def own_recipe(self) -> str | None:
+        return "blockwise" if self.rounds_input else None
+
     @property
     def scales(self) -> ScaleKind:
         """Whether scales are powers of two, which they stay when the weight is written."""

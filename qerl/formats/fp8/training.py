@@ -119,6 +119,7 @@ class Tensorwise:
     gradients: torch.dtype = E5M2
     rounds_output: bool = True  # otherwise only dx and dW are rounded
     name = "tensorwise"
+    one_scale = True  # for a whole matrix, so that dW can be rounded too, and a weight be turned by one kernel
 
     def weight(self, weight: FP8Tensor | torch.Tensor) -> Scaled:
         """What `output` multiplies by, of a dense matrix (out, in) or of codes in blocks."""
@@ -156,6 +157,7 @@ class Blockwise:
     rounds_output: bool = True  # otherwise only dx is rounded
     gradients = E4M3
     name = "blockwise"
+    one_scale = False
 
     def weight(self, weight: FP8Tensor | torch.Tensor) -> FP8Tensor:
         """What `output` multiplies by, of a dense matrix (out, in) or of codes in blocks, which stay."""

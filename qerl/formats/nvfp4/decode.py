@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 
 from qerl.formats.cuda.nvrtc import Launch, Variant, kernel
+from qerl.formats.fp8.reference import E4M3
+from qerl.formats.fp8.training import Scaled, tensor_scale
 from qerl.formats.nvfp4 import slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
-from qerl.formats.nvfp4.layout import BLOCK
+from qerl.formats.nvfp4.layout import BLOCK, CODE_MAX
 
 WARPS = 4  # per block, in both sources
 WARP_ROWS, WARP_COLUMNS = 32, 256  # that a warp decodes in decode_slabs.cu
@@ -45,6 +47,13 @@ def reference_decoded(weight: KernelWeight) -> torch.Tensor:
     from qerl.formats.nvfp4.reference import decode_e2m1
 
     return decode_e2m1(codes(weight)).float() * block_scales(weight).repeat_interleave(BLOCK, dim=1)
+
+
+def reference_turned(weight: KernelWeight, row_start: int, rows: int) -> Scaled:
+    """The twin of `kernels.turn` in plain torch: codes (in, rows) in e4m3 and a float32 scale ()."""
+    scale = tensor_scale(CODE_MAX * block_scales(weight).max(), E4M3)
+    dense = reference_decoded(weight)[row_start : row_start + rows]
+    return Scaled((dense / scale).to(E4M3).t().contiguous(), scale * weight.alpha)
 
 
 def dequantize_by_twin_(out: torch.Tensor, weight: KernelWeight, row_start: int, scaled: bool) -> torch.Tensor:

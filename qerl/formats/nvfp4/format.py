@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format
+from qerl.formats.base import Format, TensorSpec
 from qerl.formats.nvfp4 import layout
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl.checkpoint.shards import TensorSpec
     from qerl.formats.linear import PackedLinear
 
 METHOD = "compressed-tensors"

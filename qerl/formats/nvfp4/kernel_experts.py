@@ -61,8 +61,12 @@ class KernelExperts(nn.Module):
 
             return dequantize_experts_(out, self)
         for expert in range(self.experts):
-            out[expert] = kernel_layout.dequantize(self.of_expert(expert), dtype)
+            out[expert] = self.dense_expert(expert, dtype)
         return out
+
+    def dense_expert(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """W (out_features, in_features) of one expert, in plain torch."""
+        return kernel_layout.dequantize(self.of_expert(expert), dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """W in `dtype`, computed anew."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.base.errors import ENGINE, KERNEL, EngineError
+from qerl.formats.fp8.training import Scaled
 from qerl.formats.linear import rounded_input
 from qerl.formats.nvfp4 import kernel_layout, pack, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
@@ -24,6 +25,8 @@ _BUFFERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # work buffers by d
 
 class KernelLinear(NVFP4Linear):
     """A frozen linear over rows [row_start, row_start + out_features) of a kernel's weight. It owns no weight."""
+
+    exact_dtype = torch.bfloat16
 
     def __init__(self, weight: KernelWeight, row_start: int, rows: int, bias: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -74,9 +77,27 @@ class KernelLinear(NVFP4Linear):
         input = rounded_input(input, self.activations) if self.activations else input
         return self.with_start(input, _KernelProduct.apply(input, self))
 
-    def unscaled(self) -> torch.Tensor:
-        """The exact bfloat16 weight (out_features, in_features) without `kernel_weight.alpha`, in the work buffer."""
-        return unscaled([self], torch.bfloat16)
+    def followed_by(self, others: Sequence[nn.Module]) -> bool:
+        return adjacent([self, *others])
+
+    def unscaled(self, dtype: torch.dtype, others: Sequence[nn.Module] = ()) -> tuple[torch.Tensor, float]:
+        """See `PackedLinear.unscaled`. The matrix is in the work buffer of this device and stream."""
+        weight, rows = self.kernel_weight, sum(linear.out_features for linear in (self, *others))
+        out = _work_buffer(rows * weight.in_features, dtype, weight.words.device).view(rows, weight.in_features)
+        return _decode_(out, weight, self.row_start, scaled=False), weight.alpha
+
+    def turned_to_fp8(self, others: Sequence[nn.Module] = ()) -> Scaled | None:
+        """See `PackedLinear.turned_to_fp8`: only our own layout on a card has a kernel for it.
+
+        The scale is the least power of two under which no code times the weight's largest block scale saturates, times
+        the weight's factor alpha.
+        """
+        weight = self.kernel_weight
+        if weight.layout is not QERL or not weight.words.is_cuda or not self.followed_by(others):
+            return None
+        from qerl.formats.nvfp4.to_fp8_kernel import turn
+
+        return Scaled(*turn(weight, self.row_start, sum(linear.out_features for linear in (self, *others))))
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.weight_device)
@@ -85,16 +106,6 @@ class KernelLinear(NVFP4Linear):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KernelLinear:
         """Does nothing: the weights belong to the engine, so they neither move nor change dtype."""
         return self
-
-
-def unscaled(linears: Sequence[KernelLinear], dtype: torch.dtype) -> torch.Tensor:
-    """The rows of `linears`, which must be `adjacent`, without the factor alpha, in the work buffer.
-
-    Returns (sum of out_features, in_features), valid until the next call on this device and stream.
-    """
-    weight, rows = linears[0].kernel_weight, sum(linear.out_features for linear in linears)
-    out = _work_buffer(rows * weight.in_features, dtype, weight.words.device).view(rows, weight.in_features)
-    return _decode_(out, weight, linears[0].row_start, scaled=False)
 
 
 def adjacent(linears: Sequence[nn.Module]) -> bool:
@@ -140,16 +151,16 @@ class _KernelProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, linear: KernelLinear) -> torch.Tensor:
         ctx.linear = linear
-        matrix = unscaled([linear], linear.compute_dtype)
-        return _product(x, matrix.t(), linear.bias, linear.kernel_weight.alpha)
+        matrix, alpha = linear.unscaled(linear.compute_dtype)
+        return _product(x, matrix.t(), linear.bias, alpha)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         linear = ctx.linear
         grad_output = grad_output.to(linear.compute_dtype)
-        matrix = unscaled([linear], linear.compute_dtype)
-        return _product(grad_output, matrix, None, linear.kernel_weight.alpha), None
+        matrix, alpha = linear.unscaled(linear.compute_dtype)
+        return _product(grad_output, matrix, None, alpha), None
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.shards import TensorSpec
+from qerl.formats.base import TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.experts import FUSED
 from qerl.formats.nvfp4 import slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.kernel_linear import KernelLinear
@@ -17,8 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def place_in_kernel_layout_(model: nn.Module) -> int:
-    """Replace NVFP4 linears by rows of weights in our layout, q/k/v and gate/up in one; returns how many were replaced.
+def place_in_kernel_layout_(model: nn.Module, fused: Sequence[Sequence[str]]) -> int:
+    """Replace NVFP4 linears by rows of weights in our layout; returns how many were replaced.
+
+    `fused` has the names of linears of one module that read the same input, which become rows of one weight.
 
     Each group's own tensors are freed before the next is packed, so that at no time a second copy of the base exists.
     Nothing changes on a card without our kernels, nor in a model that does not compute in bfloat16.
@@ -27,7 +28,7 @@ def place_in_kernel_layout_(model: nn.Module) -> int:
 
     changed = 0
     for parent in list(model.modules()):
-        for names in FUSED:
+        for names in fused:
             linears = [getattr(parent, name, None) for name in names]
             if not all(type(linear) is NVFP4Linear and linear.compute_dtype == torch.bfloat16 for linear in linears):
                 continue

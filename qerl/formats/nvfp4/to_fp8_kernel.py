@@ -1,4 +1,4 @@
-"""Triton kernels that turn an NVFP4 weight into transposed FP8 codes. Twin: `to_fp8.reference_turned`.
+"""Triton kernels that turn an NVFP4 weight into transposed FP8 codes. Twin: `decode.reference_turned`.
 
 A program turns one unit of the layout (`slab_layout.py`), 256 rows x 64 columns. A word has eight codes; a shift brings
 the code of one place to bits 15 and 6 to 8 of its half word, and so to the sign and the lowest exponent bits of a
@@ -91,7 +91,7 @@ def _turn_kernel(
 
 
 def turn(weight: KernelWeight, row_start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `to_fp8.reference_turned`."""
+    """See `decode.reference_turned`."""
     columns, device = weight.in_features, weight.words.device
     largest = torch.zeros((), dtype=torch.int32, device=device)
     scales = weight.scales.view(torch.uint8)

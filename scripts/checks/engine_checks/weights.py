@@ -38,7 +38,7 @@ def dequantization(context: Context) -> dict:
                 wrong = _different_bits(linear.unpack(torch.bfloat16), expected)
                 if wrong:
                     different[name] = wrong
-                exact = linear.unscaled().float() / linear.kernel_weight.scale_factor / tensors[2]
+                exact = linear.unscaled(torch.bfloat16)[0].float() / linear.kernel_weight.scale_factor / tensors[2]
                 full = reference.dequantize_unchecked(*tensors, torch.float32)
                 unscaled = max(unscaled, ((exact - full).abs().max() / full.abs().max()).item())
                 if ".layers.0." in name and linear.row_start == 0:
@@ -47,7 +47,7 @@ def dequantization(context: Context) -> dict:
                 torch.cuda.synchronize()
                 started = time.perf_counter()
                 for _ in range(5):
-                    linear.unscaled()
+                    linear.unscaled(torch.bfloat16)[0]
                 torch.cuda.synchronize()
                 seconds += (time.perf_counter() - started) / 5
                 moved += expected.nbytes + tensors[0].nbytes + tensors[1].nbytes

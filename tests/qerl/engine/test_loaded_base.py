@@ -6,6 +6,7 @@ from bases import write_base
 from roundings import ROUNDING
 
 from qerl.base.errors import EngineError
+from qerl.checkpoint.experts import FUSED
 from qerl.checkpoint.load import load_model
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
@@ -38,7 +39,7 @@ def test_linears_of_different_scales_stay_apart():
 
 
 def test_a_cpu_keeps_the_layout_of_the_checkpoint(nvfp4_base):
-    assert place_in_kernel_layout_(load_model(nvfp4_base, "nvfp4", dtype="bfloat16")) == 0
+    assert place_in_kernel_layout_(load_model(nvfp4_base, "nvfp4", dtype="bfloat16"), FUSED) == 0
 
 
 def test_a_sync_takes_whole_weights_and_leaves_an_adapter_alone(nvfp4_base):

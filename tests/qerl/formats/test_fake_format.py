@@ -15,12 +15,11 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import describe, resolve_model
-from qerl.checkpoint.shards import TensorSpec
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import WeightsUpdate, deliver
-from qerl.formats.base import Format
+from qerl.formats.base import Format, TensorSpec
 from qerl.formats.linear import PackedLinear
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge

@@ -6,7 +6,7 @@ from layer_policies import TOKENS, policy_of, run, stock_
 
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear, adjacent, release_work_buffers, unscaled
+from qerl.formats.nvfp4.kernel_linear import KernelLinear, adjacent, release_work_buffers
 from qerl.model import elementwise, factors, lora, twins
 from qerl.model.lora import Part, lora_linear
 
@@ -45,9 +45,9 @@ def test_a_fused_weight_is_decoded_at_once_and_its_buffer_is_reused(fused):
     assert adjacent(linears)
     assert not adjacent(linears[::-1])
     assert not adjacent([linears[0], linears[2]])
-    joined = unscaled(linears, torch.float32)
+    joined, _ = linears[0].unscaled(torch.float32, linears[1:])
     torch.testing.assert_close(joined * linears[0].kernel_weight.alpha, torch.cat(dense), rtol=1e-6, atol=0)
-    assert unscaled(linears[:1], torch.bfloat16).data_ptr() == joined.data_ptr()
+    assert linears[0].unscaled(torch.bfloat16)[0].data_ptr() == joined.data_ptr()
     release_work_buffers()
     torch.testing.assert_close(linears[1].dense(torch.float32), dense[1])
 

@@ -6,10 +6,10 @@ import torch
 from qerl.formats.fp8 import reference, training
 from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.fp8.training import recipe_of
+from qerl.formats.nvfp4 import decode, slab_layout
 from qerl.formats.nvfp4 import reference as nvfp4
-from qerl.formats.nvfp4 import slab_layout, to_fp8
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear, adjacent
+from qerl.formats.nvfp4.kernel_linear import KernelLinear
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.lora import Part, lora_linear
 from qerl.model.master import master_of, multiply_by_masters_, serving, set_master_
@@ -133,10 +133,12 @@ def test_a_card_s_weights_are_turned_from_their_codes_to_the_same_gradient(monke
         return x.grad
 
     right, asked = gradient(), []
-    monkeypatch.setattr(to_fp8, "takes", adjacent)
-    monkeypatch.setattr(
-        to_fp8, "turned", lambda linears: asked.append(len(linears)) or to_fp8.reference_turned(weight, 0, 384)
-    )
+
+    def turned(self, others=()):
+        asked.append(1 + len(others))
+        return decode.reference_turned(weight, 0, 384)
+
+    monkeypatch.setattr(KernelLinear, "turned_to_fp8", turned)
     assert torch.equal(gradient(), right)
     assert asked == [2]
 

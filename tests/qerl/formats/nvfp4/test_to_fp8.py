@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qerl.formats.fp8.training import quantize_tensor
-from qerl.formats.nvfp4 import reference, slab_layout, to_fp8
+from qerl.formats.nvfp4 import decode, reference, slab_layout
 from qerl.formats.nvfp4.decode import reference_decoded
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 
@@ -48,7 +48,7 @@ def same_bits(one, other):
 def test_the_twin_rounds_the_dense_weight(kind):
     torch.manual_seed(0)
     weight = weight_of(WEIGHTS[kind](272, 96))
-    found, right = to_fp8.reference_turned(weight, 16, 200), quantize_tensor(reference_decoded(weight), turned=True)
+    found, right = decode.reference_turned(weight, 16, 200), quantize_tensor(reference_decoded(weight), turned=True)
     assert found.scale == right.scale * weight.alpha
     assert weight.alpha != 1.0
     assert same_bits(found.codes, right.codes[:, 16:216])
@@ -58,7 +58,7 @@ def test_nothing_saturates_where_no_block_has_the_largest_code():
     """Then the scale may be twice as large as that of the dense weight."""
     codes = torch.full((16, 8), 0x44, dtype=torch.uint8)  # 2.0
     words, scales = slab_layout.pack(codes, torch.full((16, 1), 80.0).to(torch.float8_e4m3fn))
-    found = to_fp8.reference_turned(KernelWeight(QERL, words, scales, 16, 16, 1.0), 0, 16)
+    found = decode.reference_turned(KernelWeight(QERL, words, scales, 16, 16, 1.0), 0, 16)
     assert found.scale == 2.0
     assert (found.codes.float() * found.scale == 160.0).all()
 
@@ -74,7 +74,7 @@ def test_the_kernel_gives_the_twin_s_bits(shape, kind):
     weight, on_card = weight_of(matrix), weight_of(matrix, DEVICE)
     for row_start, rows in {(0, shape[0]), (shape[0] // 2 // 8 * 8, shape[0] // 2 // 8 * 8), (8, 8)}:
         codes, scale = turn(on_card, row_start, rows)
-        right = to_fp8.reference_turned(weight, row_start, rows)
+        right = decode.reference_turned(weight, row_start, rows)
         assert float(scale) == float(right.scale)
         assert codes.shape == (shape[1], rows)
         assert same_bits(codes, right.codes)
