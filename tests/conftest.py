@@ -32,7 +32,6 @@ SLOW = (  # files that begin first, the slowest of all before the others, so tha
     "test_merge.py",
     "test_dynamic_sampling_run.py",
     "test_own.py",
-    "test_noise_controller.py",
     "test_grading.py",
     "test_episodes_run.py",
     "test_distillation.py",

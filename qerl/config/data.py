@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -78,7 +78,6 @@ class SourceConfig(Section):
 class CurriculumConfig(Section):
     """Rows by the share of their latest completions that were right. Rows that were not yet tried come in turn."""
 
-    kind: Literal["solved_share"] = Field("solved_share", description="what decides: the share of right completions")
     low: float = Field(0.0, ge=0, lt=1, description="a row whose share is not above this is hard")
     high: float = Field(1.0, gt=0, le=1, description="a row whose share is not below this is easy")
     hard_share: float = Field(0.2, ge=0, le=1, description="share of the hard rows that an epoch tries again")

@@ -106,6 +106,19 @@ OTHER_VALUES = {  # (key, another trainer's value of it) -> what to write
 }
 
 
+class Removed(NamedTuple):
+    """A key of older versions. A saved recipe may still have it as `was` (a mapping with at least these items)."""
+
+    was: object
+    now: str
+
+
+REMOVED = {
+    "noise.controller": Removed({"metric": "off"}, "sigma follows noise.schedule"),
+    "data.curriculum.kind": Removed("solved_share", "a curriculum goes by the share of right completions"),
+}
+
+
 class Key(NamedTuple):
     """A row of the table of keys; `default` is as YAML writes it, or "required"."""
 
@@ -215,6 +228,19 @@ def foreign_key(path: Path, rest: Path = ()) -> tuple[str, str] | None:
     return None
 
 
+def drop_removed_(data: dict) -> None:
+    """Drop removed keys from a saved recipe, where the run did not use them. The validation refuses the others."""
+    for dotted, removed in REMOVED.items():
+        *parents, key = dotted.split(".")
+        section: object = data
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section:
+            value, was = section[key], removed.was
+            if value == was or (isinstance(value, dict) and isinstance(was, dict) and was.items() <= value.items()):
+                del section[key]
+
+
 def paths_below(value: object, path: Path = ()) -> Iterator[Path]:
     """The path of each leaf of nested mappings."""
     if not isinstance(value, dict):
@@ -294,6 +320,8 @@ def unknown_key(path: Path, *below: Path) -> str:
     `below`: the paths of what was written under it, one of which may be a key of another trainer.
     """
     dotted = ".".join(map(str, path))
+    if dotted in REMOVED:
+        return f"{dotted}: this key is gone, {REMOVED[dotted].now}; leave it out"
     close = nearest_key(path)
     if close is None and (foreign := next(filter(None, (foreign_key(path, rest) for rest in below)), None)):
         dotted, close = foreign

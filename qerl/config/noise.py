@@ -1,9 +1,4 @@
-"""The section `noise` of a recipe: its keys and their rules.
-
-The noise on norms: the section `noise`. Importing this loads pydantic and nothing heavier.
-
-The rules of `qerl/config/rules.py` about the noise: its schedule, and the controller that may replace it.
-"""
+"""The section `noise` of a recipe: the noise on norms, with the rules for its schedule."""
 
 from __future__ import annotations
 
@@ -16,22 +11,6 @@ from qerl.config.section import Section
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
-
-
-class NoiseControllerConfig(Section):
-    """Choose sigma so that a measured number reaches a target, instead of by the schedule (sigma_end and the stages are
-    then ignored)."""
-
-    metric: Literal["off", "entropy", "ess"] = Field(
-        "off",
-        description="off: the schedule; entropy of the sampling policy; ess: effective sample size of the weights",
-    )
-    target: float | None = Field(
-        None, gt=0, description="value to hold: nats per token for entropy, share of the tokens (below 1) for ess"
-    )
-    gain: float = Field(0.5, gt=0, le=4, description="how fast: sigma is multiplied by exp(gain * relative error)")
-    sigma_min: float = Field(1e-4, gt=0, description="sigma never falls below this")
-    sigma_max: float = Field(0.1, gt=0, description="sigma never rises above this")
 
 
 class NoiseConfig(Section):
@@ -51,9 +30,6 @@ class NoiseConfig(Section):
     where: Literal["rollout", "both"] = Field(
         "rollout", description="noise while sampling only, or in the trainer's forward passes as well"
     )
-    controller: NoiseControllerConfig = Field(
-        default_factory=NoiseControllerConfig, description="sigma that follows a target instead of the schedule"
-    )
 
 
 def noise(config: RunConfig) -> Conflicts:
@@ -71,8 +47,7 @@ def noise(config: RunConfig) -> Conflicts:
             "there is no noise",
             "noise.enabled: true, or noise.where: rollout",
         )
-    if this.controller.metric == "off":
-        yield from _schedule(config)
+    yield from _schedule(config)
 
 
 def _schedule(config: RunConfig) -> Conflicts:
@@ -104,72 +79,3 @@ def _schedule(config: RunConfig) -> Conflicts:
             "some stages would have no step",
             f"run.steps: {this.num_stages} or more, fewer stages, or noise.enabled: false",
         )
-
-
-def noise_controller(config: RunConfig) -> Conflicts:
-    """The controller has a target, noise to reach it with, and room to move."""
-    this, noise = config.noise.controller, config.noise
-    if this.metric == "off":
-        if this.target is not None:
-            yield Conflict(
-                {"noise.controller.target": this.target, "noise.controller.metric": "off"},
-                "nothing would read the target",
-                "noise.controller.metric: entropy or ess, or leave the target out",
-            )
-        return
-    if not noise.enabled:
-        yield Conflict(
-            {"noise.controller.metric": this.metric, "noise.enabled": False},
-            "there is no noise to control",
-            "noise.enabled: true, or noise.controller.metric: off",
-        )
-    yield from _target(config)
-    yield from _bounds(config)
-    if config.run.steps <= 2 * config.loss.num_iterations:
-        steps = 2 * config.loss.num_iterations + 1
-        yield Conflict(
-            {"noise.controller.metric": this.metric, "run.steps": config.run.steps},
-            "the first rollout is clean and the second has sigma_start, so that none is left to control",
-            f"run.steps: {steps} or more, or noise.controller.metric: off",
-        )
-
-
-def _target(config: RunConfig) -> Conflicts:
-    this = config.noise.controller
-    values: dict[str, object] = {"noise.controller.metric": this.metric}
-    if this.target is None:
-        example = "0.5 (nats per token)" if this.metric == "entropy" else "0.98 (share of the tokens)"
-        yield Conflict(
-            values | {"noise.controller.target": None},
-            "it has no target",
-            f"noise.controller.target, such as {example}",
-        )
-    elif this.metric == "ess" and this.target >= 1:
-        yield Conflict(
-            values | {"noise.controller.target": this.target},
-            "an effective sample size is a share of the tokens, and 1 is reached without noise only",
-            "a noise.controller.target below 1, such as 0.98",
-        )
-    if this.metric == "ess" and config.noise.where == "both":
-        yield Conflict(
-            values | {"noise.where": "both"},
-            "sampler and trainer then have the same noise, and the effective sample size is 1 whatever sigma is",
-            "noise.where: rollout, or noise.controller.metric: entropy",
-        )
-
-
-def _bounds(config: RunConfig) -> Conflicts:
-    this, begin = config.noise.controller, config.noise.sigma_start
-    if this.sigma_min >= this.sigma_max:
-        yield Conflict(
-            {"noise.controller.sigma_min": this.sigma_min, "noise.controller.sigma_max": this.sigma_max},
-            "no sigma lies between them",
-            f"noise.controller.sigma_min: {this.sigma_max / 10:g}, or a larger sigma_max",
-        )
-    for key, bound in (("sigma_min", max(begin, this.sigma_min)), ("sigma_max", min(begin, this.sigma_max))):
-        if bound != begin:
-            yield Conflict(
-                {f"noise.controller.{key}": bound, "noise.sigma_start": begin},
-                "sigma begins at sigma_start, which has to lie between sigma_min and sigma_max",
-                f"noise.sigma_start: {bound:g}, or another noise.controller.{key}",
-            )

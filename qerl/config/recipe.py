@@ -23,7 +23,7 @@ from pydantic import FiniteFloat, ValidationError
 from qerl.base.errors import ConfigError
 from qerl.base.files import Shape, read_bytes, read_text, replace_text
 from qerl.config import yaml_text
-from qerl.config.keys import Draft, nearest, shown, to_config_error
+from qerl.config.keys import Draft, drop_removed_, nearest, shown, to_config_error
 from qerl.config.schema import RunConfig
 
 
@@ -102,8 +102,10 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[Override] = (), *
 
 
 def load_config(path: str | os.PathLike, **flags: object) -> RunConfig:
-    """The configuration in a file, such as one that `save_config` wrote, with `flags` as for `load_recipe`."""
-    return _validate(_with_flags(_read(Path(path)), flags))
+    """The configuration that a run saved, perhaps of an older version, with `flags` as for `load_recipe`."""
+    draft = _read(Path(path))
+    drop_removed_(draft.data)
+    return _validate(_with_flags(draft, flags))
 
 
 def _with_flags(draft: Draft, flags: Mapping[str, object]) -> Draft:

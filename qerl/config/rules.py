@@ -21,7 +21,7 @@ from qerl.config.data import columns_of, curriculum, known_task, sources, templa
 from qerl.config.distill import distill
 from qerl.config.environment import environment
 from qerl.config.experts import experts
-from qerl.config.noise import noise, noise_controller
+from qerl.config.noise import noise
 from qerl.config.quant import qat
 from qerl.config.rewards import rewards
 from qerl.config.sft import sft, without_sft
@@ -48,7 +48,7 @@ def carry_over(config: RunConfig) -> Conflicts:
     for key in ("sources", "curriculum"):
         if value := getattr(config.data, key):
             yield Conflict(
-                asked | {f"data.{key}": [each.name for each in value] if key == "sources" else value.kind},
+                asked | {f"data.{key}": [each.name for each in value] if key == "sources" else "given"},
                 "a step then trains on the groups that have ended, whichever rows were its turn",
                 f"rollout.carry_over: 0, or leave data.{key} out",
             )
@@ -326,12 +326,11 @@ RULES = (
     sampling_filters,
     temperature,
     noise,
-    noise_controller,
     checkpoints,
     environment,
     validation,
 )
-OF_SAMPLING = (carry_over, rewards, engine, correction, sampling_filters, temperature, noise, noise_controller)
+OF_SAMPLING = (carry_over, rewards, engine, correction, sampling_filters, temperature, noise)
 
 
 def rules_of(config: RunConfig) -> list[Callable[[RunConfig], Conflicts]]:

@@ -45,7 +45,6 @@ from qerl.report.sections import (
     differences,
     evaluation_table,
     fifth,
-    held_note,
     memory_table,
     mistakes,
     pairs,
@@ -213,7 +212,6 @@ def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judge
         "verdict": verdict(run, compared, judged),
         "facts": _facts(run),
         "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
-        "held": held_note(run.rows),
         "validations": validation_table(run),
         "warnings": latest_warnings(run),
         "samples": extremes(run),
@@ -312,8 +310,8 @@ def _stages(rows: Sequence[Row]) -> list[str]:
         return []
     heading, cells = stage_table(found)
     table = [heading, ["---"] * len(heading), *cells]
-    note = "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled. "
-    return ["\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}{held_note(rows)}".rstrip()]
+    note = "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled."
+    return ["\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}"]
 
 
 def _comparison(before: Evaluation, after: Evaluation) -> str:

@@ -74,7 +74,6 @@ Conversation = Annotated[Any, PlainValidator(_conversation)]  # text, or a list 
 # If a row has the first metric as a number, it must have the others too.
 TOGETHER = {
     "noise/stage": ("noise/sigma",),
-    "noise/at_bound": ("noise/sigma",),
     f"{PREFIX}sampled_groups": tuple(PREFIX + name for name in SUMMED),
 }
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-PARTS = 8  # a stage in which a controller moves sigma is shown in at most this many parts
-
 # The table's columns: (heading, metric, format).
 COLUMNS = (
     ("entropy", "entropy", ".3f"),
@@ -52,15 +50,9 @@ class Stage:
 
 
 def stages(rows: Sequence[Mapping[str, Any]]) -> list[Stage]:
-    """The stages in order. A stage whose sigma changes, under a controller, is divided into up to PARTS equal parts."""
+    """The stages in order."""
     noisy = [row for row in rows if row.get("noise/stage") is not None]
-    found = []
-    for number, members in groupby(noisy, key=lambda row: int(row["noise/stage"])):
-        steps = list(members)
-        moves = len({row["noise/sigma"] for row in steps}) > 1
-        size = -(-len(steps) // PARTS) if moves else len(steps)
-        found += [_stage(number, steps[start : start + size]) for start in range(0, len(steps), size)]
-    return found
+    return [_stage(number, list(of)) for number, of in groupby(noisy, key=lambda row: int(row["noise/stage"]))]
 
 
 def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
@@ -79,20 +71,8 @@ def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
     return heading, cells
 
 
-def held_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on how often the controller's sigma was held at a bound; empty if it never was."""
-    controlled = [row for row in rows if row.get("noise/at_bound") is not None]
-    held = [row for row in controlled if row["noise/at_bound"]]
-    if not held:
-        return ""
-    return (
-        f"Sigma was held at a bound in {len(held)} of {len(controlled)} steps (last at {held[-1]['noise/sigma']:.2g}): "
-        "its target was out of reach there."
-    )
-
-
 def sigma_text(stage: Stage) -> str:
-    """The stage's sigma, or its range under a controller."""
+    """The stage's sigma, or its range in a run of an older version, whose noise could follow a target."""
     ends = dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high))
     return " to ".join(ends)
 

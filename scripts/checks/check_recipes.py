@@ -59,7 +59,7 @@ CHOICES: Sequence[Sequence[Sequence[str]]] = (
     [["rollout.top_p=0.7"], ["rollout.temperature=0.5", "rollout.top_k=5"], ["rollout.temperature=2.0"], []],
     [["adapter.dropout=0.2"], [], []],
     [["adapter.train_norms=true"], [], []],
-    [["noise.enabled=false"], ["noise.where=both"], ["noise.controller.metric=ess", "noise.controller.target=0.9"], []],
+    [["noise.enabled=false"], ["noise.where=both"], []],
     [["data.curriculum={}"], [], []],
     [["data.source=null", f"data.sources={SOURCES}"], ["environment={name: word_game, max_turns: 2}"], [], []],
     [["validation.every=2", "validation.limit=4", "validation.task=arith_chain"], [], []],

@@ -22,14 +22,13 @@ and up. Departures from the paper and its code:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from training.rollout.groups import derive_seed
-from training.rollout.noise_controller import control
 
 if TYPE_CHECKING:
     from qerl.config.noise import NoiseConfig
@@ -37,16 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise of one step. `vectors` is None if sigma is 0; `std` is measured over all drawn elements.
-
-    With a controller, stage 0 is the clean rollout, stage 1 are all others, and `controlled` has its metrics.
-    """
+    """The noise of one step. `vectors` is None if sigma is 0; `std` is measured over all drawn elements."""
 
     stage: int
     sigma: float
     vectors: dict[str, torch.Tensor] | None
     std: float
-    controlled: dict[str, float] = field(default_factory=dict)
 
 
 class NoiseSchedule:
@@ -60,20 +55,14 @@ class NoiseSchedule:
         self._steps = steps
         self._seed = seed
 
-    def at(self, step: int, history: Sequence[Mapping[str, Any]] = ()) -> StepNoise:
-        """The noise of optimizer step `step`, counted from 0. A controller reads earlier metrics in `history`."""
-        if self._config.enabled and self._config.controller.metric != "off":
-            decided = control(self._config, history)
-            metrics = {"noise/control_error": decided.error, "noise/at_bound": float(decided.at_bound)}
-            return self._draw(step, int(decided.sigma > 0), decided.sigma, metrics)
+    def at(self, step: int) -> StepNoise:
+        """The noise of optimizer step `step`, counted from 0."""
         stage = stage_of(step, self._steps, len(self._sigmas))
-        return self._draw(step, stage, self._sigmas[stage], {})
-
-    def _draw(self, step: int, stage: int, sigma: float, controlled: dict[str, float]) -> StepNoise:
+        sigma = self._sigmas[stage]
         if sigma == 0:
-            return StepNoise(stage, 0.0, None, 0.0, controlled)
+            return StepNoise(stage, 0.0, None, 0.0)
         vectors = draw_noise(self._sizes, sigma, self._seed, step)
-        return StepNoise(stage, sigma, vectors, torch.cat(list(vectors.values())).std().item(), controlled)
+        return StepNoise(stage, sigma, vectors, torch.cat(list(vectors.values())).std().item())
 
 
 def stage_sigmas(config: NoiseConfig) -> list[float]:

@@ -140,7 +140,7 @@ class Sampler:
 
     def _drawn(self, moment: Moment, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
         """What `draw(seed)` gives on the engine with the step's noise, and what it cost by the fields of Rollout."""
-        noise, asked = self._noise.at(moment.step, moment.history), time.perf_counter()
+        noise, asked = self._noise.at(moment.step), time.perf_counter()
         self._engine.wake()
         begin_phase()
         started = time.perf_counter()
@@ -217,7 +217,7 @@ def played(
 
 
 def _noise_metrics(noise: StepNoise) -> dict[str, float]:
-    return {"noise/stage": noise.stage, "noise/sigma": noise.sigma, "noise/std": noise.std, **noise.controlled}
+    return {"noise/stage": noise.stage, "noise/sigma": noise.sigma, "noise/std": noise.std}
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

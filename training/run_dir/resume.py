@@ -244,7 +244,7 @@ def _changes(changes: list[dict], done: int, before: int, steps: int) -> list[di
 
 def _say_change(config: RunConfig, done: int, before: int) -> None:
     logger.info("the run has %d steps instead of %d from here on", config.run.steps, before)
-    if config.noise.enabled and config.noise.controller.metric == "off":
+    if config.noise.enabled:
         sigma, was = (_sigma(config.noise, done, steps) for steps in (config.run.steps, before))
         if sigma != was:
             logger.info("sigma of the next step: %.3g (as it was: %.3g)", sigma, was)

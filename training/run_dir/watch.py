@@ -166,17 +166,6 @@ def _informative(rows: Rows) -> str | None:
     )
 
 
-def _sigma_bound(rows: Rows) -> str | None:
-    held = _recent(rows, "noise/at_bound")
-    if held is None or not all(held):
-        return None
-    sigma = (_recent(rows, "noise/sigma") or [0.0])[-1]
-    return (
-        f"sigma was held at its bound ({sigma:.2g}) for {len(held)} steps, so that noise.controller cannot reach its "
-        "target: change noise.controller.target, or widen sigma_min and sigma_max"
-    )
-
-
 def _environment(rows: Rows) -> str | None:
     share = _mean(rows, "environment/failed_share")
     if share is None or share < FAILED:
@@ -195,7 +184,6 @@ CHECKS: dict[str, Callable[[Rows], str | None]] = {
     "mismatch_growing": _mismatch,
     "outside_bounds": _outside,
     "few_informative": _informative,
-    "sigma_at_bound": _sigma_bound,
 }
 EXPLAINED_BY_ZERO = ("no_variance", "truncated", "few_informative")
 OF_REWARDS = ("no_variance", "truncated", "entropy_collapse", "few_informative")

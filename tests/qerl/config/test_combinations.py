@@ -66,48 +66,6 @@ COMBINATIONS = [
         "run.steps 9 with noise.num_stages 10: some stages would have no step; write run.steps: 10",
     ),
     (
-        "  where: rollout",
-        "  controller: {target: 0.5}",
-        "noise.controller.target 0.5 with noise.controller.metric off: nothing would read the target; write",
-    ),
-    (
-        "  where: rollout",
-        "  controller: {metric: entropy}",
-        "noise.controller.metric entropy with noise.controller.target null: it has no target; write "
-        "noise.controller.target, such as 0.5 (nats per token)",
-    ),
-    (
-        "  where: rollout",
-        "  controller: {metric: ess, target: 1.0}",
-        "noise.controller.target 1.0: an effective sample size is a share of the tokens",
-    ),
-    (
-        "  enabled: true",
-        "  controller: {metric: ess, target: 0.9}\n  enabled: false",
-        "noise.controller.metric ess with noise.enabled false: there is no noise to control",
-    ),
-    (
-        "  where: rollout",
-        "  controller: {metric: ess, target: 0.9}\n  where: both",
-        "sampler and trainer then have the same noise, and the effective sample size is 1 whatever sigma is",
-    ),
-    (
-        "  where: rollout",
-        "  controller: {metric: ess, target: 0.9, sigma_max: 5e-3}",
-        "noise.controller.sigma_max 0.005 with noise.sigma_start 0.01: sigma begins at sigma_start, which has to lie "
-        "between sigma_min and sigma_max; write noise.sigma_start: 0.005, or another noise.controller.sigma_max",
-    ),
-    (
-        "  where: rollout",
-        "  controller: {metric: ess, target: 0.9, sigma_min: 0.2}",
-        "noise.controller.sigma_min 0.2 with noise.controller.sigma_max 0.1: no sigma lies between them",
-    ),
-    (
-        "  where: rollout",
-        "  controller: {metric: kl, target: 0.9}",
-        "noise.controller.metric: got 'kl' (text), expected one of off, entropy, ess",
-    ),
-    (
         "  num_iterations: 1",
         "  num_iterations: 4",
         "loss.num_iterations 4 with run.save_every 50: a checkpoint would fall between two updates on one rollout, and "
@@ -263,14 +221,6 @@ def test_contradicting_keys_are_both_named_with_the_override_that_caused_it(tmp_
         (["rollout.top_p=0.9", "loss.mismatch_gate=null"], lambda c: c.rollout.top_p == 0.9),
         (["rollout.memory=0.8", "memory.cap_gib=0.5"], lambda c: c.rollout.memory == 0.8),
         (["loss.num_iterations=5"], lambda c: c.run.save_every == 50),
-        (
-            ["noise.controller.metric=entropy", "noise.controller.target=2", "noise.where=both", "run.steps=3"],
-            lambda c: c.noise.num_stages == 10,
-        ),
-        (
-            ["noise.controller.metric=ess", "noise.controller.target=0.9", "noise.sigma_end=0"],
-            lambda c: c.noise.controller.gain == 0.5,
-        ),
         (["loss.delta=2"], lambda c: c.loss.delta == 2.0),
         (["rewards=[{name: 'https://user.example:8443/v1/grade?key=1'}]"], lambda c: len(c.rewards) == 1),
         (["rewards=[{name: 'http://[::1]:8000'}]"], lambda c: len(c.rewards) == 1),

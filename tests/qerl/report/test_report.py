@@ -8,7 +8,7 @@ from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, constant_table, draw_panel, draw_time, panels
 from qerl.report.page import write_report
 from qerl.report.read import read_run
-from qerl.report.sections import held_note, sigma_text, stage_table, stages
+from qerl.report.sections import stage_table, stages
 
 
 def entropy_panel(run):
@@ -35,20 +35,6 @@ def test_means_by_stage():
 def test_a_value_that_is_missing_is_left_out_of_the_mean():
     rows = [{**row, "entropy": None} if row["step"] == 3 else row for row in ROWS]
     assert stages(rows)[1].means["entropy"] == pytest.approx(0.7)  # the value of step 4
-
-
-def test_a_stage_in_which_sigma_changes_is_divided_into_parts():
-    rows = [{"step": i + 1, "noise/stage": int(i > 0), "noise/sigma": 0.001 * i, "entropy": 1.0} for i in range(21)]
-    found = stages(rows)
-    assert [(s.first, s.last) for s in found[:3]] == [(1, 1), (2, 4), (5, 7)]  # 20 steps in parts of 3
-    assert found[-1].last == 21
-    assert sigma_text(found[1]) == "0.001 to 0.003"
-
-
-def test_a_controller_at_its_bound_is_named():
-    rows = [{"step": i, "noise/at_bound": float(i > 2), "noise/sigma": 0.1} for i in range(1, 5)]
-    assert held_note(rows).startswith("Sigma was held at a bound in 2 of 4 steps (last at 0.1)")
-    assert held_note(rows[:2]) == held_note(ROWS) == ""
 
 
 def test_entropy_is_drawn_with_the_stages_and_sigma(tmp_path):

@@ -79,5 +79,5 @@ def test_completions_are_not_carried_over_between_sources(tmp_path):
     listed = ("data.source=null", "data.limit=null", f"data.sources={sources}")
     with pytest.raises(ConfigError, match=r"rollout\.carry_over 2 with data\.sources .*: a step then trains"):
         small_config("tiny", tmp_path, *listed, "rollout.carry_over=2")
-    with pytest.raises(ConfigError, match=r"rollout\.carry_over 2 with data\.curriculum solved_share"):
+    with pytest.raises(ConfigError, match=r"rollout\.carry_over 2 with data\.curriculum given"):
         small_config("tiny", tmp_path, "data.curriculum={}", "rollout.carry_over=2")

@@ -21,7 +21,7 @@ RUNS = {
         "loss.num_iterations=2",
         "rollout.dynamic_sampling.enabled=true",
     ),
-    "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
+    "masked": ("loss.correction.mode=token_mask",),
     "vespo": ("loss.type=vespo", "validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
     "distilled": ("distill.beta=1.0", "noise.enabled=false"),

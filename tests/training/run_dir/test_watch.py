@@ -49,7 +49,6 @@ def rows(*changes, before=()):
         ({"correction/capped_share": 0.12}, "outside_bounds", "12% of the tokens"),
         ({"correction/masked_share": 0.1}, "outside_bounds", "were masked"),
         ({"dynamic_sampling/informative_share": 0.05}, "few_informative", "only 5.0%"),
-        ({"noise/at_bound": 1.0, "noise/sigma": 0.1}, "sigma_at_bound", "its bound (0.1) for 5 steps"),
     ],
 )
 def test_metrics_and_their_warnings(changed, kind, said):
@@ -72,7 +71,6 @@ def test_metrics_and_their_warnings(changed, kind, said):
         {"mismatch_kl": 2e-2, "noise/sigma": 0.01},  # the first steps had less noise
         {"correction/capped_share": 0.09},
         {"dynamic_sampling/informative_share": 0.11},
-        {"noise/at_bound": 0.0},
     ],
 )
 def test_near_misses_give_no_warning(changed):
