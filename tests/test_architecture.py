@@ -69,7 +69,7 @@ ALLOWED_UPWARD = """
     quantize.merge.run -> qerl.cli.options
     quantize.run -> qerl.cli.next_step
     quantize.run -> qerl.cli.options
-    training.course -> qerl.api.arguments
+    training.run -> qerl.api.arguments
     training.loss.batch -> training.distill.divergence
     training.loss.batch -> training.rollout.groups
     training.loss.micro_batches -> training.policy.packing
@@ -83,7 +83,6 @@ ALLOWED_UPWARD = """
     training.policy.start_base -> training.run_dir.folder
     training.policy.train_memory -> training.run_dir.folder
     training.preflight.dry_run -> qerl.cli.plan
-    training.preflight.dry_run -> training.sft.run
     training.rewards.grading -> training.rollout.dynamic_sampling
     training.rewards.grading -> training.rollout.groups
     training.rewards.rewards -> qerl.api.arguments
@@ -91,15 +90,7 @@ ALLOWED_UPWARD = """
     training.rewards.rewards -> training.run_dir.log
     training.run_dir.folder -> qerl.api.arguments
     training.run_dir.inputs -> qerl.api.arguments
-    training.run_dir.log -> training.validation.verdict
-    training.run_dir.result -> training.validation.verdict
     training.run_dir.stop -> training.trainer
-    training.sft.run -> training.course
-    training.sft.run -> training.run
-    training.sft.run -> training.trl_config
-    training.sft.trainer -> training.parts
-    training.sft.trainer -> training.run_trainer
-    training.sft.trainer -> training.step
     training.validation.validation -> training.parts
     training.validation.validation -> training.ranks
 """

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
+    from qerl.engine.loaded_base import LoadedBase
     from qerl.episodes.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.distill.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
     from training.rollout.groups import Prompt
     from training.run_dir.log import RunLog
+    from training.sft.rows import Row, Rows
     from training.validation.questions import Questions
 
 
@@ -41,12 +43,13 @@ class Given:
     """What is known before an engine is opened."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]
-    rewards: Rewards
+    prompts: Sequence[Prompt | Row]
+    rewards: Rewards | None
     parallel: Parallel = ALONE
     questions: Questions | None = None  # of a run that validates
     environments: Environments | None = None  # of a run with episodes of several turns
     teacher: FoundTeacher | None = None  # of a run that distills
+    rows: Rows | None = None  # of a run on given conversations, which has neither rewards nor questions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +83,47 @@ class Parts(TrainingParts):
     curriculum: Curriculum | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SftParts(TrainingParts):
+    """What a run on given conversations is made of."""
+
+    base: LoadedBase
+    rows: Rows
+
+
 def make_parts(
-    config: RunConfig, given: Given, engine: Engine, policy: Policy, plan: MicroBatchPlan, log: RunLog
-) -> Parts:
-    """The parts over an open engine and the policy on its weights."""
-    tokenizer, rollout = given.tokenizer, config.rollout
-    check_reference(policy, config.loss.kl_coef)
+    config: RunConfig,
+    given: Given,
+    engine: Engine | LoadedBase,
+    policy: Policy,
+    plan: MicroBatchPlan,
+    log: RunLog,
+    teacher: Teacher | None = None,
+) -> TrainingParts:
+    """The parts over an open engine, or a loaded base, and the policy on its weights."""
+    rollout, sampled = config.rollout, given.rows is None
     packed = PackedPolicy(
-        policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
+        policy.base_model,
+        rollout.temperature if sampled else 1.0,
+        plan,
+        config.loss.entropy_coef > 0,
+        rollout.deterministic,
     )
-    text, ahead = text_of_engine(tokenizer, engine), None
+    shared = {
+        "config": config,
+        "tokenizer": given.tokenizer,
+        "policy": policy,
+        "packed": packed,
+        "plan": plan,
+        "log": log,
+        "times": PhaseTimes(packed.device),
+        "parallel": given.parallel,
+        "teacher": teacher,
+    }
+    if not sampled:
+        return SftParts(base=engine, rows=given.rows, **shared)
+    check_reference(policy, config.loss.kl_coef)
+    text, ahead = text_of_engine(given.tokenizer, engine), None
     if given.environments is None:  # of an episode only the last turn is graded, and which one that is shows at the end
         graded = [(task_of(source.data), [reward.name for reward in source.rewards]) for source in sources_of(config)]
         ahead = grading_ahead(graded, text)
@@ -98,20 +132,13 @@ def make_parts(
         prompts = [prompt.ids for prompt in given.prompts]
         sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh, given.parallel)
     return Parts(
-        config=config,
-        tokenizer=tokenizer,
         prompts=given.prompts,
         rewards=given.rewards,
-        policy=policy,
-        packed=packed,
         sampler=sampler,
         grader=Grader(given.rewards, text.batch, config.loss.mask_truncated),
-        plan=plan,
-        log=log,
-        times=PhaseTimes(packed.device),
-        parallel=given.parallel,
         carry_over=CarryOver(config, given.prompts, given.parallel) if rollout.carry_over else None,
         curriculum=_curriculum(config, given),
+        **shared,
     )
 
 

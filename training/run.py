@@ -12,28 +12,39 @@ runs/<name>/
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+from transformers import PrinterCallback
+
+from qerl.api.arguments import write_given_rows
+from qerl.base.files import replace_text
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.adapter_file import BASE
+from qerl.checkpoint.adapter_file import BASE, weights_digest
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model, teacher_beside
-from qerl.config.schema import RunConfig
-from qerl.engine.interface import Engine
+from qerl.config.recipe import save_config
+from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.advice import check_ranks
-from qerl.plan.plan import checkpoint_bytes, trainer_bytes
-from qerl.plan.trained import engine_expert_rank, engine_rank
-from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan
-from training.distill.teacher import find_teacher, open_teacher
-from training.parts import Given, make_parts
+from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
+from qerl.plan.plan import checkpoint_bytes, trainer_bytes, wishes_of
+from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
+from training.distill.teacher import find_teacher
+from training.parts import Given, TrainingParts, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
-from training.policy.policy import Policy
 from training.policy.start_base import start_base
+from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import (
     check_activations,
     check_engine,
@@ -41,31 +52,71 @@ from training.preflight.checks import (
     check_room,
     check_trackers,
     free_bytes,
+    read_given,
     read_prompts,
     settle_qat,
     sizes_at,
 )
-from training.preflight.start import settle_start, start_to_resume
+from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
-from training.rollout.groups import Prompt
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
-from training.run_dir.folder import check_shared, new_run_dir, written
-from training.run_dir.inputs import inputs_of_run
-from training.run_dir.log import RunLog, read_metrics
-from training.run_dir.resume import (
-    base_to_resume,
-    check_same_base,
-    config_to_resume,
-    rewind_,
-)
-from training.run_dir.stop import Stop
+from training.run_dir.folder import check_shared, new_run_dir, only_writer, written
+from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of_run, note_inputs, qat_record, versions
+from training.run_dir.log import NoLog, RunLog, read_metrics
+from training.run_dir.result import TrainResult, finished, settle_best
+from training.run_dir.resume import base_to_resume, check_same_base, config_to_resume, note_base_, prolong_, rewind_
+from training.run_dir.stop import Stop, stop_on_signals, train_until_stopped
+from training.run_dir.terminal_gone import terminal_may_go
+from training.run_dir.trackers import open_trackers
+from training.run_dir.verdict import best_kept, ending
+from training.sft_step import measure_rows
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
 from training.validation.questions import read_questions
 from training.validation.validation import Validation, measure
-from training.validation.verdict import ending
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+    from qerl.config.schema import RunConfig
+    from qerl.engine.interface import Engine
+    from training.distill.teacher import Teacher
+    from training.policy.policy import Policy
+    from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of a run, its recipe's name, and which of its processes this is."""
+
+    run_dir: Path
+    name: str
+    parallel: Parallel
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run that was checked and opened, before anything of it is written."""
+
+    config: RunConfig
+    base: ModelRef
+    place: Place
+    checkpoint: Path | None  # that it continues from
+    found: list[str]  # in its directory, before it was checked
+    given: Given
+    inputs: Inputs
+    args: GRPOConfig
+    engine: Engine | LoadedBase
+    policy: Policy
+    plan: MicroBatchPlan
+    teacher: Teacher | None
+
+    @property
+    def start_step(self) -> int:
+        """The steps that are done."""
+        return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 
 def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResult:
@@ -110,63 +161,67 @@ def _train(
     config: RunConfig, base: ModelRef, place: Place, checkpoint: Path | None, accept_changes: bool = False
 ) -> TrainResult:
     """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
-    if config.sft is not None:
-        from training.sft.run import train_on_rows
-
-        return train_on_rows(config, base, place, checkpoint, accept_changes)
-    run_dir, parallel = place.run_dir, place.parallel
-    found = written(run_dir)
+    parallel, found = place.parallel, written(place.run_dir)
     given = _check(config, base, place)
-    validated = given.questions.prompts if given.questions else ()
-    files = given.environments.runner.files if given.environments else ()
-    inputs = inputs_of_run(config, given.prompts, validated, files)
-    inputs |= given.teacher.inputs() if given.teacher else {}
+    inputs = _inputs(config, given)
     agree_on_inputs(config, base, place, inputs, accept_changes)
-    served = base if config.qat is None else packed_base(config, base, place, given.prompts)
-    context = given.questions.context if given.questions else 0
-    engine = open_rollout_engine(config, served, context, parallel.size)
-    logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
-    policy = policy_on(config, engine, base, parallel)
-    teacher = open_teacher(config, given.teacher, policy.base_model.get_input_embeddings().weight.device)
-    args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
+    args = trl_config(config, place.run_dir)
     if not parallel.first:
         args.report_to = []
+    served = base if config.qat is None else packed_base(config, base, place, given.prompts)
+    engine = _open_base(config, served) if given.rows is not None else _open_engine(config, served, given)
+    policy = policy_on(config, engine, base, parallel)
+    device = policy.base_model.get_input_embeddings().weight.device
+    teacher = None if given.teacher is None else given.teacher.opened(config, device)
     plan = settled_plan(config, base, place, policy, engine)
-    engine.sleep()  # a resumed run loads its optimizer before its first rollout
-    course = Course(config, base, place, checkpoint, found, inputs, plan)
-
-    def begin(log: RunLog, stop: Stop) -> QerlTrainer:
-        parts = replace(make_parts(config, given, engine, policy, plan, log), teacher=teacher)
-        measured = given.questions and partial(measure, parts, given.questions)
-        validation = Validation(parts, measured, stop) if measured else None
-        return QerlTrainer(parts, args, [stop], course.start_step, validation)
-
-    def close(trainer: QerlTrainer, abandoned: bool) -> None:
-        if not abandoned:  # else the engine may be in the midst of a rollout, and there is no time
-            trainer.parts.sampler.clear_noise()
-            engine.close()
-        if given.environments is not None:
-            given.environments.close()
-
-    return carry_out(course, begin, close)
+    if given.rows is None:
+        engine.sleep()  # a resumed run loads its optimizer before its first rollout
+    return _carry_out(
+        Opened(config, base, place, checkpoint, found, given, inputs, args, engine, policy, plan, teacher)
+    )
 
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
-    engine_name = check_engine(config)
+    samples = config.sft is None
+    on_card = check_engine(config) == "vllm" if samples else torch.cuda.is_available()
     check_installed(config)
     check_trackers(config.logging.report_to)
     check_activations(config, base)
     check_ranks(config, place.parallel.size)
-    tokenizer, prompts, environments = read_prompts(config, base)
+    tokenizer, prompts, environments = read_prompts(config, base) if samples else (None, (), None)
+    sizes = sizes_at(base)
     check_same_base(place.run_dir, base.base)
-    check_room(place.run_dir, checkpoint_bytes(config, sizes_at(base)))
-    if engine_name == "vllm":
+    check_room(place.run_dir, checkpoint_bytes(config, sizes))
+    if on_card:
         check_memory(config, base, free_bytes(), place.parallel.size)
+    if not samples:
+        tokenizer, rows = read_given(config, base)
+        return Given(tokenizer, rows.trained, None, place.parallel, rows=rows)
     rewards = rewards_of_run(config, prompts, place.run_dir, environments.columns if environments else ())
-    questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir, environments)
-    teacher = find_teacher(config, base, tokenizer, sizes_at(base))
+    questions = read_questions(config, tokenizer, prompts, sizes, place.run_dir, environments)
+    teacher = None if config.distill is None else find_teacher(config, base, tokenizer, sizes)
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
+
+
+def _inputs(config: RunConfig, given: Given) -> dict[str, str]:
+    """Digests of what a run was given, for run.json."""
+    if given.rows is not None:
+        return given.rows.inputs()
+    validated = given.questions.prompts if given.questions else ()
+    files = given.environments.runner.files if given.environments else ()
+    inputs = inputs_of_run(config, given.prompts, validated, files)
+    return inputs | (given.teacher.inputs() if given.teacher else {})
+
+
+def agree_on_inputs(config: RunConfig, base: ModelRef, place: Place, inputs: Inputs, accept_changes: bool) -> None:
+    """Raise QerlError if ranks were given different things, or other things than when the run began."""
+    parallel = place.parallel
+    if parallel.size > 1:
+        facts = {"recipe": config.model_dump(), **inputs, "version of a package": versions()}
+        check_same(parallel, {**facts, "base": weights_digest(local_folder(base.base))})
+    if parallel.first:
+        check_same_inputs(place.run_dir, inputs, accept_changes)
 
 
 def packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Sequence[Prompt]) -> ModelRef:
@@ -188,6 +243,26 @@ def policy_on(config: RunConfig, engine: Engine, base: ModelRef, parallel: Paral
         policy = build_weights_policy(engine, base, config, sizes_at(base), parallel)
     round_products_(policy.base_model, config.train)
     return policy
+
+
+def _open_base(config: RunConfig, served: ModelRef) -> LoadedBase:
+    """The base of a run that samples nothing: no engine is opened."""
+    options = EngineOptions(
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        cap_gib=config.memory.cap_gib,
+        start=served.start if config.adapter.start == "frozen" else None,
+    )
+    loaded = LoadedBase(served.base, served.format, options)
+    logger.info("%s; %s", describe(served), loaded.kernel)
+    return loaded
+
+
+def _open_engine(config: RunConfig, served: ModelRef, given: Given) -> Engine:
+    context = given.questions.context if given.questions else 0
+    engine = open_rollout_engine(config, served, context, given.parallel.size)
+    logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
+    return engine
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0, ranks: int = 1) -> Engine:
@@ -225,3 +300,104 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
         expert_rank=engine_expert_rank(config),
         seed=config.run.seed,
     )
+
+
+def settled_plan(config: RunConfig, base: ModelRef, place: Place, policy: Policy, engine: Engine) -> MicroBatchPlan:
+    """The plan that the run began with, or a new one by the memory that is free now; of ranks the smallest."""
+    parallel = place.parallel
+    plan = recorded_plan(place.run_dir, config.run.micro_batch_tokens) if parallel.first else None
+    if (plan := parallel.broadcast(plan)) is not None:
+        return plan
+    entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
+    own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), acting_rank(config), entropy, cap)
+    return smallest_plan(parallel.gather(own))
+
+
+def _carry_out(run: Opened) -> TrainResult:
+    """Train in the run's directory, and finish it."""
+    config, given, run_dir, parallel = run.config, run.given, run.place.run_dir, run.place.parallel
+    with (
+        _log(run) as log,
+        stop_on_signals(config.run, config.loss.num_iterations, run_dir, parallel) as stop,
+    ):
+        if parallel.first:
+            _open_run_dir(run)
+            note_inputs(run_dir, run.inputs, run.start_step)
+            prolong_(run_dir, config, run.start_step)
+            note_base_(run_dir, config, run.base.base)
+        log.start_at(run.start_step)
+        if parallel.first:
+            settle_best(run_dir, best_kept(log.validations, config.validation))
+        parts = make_parts(config, given, run.engine, run.policy, run.plan, log, run.teacher)
+        validation = _validation(parts, given, stop)
+        trainer = QerlTrainer(parts, run.args, [stop], run.start_step, validation)
+        trainer.remove_callback(PrinterCallback)
+        with opened_set_aside():
+            steps = train_until_stopped(trainer, stop, run.checkpoint)
+        if not stop.abandoned:  # else the engine may be in the midst of a rollout, and there is no time
+            warn_of_retries()
+            if given.rows is None:
+                parts.sampler.clear_noise()
+            run.engine.close()
+        if given.environments is not None:
+            given.environments.close()
+        ended = validation is not None and validation.ended(steps)
+        return replace(finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
+
+
+def _validation(parts: TrainingParts, given: Given, stop: Stop) -> Validation | None:
+    """What validates the run, if the recipe asks for it."""
+    if given.rows is not None and given.rows.held_out:
+        return Validation(parts, partial(measure_rows, parts), stop)
+    return Validation(parts, partial(measure, parts, given.questions), stop) if given.questions else None
+
+
+@contextmanager
+def opened_set_aside() -> Iterator[None]:
+    """Within it, Python's garbage collection leaves out what there is now: the libraries and the opened models.
+
+    vLLM's engine collects garbage each time it wakes, since a cycle may hold memory of the card. To look at all objects
+    of a process with torch, transformers and TRL took 0.23 s where it was measured, and that in every step.
+    """
+    if torch.cuda.is_available():
+        gc.collect()  # garbage would be kept as well
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _log(run: Opened) -> Iterator[RunLog]:
+    """The run's log, with the trackers, of which only the first rank writes; it holds the lock of the run directory."""
+    run_dir, config, steps = run.place.run_dir, run.config, run.config.run.steps
+    if not run.place.parallel.first:
+        yield NoLog(run_dir, steps)
+        return
+    with (
+        only_writer(run_dir, run.found),
+        terminal_may_go(run_dir),
+        open_trackers(config, run_dir, run.start_step) as trackers,
+        RunLog(run_dir, steps, trackers=trackers) as log,
+    ):
+        yield log
+
+
+def _open_run_dir(run: Opened) -> None:
+    """Create the directory, or what a kill kept from being made. With config.yaml a run can resume, and only the rows
+    that a program gave come before it."""
+    config, base, run_dir = run.config, run.base, run.place.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_given_rows(run_dir)
+    keep_start_(run_dir, config.adapter.start, base.start)
+    if not (run_dir / "config.yaml").exists():
+        save_config(config, run_dir / "config.yaml")
+    (run_dir / "metrics.jsonl").touch()
+    if not (run_dir / "run.json").exists():
+        about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
+        about |= {"inputs": dict(run.inputs), "on_adapter": base.adapter is not None}
+        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(run.plan)}
+        about |= {"qat": qat_record(config.qat)}
+        replace_text(run_dir / "run.json", json.dumps(about, indent=1))
+    logger.info("writing to %s", run_dir)

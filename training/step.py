@@ -60,19 +60,13 @@ class Objective(NamedTuple):
 
 @dataclass(frozen=True)
 class Collected:
-    """A rollout ready to train on."""
+    """The inputs of one step, or of all updates on one rollout."""
 
     batch: Batch
-    groups: list[GradedGroup]  # in the order in which they were sampled; the batch is shuffled
-    advantages_P_G: torch.Tensor
     metrics: dict[str, float]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all completions, and of their prompts, each of which counts for every completion."""
-        groups = [graded.group for graded in self.groups]
-        prompts = sum(len(group.prompt_of(sample)) for group in groups for sample in group.samples)
-        return prompts + sum(group.tokens for group in groups)
+    tokens: int  # of all completions, and of their prompts, each of which counts for every completion
+    groups: Sequence[GradedGroup] = ()  # in the order in which they were sampled; the batch is shuffled
+    advantages_P_G: torch.Tensor | None = None
 
 
 def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
@@ -98,7 +92,10 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
         "time/sync_s": sync_s,
         "time/rollout_and_grading_s": time.perf_counter() - started,  # with the scoring of old logprobs
     }
-    return Collected(batch.to(parts.packed.device), groups, advantages_P_G, metrics)
+    sampled = [(graded.group, sample) for graded in groups for sample in graded.group.samples]
+    prompt_tokens = sum(len(group.prompt_of(sample)) for group, sample in sampled)
+    tokens = prompt_tokens + sum(graded.group.tokens for graded in groups)
+    return Collected(batch.to(parts.packed.device), metrics, tokens, groups, advantages_P_G)
 
 
 def sample_and_grade(

@@ -1,53 +1,67 @@
-"""The trainer of runs that sample: transformers' training loop and TRL's losses around the step of `training/step.py`.
+"""The trainer of every run: transformers' training loop and TRL's losses around the step of `training/step.py`.
 
 transformers' Trainer keeps the loop, the optimizer, its schedule, gradient clipping, callbacks and trackers; TRL's
 GRPOTrainer keeps the losses. The step is ours, because TRL has no engine that shares its base weights, syncs every
 weight instead of the adapter, pads rows and cuts them by number, and spends a second forward pass on old logprobs that
-equal the current ones. Where the two meet (TRL 1.16.0, transformers 5.17.0; held by tests/training/test_contracts.py):
+equal the current ones. The overrides stand in the order in which they are called (TRL 1.16.0, transformers 5.17.0; held
+by tests/training/test_contracts.py):
 
     get_train_dataloader     the prompts of each step, which depend on (seed, step) alone; a resumed run continues there
-    _prepare_inputs          a step's inputs: `collect` samples, grades and pads them, once for `num_iterations` steps
-    _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
-
-and in `run_trainer.py`, for every kind of run:
-
     create_optimizer         bfloat16 masters are rounded at random after each update (training/policy/rounding.py)
-    compute_loss             forward and backward of the whole step: `backward`
+    _load_...                what a resumed run takes over from its checkpoint
     training_step            what stops a run before a bad update is made
+    _prepare_inputs          a step's inputs: `collect` samples, grades and pads them, once for `num_iterations` steps
+    compute_loss             forward and backward of the whole step: `backward`
+    _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
+    _clip_grad_norm          of ranks that share masters out each has a part of the optimizer (shared_optimizer.py)
+    log                      one dict per step in our names
     evaluate                 a validation, where the recipe asks for one (training/validation)
-    _clip_grad_norm, ...     of ranks that share masters out each has a part of the optimizer (shared_optimizer.py)
-    log, _save_checkpoint    one dict per step in our names; checkpoints that survive a kill (training/run_dir)
+    _save_checkpoint         checkpoints that survive a kill (training/run_dir)
+
+A run on given conversations samples nothing: its step takes the next rows (training/sft_step.py), and its loss is not
+TRL's. All else is the same.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from trl import GRPOTrainer
 
+from qerl.base.parallel import ALONE
 from qerl.checkpoint.adapter import keep_expert_reference_
-from training.distill.divergence import LOSS_TYPE, distillation_loss
+from qerl.plan.trained import masters_dtype, trains_masters
 from training.loss.correction import mean_k3
-from training.loss.gates import MismatchGate, rounding_causes
-from training.rollout.prompts import StepPrompts, step_prompts
+from training.loss.gates import MismatchGate, check_gradient, check_loss, check_trained, rounding_causes
+from training.parts import Parts
+from training.policy.rounding import RandomlyRounded
+from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
+from training.ranks import check_replicas
+from training.rollout.prompts import step_prompts
 from training.rollout.sampler import Moment
-from training.run_dir.log import completion_rows, spread
-from training.run_trainer import RunTrainer
-from training.step import Collected, Objective, collect
+from training.run_dir.checkpoint import write_checkpoint
+from training.run_dir.log import completion_rows, rename, spread
+from training.run_dir.result import settle_best
+from training.run_dir.resume import set_rates_
+from training.sft_step import collect_rows, sft_loss, step_rows
+from training.step import Objective, backward, collect
 from training.trial_adapter import try_adapter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trl import GRPOConfig
 
     from training.loss.batch import Batch, LossInputs
     from training.loss.micro_batches import Metrics
-    from training.parts import Parts
-    from training.rollout.groups import Prompt
+    from training.parts import TrainingParts
+    from training.policy.shards import Answer
+    from training.rollout.prompts import StepPrompts
+    from training.step import Collected, StepResult
     from training.validation.validation import Validation
 
 
@@ -69,14 +83,17 @@ class TrialAtStart(TrainerCallback):
             try_adapter(self._parts, self._gate)
 
 
-class QerlTrainer(RunTrainer, GRPOTrainer):
-    """See the module docstring."""
+def graded_elsewhere(**_: object) -> list[float]:
+    """The reward function that TRL wants to be given. `training/rewards` grades."""
+    raise NotImplementedError
 
-    parts: Parts
+
+class QerlTrainer(GRPOTrainer):
+    """See the module docstring."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainingParts,
         args: GRPOConfig,
         callbacks: list[TrainerCallback],
         start_step: int = 0,
@@ -85,42 +102,107 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
         """`args` are those of `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
         config = parts.config
         self.parts, self._start_step, self.validation = parts, start_step, validation
+        self._samples = isinstance(parts, Parts)
         self._collected: Collected | None = None
+        self._result: StepResult | None = None
+        self._unwritten: Metrics | None = None  # of the step that is validated
         # With several updates per rollout old logprobs are scored, without dropout.
         dropout = config.adapter.dropout if config.loss.num_iterations == 1 else 0.0
         self.gate = MismatchGate(config.loss.mismatch_gate, dropout, rounding_causes(config))
+        own = [validation] if validation else []
         super().__init__(
             model=parts.policy.model,
-            reward_funcs=parts.rewards.functions,  # TRL wants some; `training.rewards` calls them
+            reward_funcs=[graded_elsewhere],
             args=args,
-            train_dataset=Dataset.from_dict({"prompt": [prompt.text for prompt in parts.prompts[:1]]}),  # likewise
+            train_dataset=Dataset.from_dict({"prompt": [""]}),  # TRL wants one
             processing_class=parts.tokenizer,
-            callbacks=[*callbacks, *([validation] if validation else []), TrialAtStart(parts, self.gate)],
+            callbacks=[*callbacks, *own, *([TrialAtStart(parts, self.gate)] if self._samples else [])],
         )
         keep_expert_reference_(parts.policy.model)
         # TRL's switches for "the loss is multiplied by importance weights".
         self.use_vllm = True
         self.vllm_importance_sampling_correction = config.loss.correction.mode != "off"
 
-    # -- a step's inputs
+    # -- before the first step
 
     def get_train_dataloader(self) -> StepPrompts:
+        if not self._samples:
+            return step_rows(self.parts, self._start_step)
         return step_prompts(self.parts.config, self.parts.prompts, self._start_step, self.parts.curriculum)
 
-    def _prepare_inputs(self, prompts: list[Prompt]) -> Batch:
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
+        optimizer, config = super().create_optimizer(model), self.parts.config
+        if trains_masters(config) and masters_dtype(config.qat) == "bfloat16":
+            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
+        return optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        self.parts.policy.load(folder)
+        if not self._samples:
+            return
+        if self.parts.carry_over is not None:
+            self.parts.carry_over.load(folder, self._start_step)
+        if self.parts.curriculum is not None:
+            self.parts.curriculum.load(folder)
+        if (calibration := self.parts.sampler.calibration) is not None:
+            calibration.load(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.parts.policy.shards is not None:
+            read = partial(torch.load, map_location="cpu", weights_only=True)
+            whole = read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True)
+            self.optimizer.load_state_dict(own_state(self.optimizer, whole))
+            self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            set_rates_(self.lr_scheduler)
+
+    # -- a step
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        times = self.parts.times
+        times.begin_step()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        check_loss(loss, self.state.global_step + 1, self.parts.run_dir)
+        found = self._collected.metrics
+        older = found.get("carry_over/old_tokens_share", 0.0) > 0
+        self.gate.check(self._result.mismatch, found.get("noise/sigma", 0.0), self.state.log_history, older)
+        times.begin("optimizer")  # until `log`, with the clipping of the gradient
+        if not self.optimizer.state:
+            # This update allocates it. In cached blocks of the micro-batches it would keep torch from freeing them.
+            torch.cuda.empty_cache()
+        return loss
+
+    def _prepare_inputs(self, generation_batch: list[Any]) -> Batch:
+        """The batch of prompts, or of given rows."""
         step = self.state.global_step
         if self._collected is None or step % self.parts.config.loss.num_iterations == 0:
-            self._collected = collect(self.parts, prompts, Moment(step, self.state.log_history))
+            if self._samples:
+                self._collected = collect(self.parts, generation_batch, Moment(step, self.state.log_history))
+            else:
+                self._collected = collect_rows(self.parts, generation_batch, step)
             self.state.num_input_tokens_seen += self._collected.tokens
         return self._collected.batch
 
-    # -- the loss
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward of a whole step. The loss that is returned has no graph any more."""
+        self._result = backward(self.parts, inputs, self.objective(), self.accelerator.backward)
+        return self._result.loss.requires_grad_()
 
     def objective(self) -> Objective:
-        """TRL's loss, or the divergence from a teacher."""
-        if self.parts.teacher is not None:
-            return Objective(distillation_loss, LOSS_TYPE)
+        """What a step minimizes: TRL's loss, the divergence from a teacher, or the loss of given rows."""
         loss = self.parts.config.loss
+        if not self._samples:
+            return Objective(sft_loss, "dapo")
+        if self.parts.teacher is not None:
+            from training.distill.divergence import distillation_loss
+
+            return Objective(distillation_loss, "dapo")
         return Objective(self.loss_of, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)
 
     def loss_of(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
@@ -151,17 +233,104 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         return model.logprobs, model.entropies, None
 
-    # -- around an update
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        if self.parts.policy.shards is None:
+            return super()._clip_grad_norm(model)
+        return clip_shared_(self.optimizer, self.args.max_grad_norm, self.parts.parallel)
 
-    def before_update(self) -> None:
-        sigma = self._collected.metrics.get("noise/sigma", 0.0)
-        older = self._collected.metrics.get("carry_over/old_tokens_share", 0.0) > 0
-        self.gate.check(self._result.mismatch, sigma, self.state.log_history, older)
+    # -- after an update: its log, a validation, a checkpoint
 
-    def before_saving(self) -> None:
-        self.parts.sampler.clear_noise()
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """One dict per step, in our names, for metrics.jsonl and every tracker."""
+        if "loss" not in logs:  # the closing summary of transformers' Trainer repeats what the steps said
+            return
+        parts, step = self.parts, self.state.global_step
+        parts.times.end()
+        check_gradient(logs.get("grad_norm"), step, parts.run_dir)
+        mismatch = self._result.mismatch.metrics(parts.config.loss.correction)
+        metrics = {**logs, **self._collected_metrics(), **mismatch, **self._result.metrics}
+        before_s = metrics.pop("time/rollout_and_grading_s", 0.0)
+        counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/switch_s", "time/sync_s"))
+        metrics = rename(metrics) | parts.times.metrics(counted_s)
+        metrics["time/train_s"] = metrics["time/step_s"] - metrics["time/optimizer_s"] - before_s
+        if not self._samples:
+            metrics["speed/tokens_per_s"] = self._collected.tokens / metrics["time/step_s"]
+        if card := [metrics[key] for key in metrics if key.endswith("_card_gib")]:
+            metrics["memory/peak_gib"] = max(card)  # of this step
+        # A tracker cannot draw what is not finite; metrics.jsonl says null.
+        Trainer.log(self, {key: value for key, value in metrics.items() if value is not None}, start_time)
+        if self.control.should_evaluate:
+            self._unwritten = metrics
+        else:
+            parts.log.write_step(step, metrics)
+        self._log_completions(step)
 
-    def write_besides(self, folder: Path) -> None:
+    def _collected_metrics(self) -> dict[str, float]:
+        """The metrics of the step's inputs; a further update on the same rollout repeats those of its noise alone."""
+        metrics, updates = self._collected.metrics, self.parts.config.loss.num_iterations
+        if (self.state.global_step - 1) % updates == 0:
+            return {**metrics, "tokens_total": float(self.state.num_input_tokens_seen)}
+        return {key: value for key, value in metrics.items() if key.startswith("noise/")}
+
+    def _log_completions(self, step: int) -> None:
+        wanted, found = self.parts.config.logging, self._collected
+        if found.groups and wanted.completions_count and (step == 1 or step % wanted.completions_every == 0):
+            rows = completion_rows(found.groups, found.advantages_P_G, self.parts.rewards)
+            self.parts.log.write_completions(step, spread(rows, wanted.completions_count))
+
+    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
+        """Validate between a step's metrics and its checkpoint, and before the first step of this process."""
+        step, metrics = self.state.global_step, self._unwritten
+        self.control.should_evaluate, self._unwritten = False, None
+        if not metrics:
+            return self.validation.at_start(step)
+        found = {}
+        try:
+            found = self.validation.run(step)
+        finally:  # the step has ended, whatever becomes of its validation
+            self.parts.log.write_step(step, metrics | found)
+        self.validation.decide(step, self.control)
+        return found
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
+        policy = self.parts.policy
+        packed = policy.shards.packed() if policy.shards else []
+        check_replicas([*policy.replicas(), *packed], self.parts.parallel)
+        self.save_now()
+
+    def save_now(self) -> None:
+        """Write a checkpoint of the policy and the optimizer as they are; it may be called outside of the loop."""
+        self.parts.log.phase("saving")
+        if self._samples:
+            self.parts.sampler.clear_noise()
+        policy, run_dir, step = self.parts.policy, self.parts.run_dir, self.state.global_step
+        shards = policy.shards
+        # Ranks with replicas have the same numbers; one that saves outside of the loop is alone.
+        check_trained(policy.parameters(), step, run_dir, self.parts.parallel if shards is not None else ALONE)
+        if not self.parts.parallel.first:
+            if shards is not None:
+                shards.serve(self._answers())
+            return
+        keep = self.parts.config.run.keep_checkpoints
+        best = self.validation.best if self.validation else None
+        write_checkpoint(run_dir, step, keep, self._write_state, best and best.step)
+        settle_best(run_dir, best)
+        if shards is not None:
+            shards.end()
+
+    def _answers(self) -> Answer:
+        """What this rank has of a checkpoint: a master under its name, an optimizer's state under its number."""
+        policy, states = self.parts.policy, self.optimizer.state_dict()["state"]
+        return lambda key: policy.answer(key) if isinstance(key, str) else states.get(key)
+
+    def _write_state(self, folder: Path) -> None:
+        """Write all that a resumed run reads."""
+        self.parts.policy.save(folder)
+        self._save_optimizer_and_scheduler(str(folder))
+        self._save_rng_state(str(folder))
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        if not self._samples:
+            return
         if self.parts.carry_over is not None:
             self.parts.carry_over.save(folder, self.state.global_step)
         if self.parts.curriculum is not None:
@@ -169,29 +338,10 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
         if (calibration := self.parts.sampler.calibration) is not None:
             calibration.save(folder)
 
-    def read_besides(self, folder: Path) -> None:
-        if self.parts.carry_over is not None:
-            self.parts.carry_over.load(folder, self._start_step)
-        if self.parts.curriculum is not None:
-            self.parts.curriculum.load(folder)
-        if (calibration := self.parts.sampler.calibration) is not None:
-            calibration.load(folder)
-
-    # -- logging
-
-    def step_metrics(self) -> dict[str, float]:
-        """The metrics of the rollout, and how far the sampler was from the policy."""
-        return {**self._rollout_metrics(), **self._result.mismatch.metrics(self.parts.config.loss.correction)}
-
-    def _rollout_metrics(self) -> dict[str, float]:
-        """The metrics of the rollout; a further update on the same rollout repeats those of its noise alone."""
-        metrics, updates = self._collected.metrics, self.parts.config.loss.num_iterations
-        if (self.state.global_step - 1) % updates == 0:
-            return {**metrics, "tokens_total": float(self.state.num_input_tokens_seen)}
-        return {key: value for key, value in metrics.items() if key.startswith("noise/")}
-
-    def after_logging(self, step: int) -> None:
-        config = self.parts.config.logging
-        if config.completions_count and (step == 1 or step % config.completions_every == 0):
-            rows = completion_rows(self._collected.groups, self._collected.advantages_P_G, self.parts.rewards)
-            self.parts.log.write_completions(step, spread(rows, config.completions_count))
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if (shards := self.parts.policy.shards) is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        whole = whole_state(self.optimizer, lambda number: shards.ask(number, lambda _: None))
+        torch.save(whole, Path(output_dir) / OPTIMIZER_NAME)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from qerl.base.errors import EngineError
@@ -16,19 +15,17 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 
-def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) -> GRPOConfig:
+def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
     """One generation serves one optimizer step, or `num_iterations` of them.
 
     TRL sees a step as one micro-batch of all its rows, without gradient checkpointing: the trainer cuts it by tokens
-    and says which layers recompute.
+    and says which layers recompute. A run on given rows generates nothing, and has no groups that a step would hold.
     """
-    rollout, loss = config.rollout, config.loss
-    return _with_loop(
-        GRPOConfig,
-        config,
-        run_dir,
-        steps_per_generation=1,
-        num_generations=rollout.group_size,
+    rollout, loss, optim, run = config.rollout, config.loss, config.optim, config.run
+    samples, on_gpu = config.sft is None, torch.cuda.is_available()
+    return GRPOConfig(
+        steps_per_generation=1 if samples else 2,  # TRL wants a generation to have two rows at least
+        num_generations=rollout.group_size if samples else 2,
         num_iterations=loss.num_iterations,
         max_completion_length=rollout.max_new_tokens,
         temperature=rollout.temperature,
@@ -44,19 +41,6 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         entropy_coef=loss.entropy_coef,
         router_aux_loss_coef=0.0,  # it balances the experts by training routers, and these are frozen
         vllm_importance_sampling_mode=loss.correction.mode if loss.correction.mode != "off" else "token_truncate",
-        reward_weights=reward_weights,
-    )
-
-
-def sft_arguments(config: RunConfig, run_dir: Path) -> TrainingArguments:
-    """Those of a run that samples nothing."""
-    return _with_loop(TrainingArguments, config, run_dir)
-
-
-def _with_loop(kind: type[TrainingArguments], config: RunConfig, run_dir: Path, **own: Any) -> Any:
-    """Arguments of this kind: its own, and what transformers' loop is told of any run."""
-    optim, run, on_gpu = config.optim, config.run, torch.cuda.is_available()
-    return kind(
         output_dir=str(run_dir),
         max_steps=run.steps,
         seed=run.seed,
@@ -83,7 +67,6 @@ def _with_loop(kind: type[TrainingArguments], config: RunConfig, run_dir: Path, 
         disable_tqdm=True,
         eval_on_start=config.validation.every is not None,  # the trainer knows whether that validation is due
         remove_unused_columns=False,
-        **own,
     )
 
 

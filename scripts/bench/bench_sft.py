@@ -119,7 +119,7 @@ def by_qerl(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number, row in enumerate(rows(arguments, vocabulary_of(arguments.model)))
     ]
     config = load_recipe("sft_7b", overrides(arguments), base=arguments.model, out=str(folder / "run"))
-    with mock.patch("training.sft.run.read_rows", return_value=Rows(given)):
+    with mock.patch("training.sft.rows.read_rows", return_value=Rows(given)):
         result = start(config, "bench")
     lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]

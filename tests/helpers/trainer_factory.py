@@ -9,7 +9,7 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.data.tasks import get_task
 from qerl.plan.plan import wishes_of
-from training.distill.teacher import find_teacher, open_teacher
+from training.distill.teacher import find_teacher
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch
 from training.parts import Given, make_parts
@@ -47,9 +47,11 @@ def build_trainer(config, folder):
     given, log = Given(tokenizer, prompts, rewards), RunLog(folder, 1)
     entropy, cap_gib = config.loss.entropy_coef > 0, config.memory.cap_gib
     plan = plan_run(policy, engine, wishes_of(config), config.adapter.rank, entropy, cap_gib)
-    args = trl_config(config, folder, rewards.weights)
-    teacher = open_teacher(config, find_teacher(config, base, tokenizer, sizes_at(base)), torch.device("cpu"))
-    parts = replace(make_parts(config, given, engine, policy, plan, log), teacher=teacher)
+    args = trl_config(config, folder)
+    teacher = None
+    if config.distill is not None:
+        teacher = find_teacher(config, base, tokenizer, sizes_at(base)).opened(config, torch.device("cpu"))
+    parts = make_parts(config, given, engine, policy, plan, log, teacher)
     trainer = QerlTrainer(parts, args, [])
     trainer.current_gradient_accumulation_steps = 1  # transformers sets it when it begins to train
     trainer.model.train()

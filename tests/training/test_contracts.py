@@ -5,7 +5,6 @@ import torch
 from small_run import small_config
 from trainer_factory import batch_of, build_trainer, inputs_of, scores
 
-import training.run_trainer
 import training.trainer
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
@@ -61,14 +60,14 @@ def noted(monkeypatch, *names, owner=training.trainer, calls=None):
 
 def test_transformers_asks_for_inputs_and_loss_once_per_step_and_updates_once(nvfp4_base, tmp_path, monkeypatch):
     calls = noted(monkeypatch, "collect")
-    noted(monkeypatch, "backward", owner=training.run_trainer, calls=calls)
+    noted(monkeypatch, "backward", owner=training.trainer, calls=calls)
     start(small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "run.save_every=2", steps=4), "tiny")
     assert calls == ["collect", "backward", "backward"] * 2
 
 
 def test_transformers_saves_and_loads_through_ours(nvfp4_base, tmp_path, monkeypatch):
     """And what it writes of its own state when we ask it to is what a resumed run reads."""
-    calls = noted(monkeypatch, "write_checkpoint", "set_rates_", owner=training.run_trainer)
+    calls = noted(monkeypatch, "write_checkpoint", "set_rates_", owner=training.trainer)
     noted(monkeypatch, "load", owner=AdapterPolicy, calls=calls)
     run_dir = start(
         small_config(nvfp4_base, tmp_path, "run.save_every=1", "noise.enabled=false", steps=2), "tiny"

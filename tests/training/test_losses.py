@@ -12,8 +12,8 @@ import torch
 from small_run import small_config
 from trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of, scores
 
-import training.run_trainer
 import training.step
+import training.trainer
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors
 from training.loss.advantages import group_advantages
@@ -261,7 +261,7 @@ def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, t
         calls.append(1)
         return update
 
-    monkeypatch.setattr(training.run_trainer, "backward", spied)
+    monkeypatch.setattr(training.trainer, "backward", spied)
     # the temperature makes completions of the random base differ, and so their rewards
     settings = (
         "loss.num_iterations=3",

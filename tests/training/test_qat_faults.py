@@ -17,7 +17,7 @@ from qerl.config.recipe import load_config, save_config
 from qerl.config.schema import RunConfig
 from training.run import resume, start
 from training.run_dir.checkpoint import newest_checkpoint
-from training.run_trainer import RunTrainer
+from training.trainer import QerlTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ def run(finished, tmp_path):
 
 def broken_by(update, value, monkeypatch):
     """Let that update of the optimizer leave `value` in one number of what is trained."""
-    original, updates = RunTrainer.create_optimizer, []
+    original, updates = QerlTrainer.create_optimizer, []
 
     def watched(trainer, *given):
         optimizer = original(trainer, *given)
@@ -57,7 +57,7 @@ def broken_by(update, value, monkeypatch):
         optimizer.register_step_post_hook(after)
         return optimizer
 
-    monkeypatch.setattr(RunTrainer, "create_optimizer", watched)
+    monkeypatch.setattr(QerlTrainer, "create_optimizer", watched)
 
 
 @pytest.mark.parametrize(

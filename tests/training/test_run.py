@@ -12,10 +12,8 @@ from run_process import forked, run_cli, wait_for
 from small_run import numbers, same_adapters, small_config
 from transformers import TrainerState
 
-import training.course
 import training.rollout.sampler
 import training.run
-import training.run_trainer
 import training.trainer
 from qerl.base.errors import ConfigError, DataError, EngineError, RewardError
 from qerl.checkpoint.adapter_file import CHECKSUMS, read_adapter
@@ -103,7 +101,7 @@ def test_the_engine_sleeps_until_the_first_rollout_of_a_resumed_run_too(finished
     shutil.copytree(finished, run_dir)
     engine = training.run.open_rollout_engine
     monkeypatch.setattr(training.run, "open_rollout_engine", lambda *given: watched(engine(*given), events))
-    monkeypatch.setattr(training.run_trainer, "set_rates_", lambda *_: events.append("load"))  # the optimizer is loaded
+    monkeypatch.setattr(training.trainer, "set_rates_", lambda *_: events.append("load"))  # the optimizer is loaded
     resume(run_dir, step=4)
     assert events[:3] == ["sleep", "load", "wake"]
 
@@ -273,7 +271,7 @@ def test_a_reference_policy_is_not_saved(nvfp4_base, tmp_path):
 
 
 def test_a_run_killed_while_it_made_its_directory_can_be_resumed(nvfp4_base, tmp_path):
-    with killed_in(training.course, "versions"):
+    with killed_in(training.run, "versions"):
         start(small_config(nvfp4_base, tmp_path, steps=3), "tiny")
     result = resume(tmp_path / "run")
     assert result.steps == 3

@@ -94,7 +94,7 @@ def test_the_recipe_reaches_trl(nvfp4_base, tmp_path):
         nvfp4_base, tmp_path, "loss.type=grpo", "loss.kl_coef=0.04", "loss.entropy_coef=0.01",
         "loss.advantage_scale=batch", "optim.weight_decay=0.1", "optim.beta2=0.95", "optim.schedule=linear",
     )  # fmt: skip
-    args = trl_config(config, tmp_path, [1.0])
+    args = trl_config(config, tmp_path)
     assert (args.loss_type, args.beta, args.entropy_coef, args.scale_rewards) == ("grpo", 0.04, 0.01, "batch")
     assert (args.weight_decay, args.adam_beta2, args.lr_scheduler_type) == (0.1, 0.95, "linear")
     assert (args.epsilon, args.epsilon_high, args.max_grad_norm) == (0.2, 0.28, 1.0)

@@ -133,9 +133,6 @@ def _fill(
     return log_p.sub_(log_m).sub_(student[:, None]).mul_(p).mul_(1 - beta)
 
 
-LOSS_TYPE = "dapo"  # how `micro_batches` shares it: every token of the step weighs the same, and is divided by all
-
-
 def distillation_loss(inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
     """The loss of one micro-batch, its share of the step's, and what it measured, as means over its tokens."""
     found, mask_B_T = inputs.divergences, inputs.rows.loss_mask_B_T

@@ -73,16 +73,20 @@ class FoundTeacher:
         """Its digest, for run.json: a resumed run does not go on with another teacher."""
         return {"the teacher's weights": weights_digest(self.folder)}
 
+    def opened(self, config: RunConfig, device: torch.device) -> Teacher:
+        """It, loaded on `device`."""
+        teacher = Teacher(self.folder, config, device, self.shared)
+        logger.info("teacher: %s, divergence with beta %g", describe(self.model), config.distill.beta)
+        return teacher
+
 
 def find_teacher(
     config: RunConfig, base: ModelRef, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes
-) -> FoundTeacher | None:
-    """The teacher of a student on `base`, with its tokenizer and sizes; None for a run that learns from rewards.
+) -> FoundTeacher:
+    """The teacher of a student on `base`, with its tokenizer and sizes.
 
     Raises QerlError for a model that cannot teach it; nothing is loaded but tokenizers.
     """
-    if config.distill is None:
-        return None
     found = teacher_model(config, base)
     folder = local_folder(found.base, config.model.trust_remote_code)
     theirs = load_tokenizer(folder, config.model.trust_remote_code)
@@ -117,15 +121,6 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
         logger.warning(
             "%s has another chat template than the student; it reads prompts that are written by the student's", name
         )
-
-
-def open_teacher(config: RunConfig, found: FoundTeacher | None, device: torch.device) -> Teacher | None:
-    """Load what `find_teacher` found."""
-    if found is None:
-        return None
-    teacher = Teacher(found.folder, config, device, found.shared)
-    logger.info("teacher: %s, divergence with beta %g", describe(found.model), config.distill.beta)
-    return teacher
 
 
 def _number(vocabulary: dict[str, int], token: str) -> str:

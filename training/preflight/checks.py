@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
     from qerl.episodes.play import Environments
     from training.rollout.groups import Prompt
+    from training.sft.rows import Rows
 
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,18 @@ def read_prompts(
     prompts = load_all_prompts(config, tokenizer, chat)
     check_limits(config, sizes, prompts)
     return tokenizer, prompts, environments
+
+
+def read_given(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizerBase, Rows]:
+    """The tokenizer and the rows of a run on given conversations. Raises QerlError as `read_prompts` does."""
+    from training.sft.rows import read_rows  # it imports torch
+
+    if base.adapter is not None:
+        check_warm_start(base.adapter, base.base, config.adapter)
+    sizes = sizes_at(base)
+    check_trained(config, sizes)
+    tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
+    return tokenizer, read_rows(config, base, tokenizer, sizes)
 
 
 def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]) -> None:

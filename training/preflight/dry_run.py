@@ -16,7 +16,7 @@ from qerl.data.rows import sources_of
 from qerl.data.tasks import grade, task_of
 from qerl.plan.advice import likely
 from qerl.plan.plan import validation_count
-from training.preflight.checks import read_prompts, sizes_at
+from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.start import settle_start
 from training.rewards.rewards import rewards_of_run
 from training.validation.questions import Questions, read_questions
@@ -74,8 +74,6 @@ def dry_run(config: RunConfig, console: Console) -> bool:
 
 def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console) -> bool:
     """The same for a run on given conversations: how long they are, and what of the first is learned."""
-    from training.sft.run import read_given
-
     tokenizer, rows = read_given(config, base)
     lengths = sorted(len(row.ids) for row in rows.trained)
     learned = sum(sum(row.learned) for row in rows.trained) / sum(lengths)

@@ -24,8 +24,8 @@ from qerl.report.read import completions_step
 from training.run_dir.notebook import NotebookDisplay
 from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.trackers import Trackers
+from training.run_dir.verdict import sentence, validations
 from training.run_dir.watch import due, findings
-from training.validation.verdict import sentence, validations
 
 if TYPE_CHECKING:
     import torch

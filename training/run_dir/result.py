@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +25,7 @@ from qerl.checkpoint.adapter_file import (
     MODEL,
     adapter_damage,
     damage_of,
+    export_line,
     read_sums,
     seal,
     trains_weights,
@@ -33,12 +35,16 @@ from qerl.checkpoint.export import read_trained, write_trained
 from qerl.checkpoint.folder import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.config.recipe import load_config
+from qerl.plan.trained import trains_masters
+from qerl.report.read import sampling_text
 from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.checkpoint import damage_of as checkpoint_damage
 from training.run_dir.folder import make_aside
-from training.validation.verdict import Best
+from training.run_dir.log import read_metrics
+from training.run_dir.verdict import Best, best_kept, best_of, decisive, ending, shown, validations
 
 if TYPE_CHECKING:
+    from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
 
 
@@ -165,3 +171,65 @@ def settle_model(run_dir: Path, step: int) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands when `train` returns."""
+
+    run_dir: Path
+    adapter: Path | None  # the folder of the adapter, or of the model; None if it was stopped before its last step
+    steps: int
+    stopped_by: int | None = None  # the number of the signal that asked it to stop, if one did
+
+
+def finished(run_dir: Path, steps: int, config: RunConfig, parallel: Parallel, ended: bool = False) -> TrainResult:
+    """`_finish` by the rank that writes; the others only say where the run stands. `ended`: by a validation."""
+    if parallel.first:
+        return _finish(run_dir, steps, config)
+    return TrainResult(run_dir, run_dir / ADAPTER if ended or steps >= config.run.steps else None, steps)
+
+
+def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
+    """Say how a run ended; after its last step, or one that validation made the last, its adapter is the result."""
+    rows = read_metrics(run_dir)
+    settle_best(run_dir, best_kept(rows, config.validation))
+    if steps < config.run.steps and not ending(rows, config.validation, steps):
+        logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
+        return TrainResult(run_dir, None, steps)
+    if config.qat is not None:
+        final = settle_model(run_dir, steps)
+        if not trains_masters(config):
+            settle_result(run_dir, steps)
+        logger.info("finished %d steps: %s; model in %s", steps, _reward_text(rows, run_dir), final)
+        _say_best(run_dir, rows, config)
+        return TrainResult(run_dir, final, steps)
+    final = settle_result(run_dir, steps)
+    logger.info("finished %d steps: %s; adapter in %s", steps, _reward_text(rows, run_dir), final)
+    if sampling := sampling_text(rows):
+        logger.info("dynamic sampling: %s", sampling)
+    _say_best(run_dir, rows, config)
+    return TrainResult(run_dir, final, steps)
+
+
+def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
+    best = best_of(rows, config.validation)
+    if best is None:
+        return
+    where = f", adapter in {run_dir / BEST}" if (run_dir / BEST).is_dir() else ""
+    if trains_weights(run_dir) and config.validation.keep_best:
+        where = f", of which `{export_line(run_dir)} --step {best.step}` makes a model"
+    logger.info("best validation: %s%s", best, where)
+    first = validations(rows)[0]
+    _, height = decisive([first], config.validation)
+    if first["step"] == 0 and height(value := first[f"validation/{best.metric}"]) > height(best.value):
+        logger.warning("before the first step it was better: %s", shown(best.metric, value))
+
+
+def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
+    for key, what in (("kl_to_teacher/forward", "KL to the teacher"), ("nll", "loss"), ("reward", "reward")):
+        if values := [row[key] for row in rows if row.get(key) is not None]:
+            fifth, form = max(1, len(values) // 5), ".3f" if key == "reward" else ".2g"
+            first, last = (sum(part) / fifth for part in (values[:fifth], values[-fifth:]))
+            return f"mean {what} {first:{form}} in the first {fifth}, {last:{form}} in the last"
+    return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"

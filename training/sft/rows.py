@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import AutoConfig
 
 from qerl.base.errors import ConfigError, DataError
+from qerl.checkpoint.load import end_token_ids, local_folder
 from qerl.data.conversations import Conversation, Source, held_out_source, load_conversations
 from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
@@ -20,6 +22,9 @@ from training.loss.batch import Batch, padded_left, padded_right
 from training.sft.marking import REFUSES, Marked, Marker, UnmarkableError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.plan.sizes import ModelSizes
 
@@ -55,8 +60,17 @@ class Rows:
         return {what: _digest(rows) for what, rows in named.items() if rows}
 
 
-def read_rows(config: RunConfig, marker: Marker, sizes: ModelSizes) -> Rows:
-    """The rows of a recipe. Raises DataError or ConfigError if they cannot be used."""
+def read_rows(config: RunConfig, base: ModelRef, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes) -> Rows:
+    """The rows that a run on `base` learns from. Raises DataError or ConfigError if it cannot learn them."""
+    trusted = config.model.trust_remote_code
+    folder = local_folder(base.base, trusted)
+    text_config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted).get_text_config()
+    marker = Marker(tokenizer, end_token_ids(folder, text_config, tokenizer), config.data.chat_template_kwargs)
+    return marked_rows(config, marker, sizes)
+
+
+def marked_rows(config: RunConfig, marker: Marker, sizes: ModelSizes) -> Rows:
+    """The rows of a recipe as `marker` marks them."""
     data, this = config.data, config.validation
     found = load_conversations(data, task_of(data), Source(data.source, data.split, data.columns), data.limit)
     (trained, too_long), held_out = _rows(config, marker, found, "data"), []

@@ -33,13 +33,13 @@ from training.rewards.grading import Graded, Grader, reward_metrics
 from training.rollout.groups import GradedGroup, Sample, derive_seed, grouped, logged_means
 from training.rollout.sampler import played
 from training.run_dir.stop import AskedError, EndedError
-from training.validation.verdict import best_kept, ending
+from training.run_dir.verdict import best_kept, ending
 
 if TYPE_CHECKING:
     from training.parts import Parts, TrainingParts
     from training.run_dir.stop import Stop
+    from training.run_dir.verdict import Best
     from training.validation.questions import Questions
-    from training.validation.verdict import Best
 
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ def test_a_resumed_run_keeps_the_plan_of_its_start(nvfp4_base, tmp_path, monkeyp
     assert json.loads((run_dir / "run.json").read_text())["micro_batches"]["micro_batch_tokens"] == 8192
     config = (run_dir / "config.yaml").read_text().replace("steps: 2", "steps: 3")
     (run_dir / "config.yaml").write_text(config)
-    monkeypatch.setattr("training.course.plan_run", lambda *_: pytest.fail("planned anew"))
+    monkeypatch.setattr("training.run.plan_run", lambda *_: pytest.fail("planned anew"))
     assert resume(run_dir).steps == 3
 
 

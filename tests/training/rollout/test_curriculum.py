@@ -8,7 +8,7 @@ import torch
 from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 
-import training.run_trainer
+import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.config.data import CurriculumConfig
 from training.rewards.rewards import Rewards
@@ -126,7 +126,7 @@ def test_a_killed_run_has_the_same_bits(nvfp4_base, tmp_path):
         f"rewards=[{{name: '{tmp_path}/solved.py:solved'}}]",
     )
     whole = start(small_config(nvfp4_base, tmp_path, *settings, out="whole"), "tiny").run_dir
-    with killed_in(training.run_trainer, "backward", 6):  # the step's rows were taken and measured
+    with killed_in(training.trainer, "backward", 6):  # the step's rows were taken and measured
         start(small_config(nvfp4_base, tmp_path, *settings), "tiny")
     resume(tmp_path / "run")
     rows = numbers(whole)

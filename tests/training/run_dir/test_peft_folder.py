@@ -23,7 +23,7 @@ from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from training.run import resume, start
 from training.run_dir.result import settle_best, settle_result
-from training.validation.verdict import Best
+from training.run_dir.verdict import Best
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,9 +14,8 @@ from small_run import small_config
 
 import training.policy.packed_attention
 from qerl.engine.transformers.engine import TransformersEngine
-from training.course import opened_set_aside
 from training.rewards.grading import Grader
-from training.run import start
+from training.run import opened_set_aside, start
 from training.run_dir.log import read_metrics
 from training.run_dir.phase_times import PhaseTimes
 

@@ -9,7 +9,7 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.shards import read_json
 from qerl.plan.sizes import sizes_of
 from training.sft.marking import Marker
-from training.sft.rows import read_rows
+from training.sft.rows import marked_rows
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -24,7 +24,7 @@ def read(folder, *overrides, rows=None, template=CHATML, end="<|im_end|>"):
     tokenizer.chat_template = template
     config = small_sft(TINY, folder, *overrides, rows=rows)
     sizes = sizes_of(read_json(TINY / "config.json"), "tiny")
-    return read_rows(config, Marker(tokenizer, [tokenizer.convert_tokens_to_ids(end)]), sizes)
+    return marked_rows(config, Marker(tokenizer, [tokenizer.convert_tokens_to_ids(end)]), sizes)
 
 
 def test_a_template_without_a_system_role_gets_that_remedy(tmp_path):

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import training.run
-import training.sft.trainer
+import training.sft_step
+import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_model, load_tokenizer
@@ -27,9 +28,9 @@ from qerl.report.read import read_run
 from training.preflight.dry_run import dry_run
 from training.run import resume, start
 from training.run_dir.log import read_metrics
-from training.sft.trainer import SftTrainer
+from training.run_dir.verdict import best_of, ending
 from training.step import backward
-from training.validation.verdict import best_of, ending
+from training.trainer import QerlTrainer
 
 GENERATION = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -87,9 +88,9 @@ def test_a_run_equals_that_of_trl(tmp_path, monkeypatch):
     config = small_sft(base, tmp_path, *settings, steps=STEPS)
     built = random_adapter(monkeypatch)
     before = {}
-    begun = SftTrainer.get_train_dataloader
+    begun = QerlTrainer.get_train_dataloader
     noted = lambda self: before.update(copied(self.parts.policy.model)) or begun(self)  # noqa: E731
-    monkeypatch.setattr(SftTrainer, "get_train_dataloader", noted)
+    monkeypatch.setattr(QerlTrainer, "get_train_dataloader", noted)
     run_dir = start(config, "sft").run_dir
     expected, history = stock(base, before, config, tmp_path / "stock")
     for name, tensor in adapter_tensors(built[0].model).items():
@@ -133,9 +134,9 @@ def test_a_step_is_the_dense_loss_however_it_is_cut(base, tmp_path, monkeypatch)
         return found
 
     rows = []
-    padded = training.sft.trainer.batch_of
-    monkeypatch.setattr(training.sft.trainer, "batch_of", lambda given, pad: rows.append(given) or padded(given, pad))
-    monkeypatch.setattr("training.run_trainer.backward", compared)
+    padded = training.sft_step.batch_of
+    monkeypatch.setattr(training.sft_step, "batch_of", lambda given, pad: rows.append(given) or padded(given, pad))
+    monkeypatch.setattr("training.trainer.backward", compared)
     for budget in (48, 512):  # several micro-batches, and one
         rows.clear()
         key = f"run.micro_batch_tokens={budget}"
@@ -187,7 +188,7 @@ def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     assert ending(rows, config.model_copy(update={"target": values[6] - 0.1}), 6) is None
 
 
-KILLS = {"step": (training.sft.trainer, "batch_of", 4), "save": (SftTrainer, "save_now", 2)}
+KILLS = {"step": (training.trainer, "collect_rows", 4), "save": (QerlTrainer, "save_now", 2)}
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), KILLS.values(), ids=KILLS)
@@ -202,15 +203,15 @@ def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, owner,
 
 
 def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch):
-    padded, calls = training.sft.trainer.batch_of, []
+    collected, calls = training.trainer.collect_rows, []
 
-    def signalled(rows, pad_id):
+    def signalled(*given):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGTERM)
-        return padded(rows, pad_id)
+        return collected(*given)
 
-    monkeypatch.setattr(training.sft.trainer, "batch_of", signalled)
+    monkeypatch.setattr(training.trainer, "collect_rows", signalled)
     held_out = ran.parent / "held_out.jsonl"
     stopped = start(small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6), "sft")
     assert (stopped.adapter, stopped.steps, stopped.stopped_by) == (None, 3, signal.SIGTERM)

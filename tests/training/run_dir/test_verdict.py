@@ -3,7 +3,7 @@
 import pytest
 
 from qerl.config.validation import ValidationConfig
-from training.validation.verdict import Best, best_of, ending, sentence, validations
+from training.run_dir.verdict import Best, best_of, ending, sentence, validations
 
 
 def rows_of(*values, first=0, metric="accuracy"):
