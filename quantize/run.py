@@ -50,7 +50,7 @@ from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.cli.options import Gpu
-from qerl.formats.scheme import make_config
+from qerl.formats.base import make_config
 from quantize.calibration import (
     Calibration,
     Recipe,

@@ -99,7 +99,6 @@ MOST_MODULES = 15
 LARGE_FOLDERS = {
     "qerl/checkpoint": 19,
     "qerl/config": 17,
-    "qerl/formats/nvfp4": 21,
     "qerl/model": 23,
     "training/policy": 20,
 }

@@ -327,7 +327,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
 def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     import torch
 
-    from qerl.formats.swap import swap_linears
+    from qerl.formats.linear import swap_linears
 
     tensors = read_tensors(folder)
     model = empty_model(folder, dtype, trust_remote_code)

@@ -8,8 +8,7 @@ is recognised, how it is opened, packed, quantized, merged and served. A new one
 from __future__ import annotations
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format
-from qerl.formats.bf16 import BF16
+from qerl.formats.base import BF16, Format
 from qerl.formats.fp8.format import FP8_BLOCK
 from qerl.formats.nvfp4.format import NVFP4
 

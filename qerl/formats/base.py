@@ -1,4 +1,7 @@
-"""What qerl asks of a number format. This class is a format whose weights are not quantized; others override it."""
+"""What qerl asks of a number format, and the 16-bit format, in which nothing is packed.
+
+`Format` itself is a format whose weights are not quantized; quantized ones override its methods.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from qerl.base.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+    from compressed_tensors.quantization import QuantizationConfig
 
     from qerl.formats.linear import PackedLinear
 
@@ -140,3 +144,45 @@ class Format:
     ) -> dict[str, Any] | None:
         """That of a folder that is made from one with `quantization`, in this format or in another."""
         return self.quantization_config(unquantized)
+
+
+BF16 = Format(
+    name="bf16",
+    label="16-bit",
+    folder_label="16-bit model",
+    model_label="BF16 model",
+    bytes_per_weight=2,
+    vllm_method="qerl_bf16",
+)
+
+
+def make_config(
+    format: Format, unquantized: Iterable[str], inputs: Mapping[str, Any] | None = None
+) -> QuantizationConfig:
+    """The format's scheme over all linears but `unquantized` (module names); `inputs`: of their input_activations."""
+    from compressed_tensors.config import CompressionFormat
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationStatus,
+        preset_name_to_scheme,
+    )
+
+    scheme = preset_name_to_scheme(format.scheme, ["Linear"])
+    scheme.format = CompressionFormat(format.layout)
+    if inputs is not None:
+        dtypes = {key: getattr(scheme.weights, key) for key in ("scale_dtype", "zp_dtype")}
+        scheme.input_activations = QuantizationArgs(**inputs, **dtypes)
+    return QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=format.layout,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=list(unquantized),
+    )
+
+
+def config_entry(config: QuantizationConfig) -> dict:
+    """The `quantization_config` of config.json, with the fields that llm-compressor writes."""
+    import compressed_tensors
+
+    return {"version": compressed_tensors.__version__, "transform_config": {}, **config.model_dump(mode="json")}

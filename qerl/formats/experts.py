@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.linear import moved_with_its_bits
-from qerl.formats.weight_cache import CachedWeight
+from qerl.formats.linear import CachedWeight, moved_with_its_bits
 
 if TYPE_CHECKING:
     from qerl.formats.base import Format

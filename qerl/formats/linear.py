@@ -1,14 +1,16 @@
-"""A frozen linear whose weight stays packed: what the linear of every quantized format shares.
+"""Frozen linears whose weights stay packed: what the linears of all quantized formats share.
 
 A `PackedLinear` computes what `torch.nn.Linear` would on the dequantized weight: the same output and the same gradient
 to the input (and to the bias, if that is trained), with no dense weight kept between calls. It is a `torch.nn.Linear`
 by type, so that PEFT wraps it; its `.weight` is a `PackedWeight`, which has a shape, a dtype and a device but no
-storage. A format's own linear adds its buffers and `unpack`.
+storage. A format's own linear adds its buffers and `unpack`. `swap_linears` puts empty ones into a model, and
+`cached_weights` keeps their dense weights while tokens are generated one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -18,12 +20,97 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from qerl.base.errors import CheckpointError, QerlError
-from qerl.formats.weight_cache import CachedWeight
+from qerl.formats.base import Format
 
 if TYPE_CHECKING:
     from qerl.formats.fp8.reference import FP8Tensor
     from qerl.formats.fp8.training import Scaled
     from qerl.formats.nvfp4.activations import Activations
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_dense(weight: torch.Tensor, label: str, check_features: Callable[[int, int], None]) -> None:
+    """Raise CheckpointError unless `weight` is a finite matrix (out, in) of `DTYPES` whose size the format takes.
+
+    `label` is the format's, for the message; `check_features` raises for a size that it cannot pack.
+    """
+    if weight.ndim != 2 or weight.dtype not in DTYPES:
+        raise CheckpointError(
+            f"cannot quantize {weight.dtype} {tuple(weight.shape)} to {label}: it takes a 16- or 32-bit float weight "
+            "(out, in), so a model that is quantized already has to be made from its 16-bit one"
+        )
+    check_features(*weight.shape)
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)} that holds inf or NaN: the 16-bit checkpoint is "
+            "damaged, or training went wrong"
+        )
+
+
+class WeightCache:
+    """Dense weights kept by `cached_weights`, at most `max_bytes` of them; `bytes` is what they take now."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def get(self, linear: CachedWeight, dtype: torch.dtype) -> torch.Tensor:
+        """The dense weight, from the cache, or dequantized and kept if it still fits."""
+        key = (id(linear), dtype)
+        if key in self._weights:
+            return self._weights[key]
+        weight = linear.unpack(dtype)
+        if self.max_bytes is None or self.bytes + weight.nbytes <= self.max_bytes:
+            self._weights[key] = weight
+            self.bytes += weight.nbytes
+        return weight
+
+    def drop(self, linear: CachedWeight) -> None:
+        """Forget one linear, whose tensors change."""
+        for key in [key for key in self._weights if key[0] == id(linear)]:
+            self.bytes -= self._weights.pop(key).nbytes
+
+
+class CachedWeight:
+    """A module whose dense weight `cached_weights` can keep; `unpack` computes it."""
+
+    cache: WeightCache | None = None  # set while inside `cached_weights`
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight, computed anew."""
+        raise NotImplementedError
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight; fresh unless inside `cached_weights`."""
+        return self.unpack(dtype) if self.cache is None else self.cache.get(self, dtype)
+
+    def drop_cached(self) -> None:
+        """Forget the dense weight of `cached_weights`: call it after the buffers were written to."""
+        if self.cache is not None:
+            self.cache.drop(self)
+
+
+@contextmanager
+def cached_weights(model: nn.Module, max_bytes: int | None = None) -> Iterator[WeightCache]:
+    """Keep the dense weights of the model's packed linears and experts from their first use until the block ends.
+
+    For token-by-token generation on a CPU, where dequantizing takes longer than multiplying. It costs the dense model
+    in memory: `max_bytes` bounds that, and layers beyond it are dequantized at each call. Casting and loading inside
+    the block are noticed; code that writes to the packed buffers in place has to call `drop_cached`.
+    """
+    cache = WeightCache(max_bytes)
+    linears = [module for module in model.modules() if isinstance(module, CachedWeight)]
+    before = [linear.cache for linear in linears]
+    for linear in linears:
+        linear.cache = cache
+    try:
+        yield cache
+    finally:
+        for linear, outer in zip(linears, before, strict=True):
+            linear.cache = outer
 
 
 class PackedLinear(CachedWeight, nn.Linear):
@@ -294,3 +381,36 @@ def _write_error(weight: PackedWeight) -> QerlError:
         "an update, so it would be lost; keep the adapter beside the base, or merge into the 16-bit model with "
         "`qerl merge`"
     )
+
+
+def swap_linears(model: nn.Module, quantized: Iterable[str], format: Format) -> int:
+    """Replace the named `torch.nn.Linear` modules by empty linears of `format` (load tensors next); returns how many.
+
+    Device, compute dtype, bias and training flag stay. Raises CheckpointError for a name that is missing or not a
+    dense linear, for a shape that has no packing, and if no name was given.
+    """
+    names = list(dict.fromkeys(quantized))
+    if not names:
+        raise CheckpointError(
+            f"no quantized linear to swap in: is this an {format.label} checkpoint? `qerl quantize` makes one"
+        )
+    modules = dict(model.named_modules())
+    for name in names:
+        if type(modules.get(name)) is not nn.Linear:
+            raise CheckpointError(
+                f"{name}: quantized in the checkpoint, but the model has {type(modules.get(name)).__name__} there "
+                "where a torch.nn.Linear must be; the checkpoint is of another architecture"
+            )
+    for name in names:
+        format.check_features(modules[name].out_features, modules[name].in_features, name)
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, _empty_like(modules[name], format.linear()))
+    return len(names)
+
+
+def _empty_like(linear: nn.Linear, kind: type[PackedLinear]) -> PackedLinear:
+    device, dtype = linear.weight.device, linear.weight.dtype
+    packed = kind(linear.in_features, linear.out_features, bias=False, device=device, dtype=dtype)
+    if linear.bias is not None:
+        packed.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
+    return packed.train(linear.training)

@@ -40,7 +40,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKV, Decoder, decoder_of
 from qerl.checkpoint.shards import read_json, read_tensors
-from qerl.formats.nvfp4.ranks import padded_rank
+from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
 
 if TYPE_CHECKING:

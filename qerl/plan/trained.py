@@ -14,7 +14,7 @@ from qerl.checkpoint.base_start import DEFAULT_RANK
 from qerl.checkpoint.experts import matching, projections
 from qerl.checkpoint.source import by_layer
 from qerl.config.experts import adapts_experts, expert_rank
-from qerl.formats.nvfp4.ranks import padded_power
+from qerl.formats.nvfp4.ways import padded_power
 
 if TYPE_CHECKING:
     from qerl.config.quant import QatConfig

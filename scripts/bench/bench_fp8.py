@@ -204,8 +204,7 @@ def turned(shape: tuple[int, int], seconds_of: Callable) -> Iterator[Row]:
     from qerl.formats.nvfp4 import reference as nvfp4
     from qerl.formats.nvfp4 import slab_layout
     from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
-    from qerl.formats.nvfp4.kernels import decode_
-    from qerl.formats.nvfp4.to_fp8_kernel import turn
+    from qerl.formats.nvfp4.kernels import decode_, turn
 
     dense = normal(shape)
     scale = nvfp4.shared_global_scale([dense], "pow2", 2)

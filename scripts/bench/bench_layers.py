@@ -107,7 +107,7 @@ def place_fused_(parent: nn.Module, leaves: list[str]) -> None:
     """Replace the leaves by linears over one tensor of random codes, in which all block scales are equal."""
     from qerl.formats.nvfp4 import slab_layout
     from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
-    from qerl.formats.nvfp4.kernel_linear import KernelLinear
+    from qerl.formats.nvfp4.linear import KernelLinear
 
     linears = [getattr(parent, leaf) for leaf in leaves]
     rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features

@@ -32,7 +32,7 @@ from qerl.checkpoint.experts import GATE_UP, QKV
 from qerl.engine.update import pack_weights_
 from qerl.formats.nvfp4 import reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear
+from qerl.formats.nvfp4.linear import KernelLinear
 from qerl.plan.sizes import ModelSizes, read_sizes
 from scripts.bench.limits import copy_gb_per_s
 from scripts.bench.provenance import command, machine, require_card

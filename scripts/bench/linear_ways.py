@@ -16,8 +16,7 @@ from qerl.formats.nvfp4 import gemm, lora, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.layout import BLOCK
 from qerl.formats.nvfp4.lora import Adapter
-from qerl.formats.nvfp4.ranks import padded_rank
-from qerl.formats.nvfp4.ways import KERNEL_RIGHT, Shape
+from qerl.formats.nvfp4.ways import KERNEL_RIGHT, Shape, padded_rank
 from qerl.plan.sizes import KNOWN, sizes_of
 
 NAMES = ("qkv", "o", "gate_up", "down")

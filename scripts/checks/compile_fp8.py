@@ -47,7 +47,7 @@ def main() -> None:
 def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(kernel, pointers that are not as in TYPES, its constants, the options of a launch)."""
     from qerl.formats.fp8 import kernels
-    from qerl.formats.nvfp4 import to_fp8_kernel
+    from qerl.formats.nvfp4 import kernels as nvfp4_kernels
 
     own = jitted(kernels)
     block, wide, found = {"BLOCK": kernels.BLOCK}, {"num_warps": 8}, []
@@ -66,9 +66,9 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
         for rows, warps in ((4, 1), (32, 4)):
             kinds = {"POW2": pow2, "BY_CARD": True, "LARGEST": kernels.CODE_MAX, "ROWS": rows, **block}
             found.append((own["input"], {"x_ptr": "*bf16"}, kinds, {"num_warps": warps}))
-    own = jitted(to_fp8_kernel)
-    found.append((own["largest_scale"], {}, {"PIECE": to_fp8_kernel.PIECE}, wide))
-    kinds = {"CODE_MAX": to_fp8_kernel.CODE_MAX, "LARGEST": kernels.CODE_MAX, "BY_CARD": True}
+    own = jitted(nvfp4_kernels)
+    found.append((own["largest_scale"], {}, {"PIECE": nvfp4_kernels.PIECE}, wide))
+    kinds = {"CODE_MAX": nvfp4_kernels.CODE_MAX, "LARGEST": kernels.CODE_MAX, "BY_CARD": True}
     found.append((own["turn"], {"out_ptr": "*u8"}, kinds, wide))
     return found
 

@@ -50,8 +50,7 @@ from qerl.engine.transformers.sampling import (
     recorded_experts,
 )
 from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_update_
-from qerl.formats.linear import PackedLinear
-from qerl.formats.weight_cache import cached_weights
+from qerl.formats.linear import PackedLinear, cached_weights
 from qerl.model.kv_rounding import rounded_kv, set_kv_scales_
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.master import serving

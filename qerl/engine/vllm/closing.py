@@ -116,7 +116,7 @@ def drop_caches_() -> None:
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
     from qerl.engine.vllm import linear
-    from qerl.formats.nvfp4.kernel_linear import release_work_buffers
+    from qerl.formats.nvfp4.linear import release_work_buffers
 
     drop_hooks_(TorchCompileWithNoGuardsWrapper)
     linear.forget_bases()

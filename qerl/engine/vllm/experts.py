@@ -52,10 +52,10 @@ from qerl.engine.vllm.linear import Options
 from qerl.engine.vllm.sync import ExpertBuffers
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.experts import ExpertWeights
-from qerl.formats.nvfp4 import kernel_experts, lora
-from qerl.formats.nvfp4.kernel_experts import KernelExperts
+from qerl.formats.nvfp4 import lora
 from qerl.formats.nvfp4.kernel_layout import marlin_scale_factor, scales_marlin_drops
 from qerl.formats.nvfp4.layout import BLOCK, BLOCK_SCALE, GLOBAL_SCALE, PACKED
+from qerl.formats.nvfp4.linear import KernelExperts, expected_shapes, marlin_takes
 
 GROUP = {"quant_method": FusedMoeWeightScaleSupported.GROUP.value}  # how vLLM's loader takes the scales
 TENSOR = {"quant_method": FusedMoeWeightScaleSupported.TENSOR.value}
@@ -133,7 +133,7 @@ class NVFP4ExpertsMethod(ExpertsMethod):
         **attributes: Any,
     ) -> None:
         width = intermediate_size_per_partition
-        if not kernel_experts.takes(hidden_size, width):
+        if not marlin_takes(hidden_size, width):
             raise EngineError(
                 "%s: Marlin does not multiply by experts of %d x %d: write %s",
                 *(layer.layer_name, width, hidden_size, ENGINE.set_to("transformers")),
@@ -202,7 +202,7 @@ def repack_(codes: torch.Tensor, scales: torch.Tensor, factor: float) -> tuple[t
     Returns views of the same memory: words int32 (experts, in / 16, 2 * out) and scales (experts, in / 16, out).
     """
     experts, rows, columns = len(codes), codes.shape[1], 2 * codes.shape[2]
-    shapes = kernel_experts.expected_shapes((experts, rows, columns))
+    shapes = expected_shapes((experts, rows, columns))
     words, blocks = codes.view(torch.int32).view(shapes[0]), scales.view(shapes[1])
     no_order = torch.empty(0, dtype=torch.int, device=codes.device)
     for expert in range(experts):

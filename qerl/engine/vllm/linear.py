@@ -51,14 +51,13 @@ from qerl.engine.vllm.fp8 import HELD, FP8BlockMethod
 from qerl.formats.cuda import nvrtc
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.cuda.timing import cold_layers, graph_us
-from qerl.formats.nvfp4 import decode, expand, gemm, lora, ranks, slab_layout, tiling, ways
+from qerl.formats.nvfp4 import decode, gemm, kernels, lora, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
 from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
-from qerl.formats.nvfp4.kernel_linear import KernelLinear
 from qerl.formats.nvfp4.kernels import decode_
+from qerl.formats.nvfp4.linear import KernelLinear
 from qerl.formats.nvfp4.lora import Adapter
-from qerl.formats.nvfp4.ranks import padded_rank
-from qerl.formats.nvfp4.ways import Shape, way_of
+from qerl.formats.nvfp4.ways import Shape, padded_rank, way_of
 
 
 @dataclass(frozen=True)
@@ -368,7 +367,7 @@ def load_kernels(layer: LinearBase) -> None:
     if shape in _LOADED or not has_kernels(layer.weight.device):
         return
     _LOADED.add(shape)
-    for tokens in tiling.TOKEN_TILES:
+    for tokens in ways.TOKEN_TILES:
         x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=layer.weight.device)
         if base is not None and base.weight.layout is QERL:
             WAYS[way_of(base.ways, tokens)](base, x, None, adapter)
@@ -474,7 +473,7 @@ def card_facts() -> dict[str, str]:
     """All that measured times depend on."""
     sources = (
         *sorted(nvrtc.FOLDER.glob("*.cu*")),
-        *(Path(module.__file__) for module in (decode, expand, gemm, lora, ranks, tiling)),
+        *(Path(module.__file__) for module in (decode, gemm, kernels, lora, ways)),
     )
     return {
         "card": torch.cuda.get_device_name(),

@@ -409,7 +409,7 @@ def capture_sizes(max_sequences: int) -> list[int]:
 
 def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None:
     """Raise EngineError for experts that vLLM would not serve as they are, and CheckpointError if some are missing."""
-    from qerl.formats.nvfp4.kernel_experts import takes
+    from qerl.formats.nvfp4.linear import marlin_takes
 
     if not decoder.has_experts:
         return
@@ -419,7 +419,7 @@ def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None
             f"{folder} has experts in {format.label}, and vLLM serves them in NVFP4 or 16 bits here: quantize the "
             f"16-bit model with `--scheme {formats.DEFAULT.scheme}`"
         )
-    if format.quantized and not takes(decoder.hidden, decoder.width):
+    if format.quantized and not marlin_takes(decoder.hidden, decoder.width):
         raise EngineError(
             "%s has experts of %d x %d, which vLLM's Marlin kernel does not multiply by: write %s",
             *(folder, decoder.width, decoder.hidden, ENGINE.set_to("transformers")),

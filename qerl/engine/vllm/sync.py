@@ -38,7 +38,7 @@ from qerl.engine.update import (
     check_names,
     pack_weights_,
 )
-from qerl.formats.nvfp4.ranks import padded_power
+from qerl.formats.nvfp4.ways import padded_power
 
 if TYPE_CHECKING:
     import torch

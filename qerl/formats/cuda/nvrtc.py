@@ -2,27 +2,105 @@
 
 torch's CUDA builds bring NVRTC and the bindings of the driver (`cuda-bindings` is a dependency of torch 2.11), so no
 compiler has to be installed. Compiled sources are cached in the user's cache folder, under a hash of everything that
-they depend on. NVRTC releases the GIL, so `compile_ahead` can compile several sources at once.
+they depend on. NVRTC releases the GIL, so `compile_ahead` can compile several sources at once, as `Jobs`. A
+`tensor_map` describes a matrix to Hopper's copy engine, which copies it tile by tile.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from qerl.base.errors import EngineError
 from qerl.base.files import write_shared
-from qerl.formats.cuda.ahead import Jobs
+
+Name, Result = TypeVar("Name"), TypeVar("Result")
+
+
+class Jobs(Generic[Name, Result]):
+    """Jobs by name. A job runs once, in whichever thread or caller gets to it first; other callers wait for it to end.
+
+    Its result, or its error, is kept until somebody asks for it. Asking for it again runs the job again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[Name, _Job[Result]] = {}
+
+    def begin(self, works: Mapping[Name, Callable[[], Result]]) -> None:
+        """Start these in threads, one per core, in this order; those that are already under way are left alone."""
+        with self._lock:
+            new = {name: _Job(work) for name, work in works.items() if name not in self._jobs}
+            self._jobs |= new
+        waiting = deque(new.values())
+        count = min(os.cpu_count() or 1, len(new))
+        threads = [threading.Thread(target=_run_all, args=(waiting,), daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        if threads:
+            atexit.register(_end, waiting, threads)
+
+    def result(self, name: Name, work: Callable[[], Result]) -> Result:
+        """The result of the job `name`, run here as `work` unless another thread has begun it.
+
+        Raises whatever the job raised.
+        """
+        with self._lock:
+            job = self._jobs.setdefault(name, _Job(work))
+        try:
+            return job.run().result()
+        finally:
+            with self._lock:
+                if self._jobs.get(name) is job:
+                    del self._jobs[name]
+
+
+class _Job(Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work, self._lock = work, threading.Lock()
+        self._done: Future[Result] = Future()
+
+    def run(self) -> Future[Result]:
+        """Run the job, or wait until the thread that is running it is done."""
+        with self._lock:
+            if not self._done.done():
+                try:
+                    self._done.set_result(self._work())
+                except BaseException as error:  # handed to whoever asks for the result
+                    self._done.set_exception(error)
+        return self._done
+
+
+def _run_all(waiting: deque[_Job]) -> None:
+    with suppress(IndexError):  # raised when none is left
+        while True:
+            waiting.popleft().run()
+
+
+def _end(waiting: deque[_Job], threads: list[threading.Thread]) -> None:
+    """Start nothing more, and wait for what is under way.
+
+    NVRTC aborts the process if its compiler still runs while the libraries are unloaded (seen with 13.0: "LLVM ERROR",
+    or a segmentation fault).
+    """
+    waiting.clear()
+    for thread in threads:
+        thread.join()
+
 
 FOLDER = Path(__file__).parent / "sources"
 
@@ -229,3 +307,49 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     if int(result[0]) != 0:
         raise EngineError(f"CUDA refused {what}: {result[0]!r}")
     return result[1] if len(result) > 1 else None
+
+
+BFLOAT16, SIZE = 9, 2  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, and bytes per value
+ALIGNMENT = 64
+
+
+class TensorMap(ctypes.Structure):
+    """The 128 bytes of a map, passed to a kernel by value."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+@lru_cache(maxsize=8192)
+def tensor_map(address: int, shape: tuple[int, int], tile: tuple[int, int], swizzled: bool = False) -> TensorMap:
+    """The map of a contiguous bfloat16 matrix of `shape` (rows, columns) at `address`, copied in tiles (rows, columns).
+
+    Rows must be aligned to 16 bytes. A tile that reaches beyond the matrix is filled with zeros. `swizzled` permutes
+    the 16-byte chunks within each 128 bytes by row % 8. Raises EngineError if the driver refuses the map.
+    """
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + ALIGNMENT)
+    aligned = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
+    sizes, steps = (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(shape[1] * SIZE)
+    box, ones = (ctypes.c_uint32 * 2)(tile[1], tile[0]), (ctypes.c_uint32 * 2)(1, 1)
+    no_interleave, promotion, zeros = 0, 2, 0  # promotion 2: 128 bytes are fetched into L2 at a time
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        BFLOAT16,
+        2,
+        ctypes.c_void_p(address),
+        sizes,
+        steps,
+        box,
+        ones,
+        no_interleave,
+        3 if swizzled else 0,
+        promotion,
+        zeros,
+    )
+    if code:
+        raise EngineError(f"CUDA refused a tensor map of {shape} by {tile} at {address:#x}: error {code}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, ctypes.sizeof(TensorMap)))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -93,7 +93,7 @@ class _FP8Block(Format):
 
     def quantization_config(self, unquantized: Sequence[str], activations: str = "dynamic") -> dict[str, Any]:
         """As for any format; `activations` are "dynamic" in groups of 128 (8 bits), or "none" (16 bits)."""
-        from qerl.formats.scheme import config_entry, make_config
+        from qerl.formats.base import config_entry, make_config
 
         config = make_config(self, unquantized)
         if activations == "none":

@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qerl.formats.dense import check_dense
 from qerl.formats.fp8 import layout
 from qerl.formats.fp8.layout import BLOCK, CODE_MAX, blocks
+from qerl.formats.linear import check_dense
 
 ScaleKind = Literal["fp32", "pow2"]
 

@@ -47,7 +47,7 @@ class Activations:
         """x (..., K) rounded, in its own dtype: by a kernel on a GPU, by its twin elsewhere."""
         if not x.is_cuda:
             return round_by_twin(x, self.global_scale)
-        from qerl.formats.nvfp4.activation_kernel import round_by_kernel
+        from qerl.formats.nvfp4.kernels import round_by_kernel
 
         return round_by_kernel(x, self.global_scale)
 

@@ -100,7 +100,7 @@ class _NVFP4(Format):
         return [quantize(weight, scale).named() for weight in weights]
 
     def quantization_config(self, unquantized: Sequence[str], activations: str = "none") -> dict[str, Any]:
-        from qerl.formats.scheme import config_entry, make_config
+        from qerl.formats.base import config_entry, make_config
 
         return config_entry(make_config(self, unquantized, INPUTS.get(activations)))
 

@@ -12,17 +12,16 @@ from functools import cache
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.formats.cuda.nvrtc import Launch, Variant, kernel
-from qerl.formats.cuda.tensor_map import TensorMap, tensor_map
+from qerl.formats.cuda.nvrtc import Launch, TensorMap, Variant, kernel, tensor_map
 from qerl.formats.nvfp4.decode import reference_decoded
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.lora import Adapter, reference_add
-from qerl.formats.nvfp4.ranks import RANK_STEP
-from qerl.formats.nvfp4.tiling import (
+from qerl.formats.nvfp4.ways import (
     MAX_HEAPS,
     MAX_PARTS,
     MAX_SUMS,
     MAX_TOKENS,
+    RANK_STEP,
     TOKEN_TILES,
     UNIT,
     WARPS,
@@ -42,7 +41,7 @@ def product(
     adapter: Adapter | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` allows.
+    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `ways.fits` allows.
 
     `out` is a contiguous tensor to write into. Two products on a device must not overlap, because they share work
     space. The kernel reads the weight and `adapter.a` while the preceding launch may still be running, so a kernel that
@@ -140,9 +139,7 @@ def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> No
     if weight.layout is not QERL:
         raise ValueError(f"the weight lies as {weight.layout.name} keeps it; the kernel reads qerl's layout")
     if not fits(weight.out_features, columns, tokens):
-        raise ValueError(
-            f"{tokens} tokens of a weight ({weight.out_features}, {columns}) do not fit: ask `tiling.fits`"
-        )
+        raise ValueError(f"{tokens} tokens of a weight ({weight.out_features}, {columns}) do not fit: ask `ways.fits`")
     if adapter is None:
         return
     if not adapter.fits_kernels or not fits(weight.out_features, columns, tokens, adapter.a.shape[0]):

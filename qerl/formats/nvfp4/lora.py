@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from qerl.formats.cuda.nvrtc import Launch, Variant, has_kernels, kernel
-from qerl.formats.nvfp4.ranks import RANK_STEP
+from qerl.formats.nvfp4.ways import RANK_STEP
 
 COLUMN_STEP = 8  # columns that a lane loads at once: 16 bytes
 LONG = 8192  # from this many columns on, more blocks share a sum
@@ -66,7 +66,7 @@ def product_with_adapter(
     if not (kernels_pay(*x.shape) and adapter.fits_kernels and has_kernels(x.device)):
         out = product()
         return add_adapter_(out if bias is None else out.add_(bias), x, adapter)
-    from qerl.formats.nvfp4.expand import expand_
+    from qerl.formats.nvfp4.kernels import expand_
 
     main, second = torch.cuda.current_stream(x.device), _second_stream(x.device)
     hidden = x.new_empty(len(x), len(adapter.a))  # of the current stream, on which it is given back
@@ -93,7 +93,7 @@ def kernels_pay(tokens: int, columns: int) -> bool:
 
 def add_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """out (tokens, rows) += (x A^T) B^T in place, for x (tokens, in); all bfloat16 and contiguous."""
-    from qerl.formats.nvfp4.expand import expand_
+    from qerl.formats.nvfp4.kernels import expand_
 
     return expand_(out, shrink(x, adapter.a), adapter)
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.dense import check_dense
+from qerl.formats.linear import check_dense
 from qerl.formats.nvfp4 import layout
 from qerl.formats.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
 

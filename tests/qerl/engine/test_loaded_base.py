@@ -11,9 +11,7 @@ from qerl.checkpoint.load import load_model
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
-from qerl.formats.nvfp4.kernel_linear import KernelLinear, adjacent
-from qerl.formats.nvfp4.linear import NVFP4Linear
-from qerl.formats.nvfp4.place import kernel_linears, place_in_kernel_layout_
+from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear, adjacent, kernel_linears, place_in_kernel_layout_
 
 
 def linears_of(sizes, scale=64.0):

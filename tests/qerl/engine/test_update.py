@@ -13,8 +13,7 @@ from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver, pack_weigh
 from qerl.engine.vllm.sync import parts
 from qerl.formats.nvfp4 import reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear
-from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear
 from qerl.model.products import decoded
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]

@@ -9,7 +9,7 @@ from torch import nn
 from qerl.engine.interface import UNRECORDED
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.experts import ExpertWeights
-from qerl.formats.weight_cache import cached_weights
+from qerl.formats.linear import cached_weights
 from qerl.model.experts import ExpertBlock, Experts, Weights, experts_of
 from qerl.model.routing import Replay, choose, sort_by_expert
 

@@ -8,7 +8,7 @@ import torch
 
 from qerl.formats.nvfp4 import kernel_layout, slab_layout
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, QERL, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear
+from qerl.formats.nvfp4.linear import KernelLinear
 from qerl.model import elementwise, twins
 from qerl.model.lora import Part, lora_linear
 

@@ -8,9 +8,9 @@ from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, base_linears, pack_in_
 from qerl.engine.update import pack_weights_
 from qerl.formats import NVFP4, all_formats
+from qerl.formats.linear import swap_linears
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
-from qerl.formats.swap import swap_linears
 from qerl.model import low_rank
 from qerl.model.lora import Part, lora_linear
 from qerl.model.low_rank import LowRankSum

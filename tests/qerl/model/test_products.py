@@ -9,8 +9,7 @@ from qerl.formats.fp8.training import recipe_of
 from qerl.formats.nvfp4 import decode, slab_layout
 from qerl.formats.nvfp4 import reference as nvfp4
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear
-from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear
 from qerl.model.lora import Part, lora_linear
 from qerl.model.master import master_of, multiply_by_masters_, serving, set_master_
 from qerl.model.mlp import mlp_forward

@@ -15,7 +15,7 @@ import torch
 
 from qerl.base.errors import EngineError
 from qerl.formats.cuda import nvrtc
-from qerl.formats.cuda.ahead import Jobs
+from qerl.formats.cuda.nvrtc import Jobs
 
 HAS_NVRTC = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 VARIANT = ("shrink.cu", ("TILES=1", "WARPS=8", "BATCH=5"))
@@ -141,7 +141,7 @@ def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded(cached):
 
 END_EARLY = """
 import atexit, os, threading, time
-from qerl.formats.cuda.ahead import Jobs
+from qerl.formats.cuda.nvrtc import Jobs
 
 os.cpu_count = lambda: 1
 begun, ending = threading.Event(), threading.Event()

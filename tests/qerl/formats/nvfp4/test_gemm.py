@@ -11,7 +11,7 @@ from gemm_cases import IN_ALL_LAYOUTS, error, random_adapter, random_weight
 from qerl.base.errors import EngineError
 from qerl.formats.cuda import nvrtc
 from qerl.formats.cuda.nvrtc import has_kernels
-from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout, tiling
+from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout, ways
 from qerl.formats.nvfp4.decode import WARP_COLUMNS, WARP_ROWS, decode_, dequantize_by_twin_, reference_decoded
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelWeight, dequantize
 from qerl.formats.nvfp4.lora import Adapter
@@ -97,46 +97,46 @@ def test_an_adapter_that_the_kernel_would_misread_is_refused(adapter):
 @pytest.mark.parametrize("columns", [64, 880, 896, 3584, 8192, 18944, 29568])
 def test_a_tiling_fits_the_card_and_its_counters(tokens, columns):
     """Hopper has 227 KiB of shared memory per block; fused q/k/v of rank 128 have the most hidden values."""
-    chosen = tiling.choose_tiling(columns, tokens)
-    assert tiling.fits(4608, columns, tokens)
+    chosen = ways.choose_tiling(columns, tokens)
+    assert ways.fits(4608, columns, tokens)
     assert chosen.shared_bytes(tokens) <= 226 * 1024
     assert chosen.stages >= 4
-    assert chosen.rows * tiling.token_tile(tokens) <= tiling.MAX_SUMS
-    assert chosen.heaps(tokens, 3 * 128) < tiling.MAX_HEAPS
-    assert chosen.parts(columns) < tiling.MAX_PARTS
-    assert chosen.parts(columns) * 32 * tiling.WARPS * chosen.batch >= columns
-    smaller = [tile for tile in tiling.TOKEN_TILES if tile < tiling.token_tile(tokens)]
-    assert tiling.token_tile(tokens) >= tokens > max(smaller, default=0)
+    assert chosen.rows * ways.token_tile(tokens) <= ways.MAX_SUMS
+    assert chosen.heaps(tokens, 3 * 128) < ways.MAX_HEAPS
+    assert chosen.parts(columns) < ways.MAX_PARTS
+    assert chosen.parts(columns) * 32 * ways.WARPS * chosen.batch >= columns
+    smaller = [tile for tile in ways.TOKEN_TILES if tile < ways.token_tile(tokens)]
+    assert ways.token_tile(tokens) >= tokens > max(smaller, default=0)
 
 
 def test_sources_and_layout_agree_on_sizes():
     source = (nvrtc.FOLDER / "gemm.cu").read_text(encoding="utf-8")
-    assert int(re.search(r"#define UNIT (\d+)", source)[1]) == tiling.UNIT == slab_layout.UNIT
+    assert int(re.search(r"#define UNIT (\d+)", source)[1]) == ways.UNIT == slab_layout.UNIT
     assert int(re.search(r"#define LAID_ROWS (\d+)", source)[1]) == slab_layout.ROWS
-    assert 4 * int(re.search(r"#define GROUPS (\d+)", source)[1]) == tiling.WARPS
+    assert 4 * int(re.search(r"#define GROUPS (\d+)", source)[1]) == ways.WARPS
     most, few, many = map(int, re.search(r"#define SLABS \(TOKENS <= (\d+) \? (\d) : (\d)\)", source).groups())
-    assert all(tiling.choose_tiling(896, n).slabs == (few if n <= most else many) for n in tiling.TOKEN_TILES)
+    assert all(ways.choose_tiling(896, n).slabs == (few if n <= most else many) for n in ways.TOKEN_TILES)
     decoding = (nvrtc.FOLDER / "decode_slabs.cu").read_text(encoding="utf-8")
     sizes = {name: int(re.search(rf"#define {name} (\d+)", decoding)[1]) for name in ("LAID_SLABS", "SLABS", "UNITS")}
     assert sizes["LAID_SLABS"] * slab_layout.SLAB == slab_layout.ROWS
     assert (16 * sizes["SLABS"], 64 * sizes["UNITS"]) == (WARP_ROWS, WARP_COLUMNS)
-    assert all(slab_layout.ROWS % tiling.choose_tiling(896, tokens).rows == 0 for tokens in tiling.TOKEN_TILES)
+    assert all(slab_layout.ROWS % ways.choose_tiling(896, tokens).rows == 0 for tokens in ways.TOKEN_TILES)
 
 
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(64, 100, 1), (12, 128, 1), (64, 128, 257), (64, 2**16, 8)])
 def test_sizes_that_the_kernel_does_not_support_do_not_fit(rows, columns, tokens):
-    assert not tiling.fits(rows, columns, tokens)
+    assert not ways.fits(rows, columns, tokens)
 
 
 def test_a_supported_adapter_is_supported_for_any_number_of_tokens():
     """49152 columns give 64 tasks for hidden values for up to 32 tokens, which is one too many, and 32 tasks above."""
     assert gemm.takes(4608, 3584)
     assert gemm.takes(264, 880)
-    assert tiling.fits(4608, 49152, 128)
+    assert ways.fits(4608, 49152, 128)
     assert not gemm.takes(4608, 49152)
     assert gemm.takes(4608, 3584, 3 * 160)
     assert not gemm.takes(4608, 3584, 3 * 176)
-    assert sorted({tiling.token_tile(tokens) for tokens in range(1, 257)}) == list(tiling.TOKEN_TILES)
+    assert sorted({ways.token_tile(tokens) for tokens in range(1, 257)}) == list(ways.TOKEN_TILES)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_an_adapter_needs_fewer_pieces_than_there_are_counters(loaded, ranks, to
     """There are 256 counters; a piece has 16 ranks and 8, 16 or 32 tokens."""
     adapter = Adapter(torch.empty(ranks, 64), torch.empty(64, ranks), (64,))
     x, weight = torch.empty(tokens, 64, dtype=torch.bfloat16), random_weight(64, 64)
-    assert tiling.fits(64, 64, tokens, ranks) is taken
+    assert ways.fits(64, 64, tokens, ranks) is taken
     with nullcontext() if taken else pytest.raises(ValueError, match="no adapter of parts"):
         gemm.product(x, weight, None, adapter)
     assert bool(loaded) is taken
@@ -200,7 +200,7 @@ def test_the_variants_of_a_width_are_those_that_its_products_load(loaded, column
         gemm.product(x, weight, None, adapter if tokens % 2 else None)
     variants = gemm.variants(columns)
     assert loaded == set(variants)
-    assert len(variants) == len(tiling.TOKEN_TILES) == len(loaded)
+    assert len(variants) == len(ways.TOKEN_TILES) == len(loaded)
     loaded.clear()
     for tokens in range(1, 257):
         lora.shrink(torch.empty(tokens, columns, dtype=torch.bfloat16), adapter.a)

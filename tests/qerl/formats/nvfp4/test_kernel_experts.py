@@ -9,7 +9,7 @@ import pytest
 import torch
 from marlin import marlin_experts
 
-from qerl.formats.nvfp4.kernel_experts import expected_shapes, takes
+from qerl.formats.nvfp4.linear import expected_shapes, marlin_takes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -44,8 +44,8 @@ def test_casting_and_moving_leave_the_engines_tensors_alone(packed):
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32], ids=str)
 def test_a_card_decodes_the_same_bits(packed, dtype):
     """With `TRITON_INTERPRET=1 pytest -m gpu` it runs on a CPU."""
-    from qerl.formats.nvfp4.kernel_experts import KernelExperts
     from qerl.formats.nvfp4.kernels import dequantize_experts_
+    from qerl.formats.nvfp4.linear import KernelExperts
 
     experts, decoded = packed
     there = (each.to(DEVICE) for each in (experts.words, experts.scales))
@@ -59,4 +59,4 @@ def test_a_card_decodes_the_same_bits(packed, dtype):
     [(2048, 768, True), (128, 64, True), (64, 128, True), (64, 64, False), (128, 96, False), (96, 128, False)],
 )
 def test_the_sizes_that_marlin_takes_without_padding(hidden, width, fits):
-    assert takes(hidden, width) is fits
+    assert marlin_takes(hidden, width) is fits

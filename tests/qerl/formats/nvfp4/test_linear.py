@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qerl.base.errors import CheckpointError, QerlError
+from qerl.formats.linear import cached_weights
 from qerl.formats.nvfp4 import linear as nvfp4_linear
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
-from qerl.formats.weight_cache import cached_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -9,10 +9,9 @@ from torch import nn
 
 from qerl.base.errors import CheckpointError, QerlError
 from qerl.formats import NVFP4
+from qerl.formats.linear import cached_weights, swap_linears
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
-from qerl.formats.swap import swap_linears
-from qerl.formats.weight_cache import cached_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -10,7 +10,7 @@ from gemm_cases import assert_rounded
 from qerl.engine.update import pack_weights_
 from qerl.formats.nvfp4 import gemm, pack, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
-from qerl.formats.nvfp4.kernel_linear import KernelLinear
+from qerl.formats.nvfp4.linear import KernelLinear
 from qerl.model import low_rank
 from qerl.model.low_rank import LowRankSum
 

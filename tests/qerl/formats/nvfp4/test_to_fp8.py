@@ -67,7 +67,7 @@ def test_nothing_saturates_where_no_block_has_the_largest_code():
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("shape", [(256, 64), (16, 16), (272, 880), (24, 48), (640, 512)], ids=str)
 def test_the_kernel_gives_the_twin_s_bits(shape, kind):
-    from qerl.formats.nvfp4.to_fp8_kernel import turn
+    from qerl.formats.nvfp4.kernels import turn
 
     torch.manual_seed(1)
     matrix = WEIGHTS[kind](*shape)
