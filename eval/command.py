@@ -16,11 +16,11 @@ from eval.compare import OPTIONS, measured, show_results, show_suite
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.base.parallel import Parallel
-from qerl.base.threads import choose_threads
 from qerl.checkpoint.resolve import newest_model
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.options import Gpu, command_of, options_named
 from qerl.cli.terminal import run_command
+from qerl.plan.threads import choose_threads
 
 if TYPE_CHECKING:
     from eval.result import EvalResult

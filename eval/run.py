@@ -25,8 +25,8 @@ from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError, RewardError
-from qerl.base.own.function import LateError, OwnFunctionError, first_to_fail
-from qerl.base.own.process import ReturnedError
+from qerl.base.isolate import ReturnedError
+from qerl.base.own_function import LateError, OwnFunctionError, first_to_fail
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.chat_template import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe

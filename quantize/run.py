@@ -340,7 +340,7 @@ def quantize_command(
 def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:
     """The report of the model quantized on one card, or on the CPU; with `start_of` that of a start."""
     from qerl.base.devices import choose_card
-    from qerl.base.threads import choose_threads
+    from qerl.plan.threads import choose_threads
 
     if options.device in ("auto", "cuda"):
         choose_card(gpu=gpu)

@@ -40,9 +40,6 @@ ALLOWED_UPWARD = """
     eval.compare -> qerl.cli.options
     eval.settings -> qerl.cli.options
     eval.settings -> qerl.cli.train
-    qerl.base.own.exchange -> qerl.config.rewards
-    qerl.base.own.function -> qerl.data.tasks
-    qerl.base.threads -> qerl.plan.sizes
     qerl.checkpoint.adapter -> qerl.plan.sizes
     qerl.checkpoint.load -> qerl.plan.sizes
     qerl.checkpoint.source -> qerl.plan.sizes

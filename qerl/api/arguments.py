@@ -11,7 +11,7 @@ What a Python program gives in place of names: its own functions as rewards and 
 A recipe names a given function as `python:NAME`. It runs in the program's own process, so that it may use whatever the
 program has (a loaded model, a variable of a notebook), which no other process could import; pickling it by value would
 bring a copy of all that. In exchange nothing limits its time, and what ends the process ends the run. A function that
-is named by its file runs in a process of its own (qerl/base/own/function.py).
+is named by its file runs in a process of its own (qerl/base/own_function.py).
 
 Rows are given under the name of the file in the run directory that will hold them, so that the run can be resumed.
 
@@ -35,8 +35,8 @@ from typing import Any
 from qerl.base.devices import ORDER, VISIBLE
 from qerl.base.errors import ConfigError, DataError, QerlError
 from qerl.base.files import replace_text
-from qerl.base.own.function import Caller, OwnFunctionError, seed_all
-from qerl.base.own.process import ReturnedError, one_line
+from qerl.base.isolate import ReturnedError, one_line
+from qerl.base.own_function import Caller, OwnFunctionError, seed_all
 from qerl.cli.terminal import NOISY_LOGGERS, quiet_libraries_
 from qerl.config.keys import nearest
 from qerl.engine.open import engines_closed_on_error

@@ -238,8 +238,8 @@ class ChatOptions:
 def chat_command(options: ChatOptions) -> None:
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
     from qerl.base.devices import choose_card
-    from qerl.base.threads import choose_threads
     from qerl.cli.options import options_named
+    from qerl.plan.threads import choose_threads
 
     choose_card(gpu=options.gpu)
     choose_threads(options.model)

@@ -30,12 +30,12 @@ import typer
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.threads import choose_threads
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.next_step import after_training, say_next
 from qerl.cli.options import Gpu, Text
 from qerl.cli.terminal import interrupts_counted
 from qerl.config.yaml_text import YamlError, parse
+from qerl.plan.threads import choose_threads
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel

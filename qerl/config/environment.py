@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from qerl.base.http import url_mistake, url_shown
 from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.rewards import check_headers_of, url_mistake, url_shown
+from qerl.config.rewards import check_headers_of
 from qerl.config.section import Section
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from qerl.base.errors import ConfigError
+from qerl.base.http import may_hold_key
 from qerl.config.conflict import Conflict
 from qerl.config.quant import expanded
-from qerl.config.rewards import may_hold_key
 from qerl.config.schema import RunConfig
 from qerl.config.section import OneOf, Section
 from qerl.config.yaml_text import Path, YamlError, parse

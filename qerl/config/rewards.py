@@ -7,11 +7,10 @@ noticed before anything heavy is imported.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlsplit
 
+from qerl.base.http import VARIABLE, header_mistake, is_secret, secret_place, url_mistake, url_shown
 from qerl.config.conflict import Conflict, Conflicts
 
 if TYPE_CHECKING:
@@ -23,95 +22,10 @@ REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length", "judge", "envir
 UNAVAILABLE = ("code",)  # find_reward says why
 OWN = "your own: path/to/file.py:function, package.module:function or the http://... URL of a reward server"
 
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # a variable of the environment in a header
-SHORTEST_KEY = 8  # characters; `?key=1` in a URL is no secret
-_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_OURS = ("accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "te")
-_OURS += ("trailer", "transfer-encoding", "upgrade")
-_SECRET = re.compile(r"auth|cookie|credential|key|password|passwd|secret|session|signature|token", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\s*(bearer|basic|digest|token)\s|\s*(sk|hf|ghp|xox[abp])[-_]", re.IGNORECASE)
-
-
-_SECRET_IN_TEXT = re.compile(
-    rf"({_SECRET.pattern})[\w-]*[\"']?\s*[:=]\s*[\"']?(?!-?\d+\b)[^\s\"',}}\]]{{{SHORTEST_KEY}}}|\b(sk|hf|ghp|xox[abp])[-_]\w",
-    re.IGNORECASE,
-)
-
-
-def may_hold_key(text: str) -> bool:
-    """Whether a line of a recipe may hold a key, so that no error repeats it."""
-    return _SECRET_IN_TEXT.search(text) is not None
-
 
 def is_url(name: str) -> bool:
     """Whether the name means a reward server."""
     return "://" in name
-
-
-def url_mistake(url: str) -> str | None:
-    """Why `url` cannot be that of a reward server, in words; None if it can."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        return f"it is no URL ({error})"
-    if parts.scheme not in ("http", "https"):
-        return f"{parts.scheme or 'no scheme'}:// is spoken by no reward server"  # nor by an environment
-    if not parts.hostname or any(letter.isspace() for letter in url):
-        return "it names no host" if not parts.hostname else "it holds a blank"
-    if parts.username is not None:
-        return "a name and password in it would be logged"
-    if any(_SECRET.search(key) and len(value) >= SHORTEST_KEY for key, value in parse_qsl(parts.query)):
-        return "a key in it would be logged, and written into the run (args.headers takes one as ${NAME})"
-    return None
-
-
-def url_shown(url: str) -> str:
-    """A URL as errors show it: without a name and password, and without the values in its query."""
-    place, question, query = url.partition("?")
-    scheme, slashes, rest = place.rpartition("://")
-    authority, slash, path = rest.partition("/")
-    query = re.sub(r"=[^&]*", "=...", query)
-    return f"{scheme}{slashes}{authority.rpartition('@')[2]}{slash}{path}{question}{query}"
-
-
-def header_mistake(name: object, value: object) -> tuple[str, str] | None:
-    """Why a header cannot be sent, and what to write instead; None if it can. The value is never repeated."""
-    if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-        return "this is no name of a header", "a name such as Authorization or X-Api-Key"
-    if name.lower() in _OURS:
-        return "qerl sets this header itself", "the other headers only"
-    if not isinstance(value, str):
-        return "its value is no text", "text in quotes, with ${NAME} for a variable of the environment"
-    plain = VARIABLE.sub("", value)
-    if "$" in plain:
-        return "a $ in it names no variable", "${NAME}, with letters, digits and _ in NAME"
-    if not (plain.isascii() and plain.isprintable()):
-        return "its value has a character that no header can hold", "plain ASCII text in one line"
-    if plain == value and (_SECRET.search(name) or _SECRET_VALUE.match(value)):
-        variable = re.sub(r"[^A-Z0-9]+", "_", name.upper()).strip("_")
-        return (
-            "a key in the recipe would be written into the run and its report",
-            f"${{{variable}}} in its place, and put the key into that variable of the environment",
-        )
-    return None
-
-
-def secret_place(value: object, place: str, name: str = "") -> str | None:
-    """Where in a value of the recipe, which stands at `place`, there is a key; None if there is none."""
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in parts:
-        named = str(key) if isinstance(value, Mapping) else name
-        if (found := secret_place(each, f"{place}.{key}", named)) is not None:
-            return found
-    return place if _is_secret(value, name) else None
-
-
-def _is_secret(value: object, name: str) -> bool:
-    """Whether a text is a key, by its name or by how it begins. Numbers are none: max_tokens has a name like one."""
-    if not isinstance(value, str):
-        return False
-    return bool(_SECRET_VALUE.match(value) or (_SECRET.search(name) and len(value) >= SHORTEST_KEY))
 
 
 def without_secrets(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +46,7 @@ def _hidden(value: Any, name: str = "") -> Any:
         return {key: _hidden(each, str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_hidden(each, name) for each in value]
-    secret = isinstance(value, str) and (_SECRET.search(name) or _SECRET_VALUE.match(value))
+    secret = isinstance(value, str) and is_secret(value, name, shortest=0)
     return "(not shown)" if secret and not VARIABLE.search(value) else value
 
 

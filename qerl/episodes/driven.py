@@ -38,7 +38,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from qerl.base.own.process import LARGEST
+from qerl.base.isolate import LARGEST
 
 Message = dict[str, Any]
 Schema = dict[str, Any]  # of a tool, as chat templates take it

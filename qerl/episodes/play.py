@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.own.function import ENVIRONMENTS, EPISODE_COLUMNS
+from qerl.base.own_function import ENVIRONMENTS, EPISODE_COLUMNS
 from qerl.episodes.build import Source, is_url
 from qerl.episodes.driven import Episode, Limits, Start
 from qerl.episodes.endpoint import Chat

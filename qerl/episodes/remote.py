@@ -4,7 +4,7 @@
     step   {"episode_id": "...", "action": {"message": "what it wrote"}}
     both answer {"observation": ..., "reward": 0, "done": false}
 
-Each call is one exchange (qerl/base/own/exchange.py). It ends at its deadline whatever the server does, follows no
+Each call is one exchange (qerl/base/http.py). It ends at its deadline whatever the server does, follows no
 redirect, and is not tried again, since a step may have counted. `headers` are sent along, with `${NAME}` replaced by a
 variable of the environment. A server of several episodes tells them apart by `episode_id`. An observation is text, or a
 mapping with the text under `observation_key`; any other is shown as JSON. Messages stand under the key `messages`.
@@ -20,8 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qerl.base.errors import ConfigError
-from qerl.base.own.exchange import check_headers
-from qerl.config.rewards import url_mistake, url_shown
+from qerl.base.http import AskError, Server, ask, check_headers, shown, url_mistake, url_shown
 from qerl.episodes.driven import Action, BadEnvironmentError, Reply, messages_of, number
 
 CONNECT_S = 10.0
@@ -86,8 +85,6 @@ class Remote:
 
     def _ask(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The server's answer. Raises BadEnvironmentError for one that is no JSON object of an environment."""
-        from qerl.base.own.exchange import AskError, Server, ask, shown  # it imports httpx
-
         url = f"{self._url}/{what}"
         server = Server(f"environment {self._url}", url, self._headers, self._timeout_s, 0, 1.0, LARGEST)
         try:

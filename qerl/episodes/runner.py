@@ -15,7 +15,7 @@ Each episode gets an instance of its own, which a step that says that it is done
 Where environments run, seen from the rollout: questions go out, answers come back in the order in which they end.
 
 What ships with qerl, and a server behind a URL, is asked from threads of this process. Code of the user's runs in
-processes of its own, for the reasons that qerl/base/own/function.py gives; each hosts its share of the episodes. A call
+processes of its own, for the reasons that qerl/base/own_function.py gives; each hosts its share of the episodes. A call
 that does not return in time ends its own episode. Its thread cannot be ended, so its process is, once the rollout is
 over.
 """
@@ -34,7 +34,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from qerl.base.errors import ConfigError
-from qerl.base.own.process import OwnFunctionError, Process, one_line
+from qerl.base.isolate import OwnFunctionError, Process, one_line
 from qerl.episodes.build import Source, UnfitError, build
 from qerl.episodes.driven import Action, BadEnvironmentError, Driven, Reply, Schema, checked
 

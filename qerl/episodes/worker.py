@@ -12,7 +12,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from qerl.base.own.process import one_line
+from qerl.base.isolate import one_line
 from qerl.episodes.build import UnfitError, build
 from qerl.episodes.runner import Host
 

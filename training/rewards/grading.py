@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qerl.base.own.function import ENVIRONMENTS
+from qerl.base.own_function import ENVIRONMENTS
 from training.loss.advantages import deviation
 from training.rewards.rewards import Reward, Rewards
 from training.rollout.dynamic_sampling import informative_groups

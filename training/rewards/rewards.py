@@ -15,7 +15,7 @@ A reward is a function that takes columns and returns one finite number per comp
         return [float(len(text) < 500) for text in completions]
 
 It is called with the columns that training/rewards/rewards.py lists, as keyword arguments; a function that does not
-end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/base/own/function.py), within
+end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/base/own_function.py), within
 `timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns None, NaN or the wrong number
 of values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the
 name is a URL, the reward is a reward server (training/rewards/server.py).
@@ -36,7 +36,8 @@ from urllib.parse import urlsplit
 
 from qerl.api.arguments import PYTHON, GivenFunction, given_function
 from qerl.base.errors import ConfigError, RewardError
-from qerl.base.own.function import (
+from qerl.base.isolate import ReturnedError, numbers
+from qerl.base.own_function import (
     COLUMNS,
     ENVIRONMENTS,
     EPISODE_COLUMNS,
@@ -49,7 +50,6 @@ from qerl.base.own.function import (
     first_to_fail,
     own_function,
 )
-from qerl.base.own.process import ReturnedError, numbers
 from qerl.config.rewards import OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader, grade_many
@@ -406,7 +406,8 @@ def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: Seq
             of_function = episode_columns(function)
             further = [name for name in episodes if name in of_function]
             parameters = inspect.signature(function).parameters
-            check_columns(f"reward {reward.name}", parameters, reward.args, source.examples, further)
+            extra = {key for example in source.examples for key in example.extra}
+            check_columns(f"reward {reward.name}", parameters, reward.args, extra, further)
             rows = Rows(source.examples, first)
             guarded = GuardedReward(names[reward.name], reward, function, source.fixed, rows, run_dir)
             if is_url(reward.name) or isinstance(function, Judge):

@@ -17,7 +17,7 @@ A server that cannot be reached, is late or answers 408, 429 or 5xx is asked aga
 that time, and so on, or after the time that its Retry-After asks for; any other error is final. `timeout_s` is the
 deadline of a whole exchange, and an answer has at most LARGEST bytes. If no rewards come in the end, a RewardError
 stops the run, which can be resumed from its last checkpoint. `headers` are sent along, with `${NAME}` replaced by a
-variable of the environment (qerl/base/own/exchange.py). Nothing is sent anywhere but to that URL: a redirect is an
+variable of the environment (qerl/base/http.py). Nothing is sent anywhere but to that URL: a redirect is an
 error, and the proxies that the environment names are used for other machines only.
 
 The reward `judge`: a language model behind an OpenAI-compatible server reads each completion and writes a score.
@@ -29,7 +29,7 @@ The reward `judge`: a language model behind an OpenAI-compatible server reads ea
 Each completion is one chat of one message, made of `template`. The score is the last match of `pattern` in the reply,
 either a number within `range`, which becomes 0 to 1, or a word of `scores`. A reply without a score is rewarded with 0
 and counted as judge/unparsed_share; if a whole batch of at least two has none, a RewardError shows a reply. Limits of
-time and bytes, retries and headers are those of a reward server (qerl/base/own/exchange.py).
+time and bytes, retries and headers are those of a reward server (qerl/base/http.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.base.own.exchange import AskError, Headers, Server, ask, check_headers, check_patience, shown
-from qerl.config.rewards import secret_place, url_mistake, url_shown
+from qerl.base.http import (
+    AskError,
+    Headers,
+    Server,
+    ask,
+    check_headers,
+    check_patience,
+    secret_place,
+    shown,
+    url_mistake,
+    url_shown,
+)
 
 SENT = {"prompts": "prompts", "question": "questions", "answer": "answers", "row": "rows"}  # column -> name in JSON
 LARGEST = 16 * 2**20  # bytes of an answer: a million rewards in all their digits need 20 MB

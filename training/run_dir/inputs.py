@@ -24,7 +24,7 @@ from training.rewards.rewards import REWARDS, find_reward
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
-    from qerl.base.own.function import OwnFunction
+    from qerl.base.own_function import OwnFunction
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RewardConfig, RunConfig
     from qerl.data.tasks import Task

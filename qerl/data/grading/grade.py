@@ -13,7 +13,7 @@ A task's grading by a function of the user's own: the same file in training and 
 
 The function returns True or False, or a number from 0 (wrong) to 1 (right), from a half of which on a completion counts
 as correct. It may take `completions` and other columns as lists instead, and return a list. It is called as own
-rewards are: in a process of its own, within a time limit (qerl/base/own/function.py).
+rewards are: in a process of its own, within a time limit (qerl/base/own_function.py).
 
 The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
 
@@ -38,8 +38,8 @@ from typing import Any, Literal
 
 from qerl.api.arguments import PYTHON, GivenFunction, given_function
 from qerl.base.errors import ConfigError
-from qerl.base.own.function import Named, OwnFunction, check_columns, own_function
-from qerl.base.own.process import ReturnedError, short
+from qerl.base.isolate import ReturnedError, short
+from qerl.base.own_function import Named, OwnFunction, check_columns, own_function
 from qerl.data.formulas.equality import compare_math, is_copied, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy
@@ -117,7 +117,8 @@ def check_grader(task: Task, examples: Sequence[Example] = ()) -> None:
     function = find_grader(task)
     parameters = inspect.signature(function).parameters
     if examples:
-        check_columns(f"grader {task.grader}", parameters, (), examples)
+        extra = {key for example in examples for key in example.extra}
+        check_columns(f"grader {task.grader}", parameters, (), extra)
 
 
 def scores(task: Task, columns: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]) -> list[float]:
@@ -191,7 +192,7 @@ def grade_many(
     """Judge many completions; several worker processes share the formulas of a large batch.
 
     `columns` is what a grader of the user's own gets beside: lists with a value per completion, and what is the same
-    for all of them. Raises OwnFunctionError or ReturnedError (qerl/base/own/) if such a grader fails.
+    for all of them. Raises OwnFunctionError or ReturnedError (qerl/base/own_function.py) if such a grader fails.
     """
     if task.grader is not None:
         return _grade_by_own(task, completions, {"answer": answers, "question": questions, **(columns or {})})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import DataError
-from qerl.base.own.function import TIMEOUT_S
+from qerl.base.own_function import TIMEOUT_S
 from qerl.data.examples import final_answer
 from qerl.data.grading.grade import Grade, check_grader, grade_many
 from qerl.data.rows import is_empty, local_rows

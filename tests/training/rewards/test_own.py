@@ -110,7 +110,7 @@ def test_a_reward_that_is_late_only_with_all_completions_saves_all(tmp_path):
 
 
 def test_an_import_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.base.own.function.LOAD_S", 0.5)
+    monkeypatch.setattr("qerl.base.own_function.LOAD_S", 0.5)
     wanted = own(tmp_path, "return [1.0]", timeout_s=0.1)
     (tmp_path / "reward.py").write_text("while True: pass\ndef reward(completions): ...\n")
     with pytest.raises(ConfigError, match=r"cannot be imported: did not return within 0\.5 s"):

@@ -172,7 +172,7 @@ def test_a_server_that_fails_is_asked_again(answer, reason, tmp_path, caplog):
     with server(right, answer, answer, right) as (url, received):
         assert call(build(url, tmp_path, retries=2)) == [0.5, 0.5]
         assert len(received) == 4
-        lines = [record.getMessage() for record in caplog.records if record.name == "qerl.base.own.exchange"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "qerl.base.http"]
         assert [f"reward server {url} {reason}" in line for line in lines] == [True, True]
         assert lines[0].endswith("; asked again in 0.01 s")
         assert lines[1].endswith("; asked again in 0.02 s")

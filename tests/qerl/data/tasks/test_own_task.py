@@ -6,8 +6,8 @@ import pytest
 from row_files import write_jsonl
 
 from qerl.base.errors import ConfigError, DataError
-from qerl.base.own.function import LateError, OwnFunctionError
-from qerl.base.own.process import ReturnedError
+from qerl.base.isolate import ReturnedError
+from qerl.base.own_function import LateError, OwnFunctionError
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader
 from qerl.data.tasks import get_task, grade, grade_many, load_examples, messages_of, with_grader

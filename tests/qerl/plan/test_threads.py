@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.base.threads import SMALL, choose_threads
+from qerl.plan.threads import SMALL, choose_threads
 
 ROOT = Path(__file__).parents[3]
 

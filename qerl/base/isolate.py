@@ -4,7 +4,7 @@ What a reward or a grader returned, as one finite number per completion.
 
 A process for code that is not ours: whatever it does, it can be ended from outside, and what ended it becomes words.
 
-It reads requests (bytes) from a socket and answers with JSON; qerl/base/own/worker.py calls a function in it, and
+It reads requests (bytes) from a socket and answers with JSON; qerl/base/own_function.py calls a function in it, and
 qerl/episodes/worker.py hosts environments.
 """
 
@@ -125,7 +125,7 @@ class Process:
     """A process that runs the `main` of the module `worker`, in a session of its own: Ctrl-C does not reach it, and
     what it starts ends with it."""
 
-    def __init__(self, name: str, worker: str = "qerl.base.own.worker") -> None:
+    def __init__(self, name: str, worker: str) -> None:
         self._closed = False
         self._connection, theirs = Pipe()
         self._popen = subprocess.Popen(

@@ -1,19 +1,13 @@
-"""A user's own function, called with columns in a process of its own.
-
-How a user's function is called with columns, in a process of its own or in the one that gave it.
-
-A user's own reward or grader, a function of a file or of an importable module, in a process of its own.
+"""A user's own reward or grader: a function of a file or of an importable module, called with columns.
 
 The function cannot be trusted to return. Within the process of a run, nothing could end an endless loop in C, os._exit
 would end the run without a word, a thread that goes on would keep it from ending, and os.chdir or a seed would change
-its paths and numbers. A process can be ended from outside, and what ended it becomes one line. It is started once per
-function, when the recipe is checked, and keeps what the function keeps, such as a loaded model. It costs 0.1 s at the
-start and a copy of the columns that the function takes at each call.
+its paths and numbers. So it has a process of its own (qerl/base/isolate.py), which is started once per function, when
+the recipe is checked, and keeps what the function keeps, such as a loaded model. It costs 0.1 s at the start and a copy
+of the columns that the function takes at each call. A function that a Python program gives is called by `Caller` there.
 
 Departures from a call in the run's process: two functions of one file share no variables, the columns are copies, and
 what the function prints goes into the log.
-
-What an own function is called with, and how the completion on which it fails is found.
 """
 
 from __future__ import annotations
@@ -21,25 +15,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import importlib
+import importlib.util
 import inspect
+import json
 import logging
+import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import close_to
-from qerl.base.own.process import LateError, OwnFunctionError, Process, ReturnedError, numbers
-from qerl.data.tasks import Example, Task
+from qerl.base.isolate import LateError, OwnFunctionError, Process, ReturnedError, numbers, one_line
 
 
 class Caller:
@@ -119,8 +120,6 @@ def seed_all(seed: int) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
 
-
-__all__ = ["LateError", "Named", "OwnFunction", "OwnFunctionError", "own_function"]
 
 TIMEOUT_S = 300.0  # of one call, where the recipe says nothing
 LOAD_S = 60.0  # that loading the file may take at least, however short the limit of a call is
@@ -210,7 +209,7 @@ class OwnFunction:
             self._process = None
 
     def _start(self) -> dict[str, Any]:
-        self._process = Process(f"{self._kind} {self._attribute}")
+        self._process = Process(f"{self._kind} {self._attribute}", __name__)
         return self._ask({"place": self._place, "attribute": self._attribute}, self._load_s)
 
     def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -236,7 +235,7 @@ _KINDS = (
 def _picklable(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments as another process can have them: a task without functions that were not made in a module."""
     task = fixed.get("task")
-    if not isinstance(task, Task):
+    if not is_dataclass(task):
         return dict(fixed)
     lost = {field.name: None for field in fields(task) if not _can_pickle(getattr(task, field.name))}
     return {**fixed, "task": replace(task, **lost)}
@@ -304,14 +303,14 @@ def check_columns(
     named: str,
     parameters: Mapping[str, inspect.Parameter],
     args: Iterable[str],
-    examples: Sequence[Example],
+    extra: Iterable[str],
     further: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError if a function needs a value that is neither one of its `args` nor a column.
 
-    `further` are the columns of episodes.
+    `extra` are the columns of the rows, and `further` those of episodes.
     """
-    columns = (*COLUMNS, *further, *sorted({key for example in examples for key in example.extra}), "log_metric")
+    columns = (*COLUMNS, *further, *sorted(set(extra)), "log_metric")
     for key, parameter in parameters.items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and key not in (*columns, *args):
@@ -350,3 +349,91 @@ def first_to_fail(call: Callable[[int, float], object], count: int, timeout_s: f
         except (ReturnedError, QerlError):
             continue
     return None
+
+
+def main(descriptor: int) -> None:
+    """Answer requests until the other end is closed."""
+    connection, requests = Connection(descriptor), SimpleQueue()
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    worker, pid = _Worker(os.getcwd()), os.getpid()
+    while True:
+        reply = worker.answer(requests.get())
+        if os.getpid() != pid:  # a child that the function forked, and that returned into this loop
+            os._exit(0)
+        connection.send_bytes(json.dumps(reply).encode())
+
+
+def _receive(connection: Connection, requests: SimpleQueue) -> None:
+    """Read requests beside the function, so that the end of the other process is noticed while it runs."""
+    try:
+        while True:
+            requests.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os.killpg(os.getpgid(0), signal.SIGKILL)  # this process, and what it has started
+
+
+class _Worker:
+    """The function, once it is loaded."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._caller: Caller | None = None
+        self._file: str | None = None
+
+    def answer(self, request: bytes) -> dict[str, Any]:
+        try:
+            reply = self._load(**pickle.loads(request)) if self._caller is None else self._call(pickle.loads(request))
+        except ReturnedError as error:
+            reply = {"returned": error.what, "index": error.index}
+        except BaseException as error:  # also SystemExit, CancelledError, KeyboardInterrupt
+            if not isinstance(error, Exception) and self._caller is not None:
+                self._caller.close()
+            said = one_line(error)
+            what = f"{type(error).__name__}{f': {said}' if said else ''}{self._line(error)}"
+            reply = {"raised": what, "index": None if self._caller is None else self._caller.index}
+        return reply | self._back_home()
+
+    def _load(self, place: str, attribute: str) -> dict[str, Any]:
+        if place.endswith(".py"):
+            path = Path(place)
+            spec = importlib.util.spec_from_file_location(f"qerl_own_{path.stem}", path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses and pickle look up the module of a class here
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        self._file = getattr(module, "__file__", None)
+        function = getattr(module, attribute, None)
+        if not callable(function):
+            names = [name for name, _ in inspect.getmembers(module, inspect.isfunction)]
+            return {"missing": difflib.get_close_matches(attribute, names, n=1)}
+        self._caller = Caller(function)
+        files = {getattr(each, "__file__", None) for each in list(sys.modules.values())} - {None, self._file}
+        return {
+            "parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in self._caller.parameters],
+            "alone": self._caller.alone,
+            "files": [*([self._file] if self._file else []), *sorted(files)],
+        }
+
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers, and what the function logged."""
+        columns, fixed, expected, logged = request["columns"], request["fixed"], request["expected"], []
+        seed_all(request["seed"])
+        if request["logs"]:
+            fixed["log_metric"] = lambda name, value: logged.append([str(name), float(value)])
+        return {"rewards": self._caller.call(columns, fixed, expected), "logged": logged}
+
+    def _line(self, error: BaseException) -> str:
+        """Where the user's file raised, as in ` (rewards.py, line 9)`; "" if that is not known."""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self._file]
+        return f" ({Path(self._file).name}, line {frames[-1].lineno})" if frames else ""
+
+    def _back_home(self) -> dict[str, Any]:
+        """Undo os.chdir: relative paths of the function mean the same in each call."""
+        with contextlib.suppress(OSError):
+            if os.getcwd() == self._home:
+                return {}
+        with contextlib.suppress(OSError):
+            os.chdir(self._home)
+        return {"moved": True}

@@ -1,15 +1,13 @@
-"""Questions to an HTTP server.
+"""Questions to an HTTP server, each within one deadline and one limit on bytes, whatever the server does.
 
-HTTP headers of a recipe, in which `${NAME}` stands for a variable of the environment.
+httpx limits the time of each read only, so a header that comes byte by byte, or 1xx responses without end, could last
+for ever. Here the whole exchange is one task of an event loop, which is cancelled at its deadline. The loop runs in a
+thread of its own, so that the caller may have a loop itself, and a name lookup that hangs is left behind.
 
-The recipe, and all that a run writes, keep `${NAME}`; the value is put in when a request is sent, and taken out of
-whatever the server says that is shown.
+In the headers of a recipe `${NAME}` stands for a variable of the environment. The recipe, and all that a run writes,
+keep `${NAME}`; the value is put in when a request is sent, and taken out of whatever the server says that is shown.
 
-Questions to an HTTP server, each within one deadline and one limit on bytes, whatever the server does.
-
-httpx limits the time of each read only, so that a header that comes byte by byte, or 1xx responses without end, could
-last for ever. Here the whole exchange is one task of an event loop, which is cancelled at its deadline. The loop runs
-in a thread of its own, so that the caller may have a loop itself, and a name lookup that hangs is left behind.
+Importing this does not load httpx: the rules of recipes ask what a key is.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
-import ssl
 import threading
 import zlib
 from collections.abc import Coroutine, Mapping, Sequence
@@ -27,13 +25,101 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any
-from urllib.parse import urlsplit
-
-import httpx
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
 
 from qerl.base.errors import ConfigError
-from qerl.config.rewards import VARIABLE, header_mistake
+
+if TYPE_CHECKING:
+    import ssl
+
+    import httpx
+
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # a variable of the environment in a header
+SHORTEST_KEY = 8  # characters; `?key=1` in a URL is no secret
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_OURS = ("accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "te")
+_OURS += ("trailer", "transfer-encoding", "upgrade")
+_SECRET = re.compile(r"auth|cookie|credential|key|password|passwd|secret|session|signature|token", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\s*(bearer|basic|digest|token)\s|\s*(sk|hf|ghp|xox[abp])[-_]", re.IGNORECASE)
+
+
+_SECRET_IN_TEXT = re.compile(
+    rf"({_SECRET.pattern})[\w-]*[\"']?\s*[:=]\s*[\"']?(?!-?\d+\b)[^\s\"',}}\]]{{{SHORTEST_KEY}}}|\b(sk|hf|ghp|xox[abp])[-_]\w",
+    re.IGNORECASE,
+)
+
+
+def may_hold_key(text: str) -> bool:
+    """Whether a line of a recipe may hold a key, so that no error repeats it."""
+    return _SECRET_IN_TEXT.search(text) is not None
+
+
+def url_mistake(url: str) -> str | None:
+    """Why `url` cannot be that of a reward server, in words; None if it can."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return f"it is no URL ({error})"
+    if parts.scheme not in ("http", "https"):
+        return f"{parts.scheme or 'no scheme'}:// is spoken by no reward server"  # nor by an environment
+    if not parts.hostname or any(letter.isspace() for letter in url):
+        return "it names no host" if not parts.hostname else "it holds a blank"
+    if parts.username is not None:
+        return "a name and password in it would be logged"
+    if any(_SECRET.search(key) and len(value) >= SHORTEST_KEY for key, value in parse_qsl(parts.query)):
+        return "a key in it would be logged, and written into the run (args.headers takes one as ${NAME})"
+    return None
+
+
+def url_shown(url: str) -> str:
+    """A URL as errors show it: without a name and password, and without the values in its query."""
+    place, question, query = url.partition("?")
+    scheme, slashes, rest = place.rpartition("://")
+    authority, slash, path = rest.partition("/")
+    query = re.sub(r"=[^&]*", "=...", query)
+    return f"{scheme}{slashes}{authority.rpartition('@')[2]}{slash}{path}{question}{query}"
+
+
+def header_mistake(name: object, value: object) -> tuple[str, str] | None:
+    """Why a header cannot be sent, and what to write instead; None if it can. The value is never repeated."""
+    if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+        return "this is no name of a header", "a name such as Authorization or X-Api-Key"
+    if name.lower() in _OURS:
+        return "qerl sets this header itself", "the other headers only"
+    if not isinstance(value, str):
+        return "its value is no text", "text in quotes, with ${NAME} for a variable of the environment"
+    plain = VARIABLE.sub("", value)
+    if "$" in plain:
+        return "a $ in it names no variable", "${NAME}, with letters, digits and _ in NAME"
+    if not (plain.isascii() and plain.isprintable()):
+        return "its value has a character that no header can hold", "plain ASCII text in one line"
+    if plain == value and (_SECRET.search(name) or _SECRET_VALUE.match(value)):
+        variable = re.sub(r"[^A-Z0-9]+", "_", name.upper()).strip("_")
+        return (
+            "a key in the recipe would be written into the run and its report",
+            f"${{{variable}}} in its place, and put the key into that variable of the environment",
+        )
+    return None
+
+
+def secret_place(value: object, place: str, name: str = "") -> str | None:
+    """Where in a value of the recipe, which stands at `place`, there is a key; None if there is none."""
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        named = str(key) if isinstance(value, Mapping) else name
+        if (found := secret_place(each, f"{place}.{key}", named)) is not None:
+            return found
+    return place if is_secret(value, name) else None
+
+
+def is_secret(value: object, name: str, shortest: int = SHORTEST_KEY) -> bool:
+    """Whether a text is a key, by its name or by how it begins. A number never is: max_tokens has a name like a key."""
+    if not isinstance(value, str):
+        return False
+    return bool(_SECRET_VALUE.match(value) or (_SECRET.search(name) and len(value) >= shortest))
 
 
 @dataclass(frozen=True)
@@ -148,6 +234,8 @@ def shown(answer: bytes | str, headers: Headers | None = None) -> str:
 @cache
 def _certificates() -> ssl.SSLContext:
     """Read once: it takes longer than most answers."""
+    import httpx
+
     return httpx.create_ssl_context()
 
 
@@ -166,6 +254,8 @@ def _in_own_loop(work: Coroutine[Any, Any, list[bytes]]) -> list[bytes]:
 
 
 async def _ask_all(server: Server, bodies: Sequence[bytes], at_once: int) -> list[bytes]:
+    import httpx
+
     places = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once)
     options = {"trust_env": server.proxies, "timeout": None, "limits": limits, "verify": _certificates()}
@@ -215,6 +305,8 @@ async def _ask_again(client: httpx.AsyncClient, server: Server, body: bytes) -> 
 
 
 async def _exchange(client: httpx.AsyncClient, server: Server, body: bytes) -> bytes:
+    import httpx
+
     headers = {
         "Content-Type": "application/json",
         "Accept": "application/json",
