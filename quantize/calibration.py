@@ -1,6 +1,4 @@
-"""Calibration rows and what the model sees of them.
-
-Rows of a file, task or hub data set, cut into sequences of equal length to calibrate on, and others to measure on.
+"""Rows of a file, task or hub data set, cut into sequences of equal length to calibrate on, and others to measure on.
 
 Rows are shuffled with a fixed seed, rendered with the model's chat template, joined, and cut every `sequence_length`
 tokens. So `256 x 2048` is that many tokens however long the rows are, and no padding enters the statistics. The first
@@ -8,38 +6,24 @@ rows are held out for the measurement, so that they do not depend on how many ot
 
 The rows that ship with qerl (`mixed`, see rows/README.md) are not shuffled: their three kinds take turns in the file,
 so that what is held out and what is used are mixed, however few they are.
-
-AWQ and GPTQ by llm-compressor's sequential pipeline: the model is in main memory, one decoder layer on the GPU.
-
-`awq` rescales channels by activation statistics (arXiv 2306.00978) and then rounds to nearest. It changes norms and the
-weights next to them too, in a way that before rounding the model still computes the same. `gptq` rounds column by
-column and moves the error of each to the remaining columns (arXiv 2210.17323). The tensors we write are those that
-llm-compressor would save; names, other tensors and the config come from the source, as with rtn.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.errors import CheckpointError, ConfigError, DataError
-from qerl.checkpoint.experts import GATE_UP as MLP
-from qerl.checkpoint.experts import Decoder
-from qerl.checkpoint.source import Source
+from qerl.base.errors import DataError
 from qerl.data.rows import local_rows
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
-from quantize.compressor import SCHEME, load_compressor, power_of_two_observer
 from quantize.output_error import Rows
 
 if TYPE_CHECKING:
-    import torch
-    from compressed_tensors.quantization import QuantizationConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+    from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = 16  # sequences to measure on
 MIXED = "mixed"  # the name of the rows that ship with qerl; a file or folder of that name is ./mixed
@@ -191,181 +175,3 @@ def _few_rows(rows: list[list[int]], held_out: int, sequence_length: int) -> tup
 
 def _cut(tokens: list[int], size: int, length: int) -> list[list[int]]:
     return [tokens[start : start + length] for start in range(0, min(size, len(tokens) // length) * length, length)]
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ConfigError unless `device` is the one that llm-compressor calibrates on, which cannot be chosen."""
-    load_compressor()
-    from llmcompressor.utils.dev import get_main_device
-
-    main = get_main_device()
-    if device.type != main.type or (device.index or 0) != (main.index or 0):
-        raise ConfigError(
-            f"--device {device} cannot be used with awq and gptq, which llm-compressor runs on {main}: leave --device "
-            "out, and choose among several GPUs by CUDA_VISIBLE_DEVICES"
-        )
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What llm-compressor does with each layer."""
-
-    method: str  # rtn, awq or gptq
-    global_scale: str = "amax"  # or pow2; AWQ's search for its own scales is under amax in any case
-    batch_size: int = 1
-    observer: str | None = None  # of block scales, for rtn and gptq; None: that of the scheme
-
-
-def calibrate(
-    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration | None, recipe: Recipe
-) -> PreTrainedModel:
-    """The model with quantization parameters on its linears; their `weight` is what will be encoded.
-
-    `calibration` None is for rtn with an observer that looks at no inputs.
-    """
-    load_compressor()
-    from llmcompressor import oneshot
-
-    model = _load(source)
-    if source.decoder.has_experts:
-        from llmcompressor.modeling.moe.linearize import linearize_moe
-
-        linearize_moe(model)  # each expert has linears of its own, and rows go through all of them
-    ignored = [source.decoder.linearized(module) for module in source.unquantized()]
-    rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ignored}
-    observer = power_of_two_observer() if recipe.global_scale == "pow2" else recipe.observer
-    if observer is not None:
-        rounding["weight_observer"] = observer
-    with_rows = {}
-    if calibration is not None:
-        with_rows = {
-            "dataset": _batches(calibration, recipe.batch_size),
-            "num_calibration_samples": len(calibration.sequences),
-            "max_seq_length": len(calibration.sequences[0]),
-            "pipeline": "sequential",
-        }
-    oneshot(
-        model=model,
-        tokenizer=tokenizer,
-        recipe=_modifiers(recipe.method, rounding, source.decoder),
-        trust_remote_code_model=source.trust_remote_code,
-        **with_rows,
-    )
-    return model
-
-
-def _load(source: Source) -> PreTrainedModel:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    # float32 on a CPU, where bfloat16 products take up to 20 times as long, and for float16 files: see
-    # quantize.rounding.weight_for_scales.
-    half = source.tensors[f"{source.quantized[0]}.weight"].dtype == "BF16" and torch.accelerator.is_available()
-    dtype = torch.bfloat16 if half else torch.float32
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            source.folder, dtype=dtype, use_safetensors=True, trust_remote_code=source.trust_remote_code
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{source.folder} cannot be loaded by transformers: {error}") from error
-
-
-def _modifiers(method: str, rounding: dict, decoder: Decoder) -> list:
-    import torch
-    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-    from llmcompressor.modifiers.transform import AWQModifier
-
-    if method != "awq":
-        return [(GPTQModifier if method == "gptq" else QuantizationModifier)(**rounding)]
-
-    class UnpinnedAWQModifier(AWQModifier):
-        """AWQ that also runs without an accelerator.
-
-        llmcompressor 0.14.0.1 always pins its cached activations in memory (modifiers/transform/awq/base.py,
-        _apply_smoothing), which torch refuses without an accelerator. Remove this class when llmcompressor checks for
-        one first; tests/quantize/test_calibrated.py fails then.
-        """
-
-        def on_sequential_epoch_end(self, state: object, event: object, **kwargs: object) -> None:
-            for cache in self._parent_args_cache.values():
-                cache.pin_memory = lambda batch_index: None
-            super().on_sequential_epoch_end(state, event, **kwargs)
-
-    mappings = _mappings(decoder) if decoder.has_experts else None
-    if not torch.accelerator.is_available():
-        return [UnpinnedAWQModifier(mappings=mappings), QuantizationModifier(**rounding)]
-    # At 256 x 2048 tokens the cached inputs of a 32B layer are tens of GB, so they wait in main memory.
-    return [AWQModifier(mappings=mappings, offload_device=torch.device("cpu")), QuantizationModifier(**rounding)]
-
-
-def _mappings(decoder: Decoder) -> list:
-    """What AWQ rescales in layers with experts: a norm together with all that read it, which the router does too.
-
-    llm-compressor 0.14 has such mappings for some classes of models. For others it would rescale the norm and leave the
-    router as it is, which then chooses other experts.
-    """
-    from llmcompressor.modifiers.transform.awq import AWQMapping
-
-    found = [
-        AWQMapping("re:.*input_layernorm$", ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]),
-        AWQMapping("re:.*v_proj$", ["re:.*o_proj$"]),
-        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
-    ]
-    for layer in range(decoder.layers):
-        inside = rf"re:model\.layers\.{layer}\.mlp\."
-        parts = ("gate", r"experts\..*gate_proj", r"experts\..*up_proj") if layer in decoder.sparse else MLP
-        readers = [f"{inside}{part}$" for part in parts]
-        found.append(AWQMapping(rf"re:model\.layers\.{layer}\.post_attention_layernorm$", readers))
-    return found
-
-
-def _batches(calibration: Calibration, batch_size: int) -> torch.utils.data.DataLoader:
-    import torch
-
-    rows = [
-        {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.long)}
-        for ids in calibration.sequences
-    ]
-    return torch.utils.data.DataLoader(rows, batch_size=batch_size)
-
-
-def calibrated_groups(
-    source: Source, config: QuantizationConfig, model: PreTrainedModel
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors to write, on the CPU, one group of `source.groups()` at a time; the model stays unchanged."""
-    from compressed_tensors.compressors import BaseCompressor
-
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    scheme = config.config_groups["group_0"]
-    for names in source.groups():
-        written = {}
-        for name in names:
-            if name in source.chosen:
-                module = source.chosen[name]
-                state = _quantization_state(model, source.decoder.linearized(module))
-                for part, tensor in compressor.compress(state, scheme).items():
-                    written[f"{module}.{part}"] = tensor.cpu().contiguous()
-            else:
-                written[name] = dense_tensor(source, model, name)
-        yield written
-
-
-def _quantization_state(model: PreTrainedModel, module: str) -> dict[str, torch.Tensor]:
-    parts = model.get_submodule(module)
-    names = ("weight", "weight_scale", "weight_global_scale", "weight_zero_point")
-    return {name: getattr(parts, name).detach() for name in names if getattr(parts, name, None) is not None}
-
-
-def dense_tensor(source: Source, model: PreTrainedModel, name: str) -> torch.Tensor:
-    """A tensor of the calibrated model on the CPU, in the source's dtype; for a quantized linear before encoding."""
-    module, _, tensor = name.rpartition(".")
-    value = getattr(model.get_submodule(source.decoder.linearized(module)), tensor).detach().cpu()
-    if name in source.chosen:
-        return value
-    return value.to(_torch_dtype(source.tensors[name].dtype)).contiguous()
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]

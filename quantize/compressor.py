@@ -1,24 +1,13 @@
-"""llm-compressor's methods.
-
-Static scales of activations, from each linear's inputs over calibration rows, one decoder layer in memory at a time.
-
-They are what a run with `nvfp4_w4a4_static` computes with the whole model (`qerl.checkpoint.activations`): powers of
-two with head room, for rows that the calibration has not seen and for training.
-
-The experts of a layer as linears of their own, each of which can be watched and lent the weights of a checkpoint.
-
-transformers 5.17 multiplies by two tensors that hold all experts of a layer. llm-compressor's `linearize_moe` takes
-such tensors apart; the modules here are made without weights.
-
-The text part of a model for pictures and text, as `qerl quantize` reads it.
-
-Rounding to nearest takes the part's tensors where they are. Rows have to go through a model, and transformers opens a
-folder as its config says; so for them the part is first written as a text model of its own, in 16 bits.
-
-The entry to llm-compressor: import it, forward its log to ours, and take the scheme NVFP4A16 from it.
+"""llm-compressor: import it, forward its log to ours, take the scheme NVFP4A16 from it, and run AWQ and GPTQ by it.
 
 Importing llm-compressor takes seconds (it imports datasets, transformers' model code and torch.distributed), sets up
 loguru and writes to stdout. So it is imported on first use, with its log switched off during the import.
+
+In its sequential pipeline the model is in main memory, and one decoder layer on the GPU. `awq` rescales channels by
+activation statistics (arXiv 2306.00978) and then rounds to nearest. It changes norms and the weights next to them too,
+in a way that before rounding the model still computes the same. `gptq` rounds column by column and moves the error of
+each to the remaining columns (arXiv 2210.17323). The tensors we write are those that llm-compressor would save; names,
+other tensors and the config come from the source, as with rtn.
 """
 
 from __future__ import annotations
@@ -26,123 +15,23 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
-import torch
-from torch import nn
+from dataclasses import dataclass
+from functools import cache as once
+from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.base.errors import MissingExtraError
-from qerl.checkpoint.activations import scales_of
-from qerl.checkpoint.experts import LINEARIZED, Decoder
-from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
+from qerl.base.errors import CheckpointError, ConfigError, MissingExtraError
+from qerl.checkpoint.experts import GATE_UP as MLP
+from qerl.checkpoint.experts import Decoder
 from qerl.checkpoint.source import Source
-from qerl.checkpoint.verify import ReadTensor
-from quantize.one_pass import LayeredModel
+from quantize.calibration import Calibration
 
-HEADROOM_BITS = 2  # as in a run (qat.quant_cfg.weights.headroom_bits)
-
-
-def streamed_input_scales(
-    source: Source, read: ReadTensor, rows: Sequence[Sequence[int]], device: torch.device, advance: Callable[[], None]
-) -> dict[str, torch.Tensor]:
-    """float32 (1,) by quantized module of `source`, whose tensors `read` gives, on `rows` of token ids.
-
-    Linears that read the same input, as those which engines fuse do, have the same scale. `advance` is called after
-    each layer. Raises CheckpointError for inputs that hold inf or NaN, or are zero throughout.
-    """
+if TYPE_CHECKING:
     import torch
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    amax = {name: torch.zeros((), device=device) for name in source.quantized}
-
-    def see(module: str, inputs: torch.Tensor) -> None:
-        if module in amax:
-            amax[module] = torch.maximum(amax[module], inputs.abs().amax().float())
-
-    def load(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: read(name).to(device, dtype) for name in names}
-
-    before, *layers, after = source.groups()
-    with torch.inference_mode():
-        model = LayeredModel(source, dtype, device)
-        hidden = model.embed([torch.tensor([row], device=device) for row in rows], load(before + after))
-        for number, names in enumerate(layers):
-            model.step(number, load(names), hidden, see)
-            advance()
-    return scales_of(amax, HEADROOM_BITS, f"{len(rows)} calibration sequences (--calibration)")
-
-
-class LinearExperts(nn.ModuleList):
-    """Stands in for the experts module of a layer; its linears are named as `Decoder.linearized` says."""
-
-    def __init__(self, decoder: Decoder, act: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
-        super().__init__(_expert(decoder, dtype) for _ in range(decoder.experts))
-        self._act = act
-
-    def forward(self, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of the chosen experts' outputs for each token; an expert sees only the tokens it is for."""
-        total_TD = torch.zeros_like(hidden_TD)
-        for number, expert in enumerate(self):
-            tokens, place = torch.where(chosen_TK == number)
-            if len(tokens):
-                x = hidden_TD[tokens]
-                out = expert["down_proj"](self._act(expert["gate_proj"](x)) * expert["up_proj"](x))
-                total_TD.index_add_(0, tokens, (out * weights_TK[tokens, place, None]).to(total_TD.dtype))
-        return total_TD
-
-
-def take_apart_(model: nn.Module, decoder: Decoder) -> None:
-    """Replace the experts of each layer of a decoder that is on the meta device."""
-    for layer in decoder.sparse:
-        block = model.get_submodule(f"model.layers.{layer}.mlp")
-        block.experts = LinearExperts(decoder, block.experts.act_fn, block.experts.down_proj.dtype)
-
-
-def _expert(decoder: Decoder, dtype: torch.dtype) -> nn.ModuleDict:
-    gate, up, down = LINEARIZED
-    shapes = {gate: (decoder.hidden, decoder.width), up: (decoder.hidden, decoder.width)}
-    shapes[down] = (decoder.width, decoder.hidden)
-    return nn.ModuleDict(
-        {name: nn.Linear(*shape, bias=False, device="meta", dtype=dtype) for name, shape in shapes.items()}
-    )
-
-
-logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def text_model(source: Source, beside: Path, rows: bool) -> Iterator[Source]:
-    """A source that holds a text part, checked against its config.
-
-    With `rows` it is a copy in a hidden folder beside `beside`, which is deleted at the end of the block. Raises
-    CheckpointError if the config does not fit, or if there is no space.
-    """
-    from qerl.checkpoint.load import check_config_fits
-
-    logger.info("%s: only its text part is written, as a text model (%s)", source.name, source.config["model_type"])
-    where = {"dir": beside.absolute().parent, "prefix": f".{beside.name}-text-"} if rows else {}
-    with TemporaryDirectory(**where) as name:
-        folder = Path(name)
-        write_json(folder / "config.json", source.config)
-        check_config_fits(folder, source.tensors)
-        yield _copied(source, folder) if rows else source
-
-
-def _copied(source: Source, folder: Path) -> Source:
-    """The text part in `folder`, which has its config."""
-    check_space(folder, source.size_bytes())
-    with TensorReader(source.tensors) as read:
-        write_weights(folder, ({name: read(name) for name in group} for group in source.groups()))
-    copy_small_files(source.folder, folder)
-    return replace(source, folder=folder, tensors=read_tensors(folder), part=False)
+    from compressed_tensors.quantization import QuantizationConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 SCHEME = formats.DEFAULT.scheme
@@ -153,6 +42,8 @@ NOISE = (  # repeated many times; we say it once
     "MoE is being linearized after loading",
 )
 
+logger = logging.getLogger(__name__)
+
 
 def check_installed() -> None:
     """Raise MissingExtraError unless llm-compressor is installed. Does not import it."""
@@ -160,7 +51,7 @@ def check_installed() -> None:
         raise MissingExtraError("llmcompressor", "quantize")
 
 
-@cache
+@once
 def load_compressor() -> None:
     """Import llm-compressor and forward its log, from WARNING up, to the logger `quantize.compressor`."""
     check_installed()
@@ -182,7 +73,7 @@ def _to_logging(message: str) -> None:
     logger.warning("llm-compressor: %s", str(message).strip())
 
 
-@cache
+@once
 def power_of_two_observer() -> str:
     """Register an observer of weights whose global scales are powers of two; returns its name for a modifier."""
     load_compressor()
@@ -218,3 +109,181 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError unless `device` is the one that llm-compressor calibrates on, which cannot be chosen."""
+    load_compressor()
+    from llmcompressor.utils.dev import get_main_device
+
+    main = get_main_device()
+    if device.type != main.type or (device.index or 0) != (main.index or 0):
+        raise ConfigError(
+            f"--device {device} cannot be used with awq and gptq, which llm-compressor runs on {main}: leave --device "
+            "out, and choose among several GPUs by CUDA_VISIBLE_DEVICES"
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What llm-compressor does with each layer."""
+
+    method: str  # rtn, awq or gptq
+    global_scale: str = "amax"  # or pow2; AWQ's search for its own scales is under amax in any case
+    batch_size: int = 1
+    observer: str | None = None  # of block scales, for rtn and gptq; None: that of the scheme
+
+
+def calibrate(
+    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration | None, recipe: Recipe
+) -> PreTrainedModel:
+    """The model with quantization parameters on its linears; their `weight` is what will be encoded.
+
+    `calibration` None is for rtn with an observer that looks at no inputs.
+    """
+    load_compressor()
+    from llmcompressor import oneshot
+
+    model = _load(source)
+    if source.decoder.has_experts:
+        from llmcompressor.modeling.moe.linearize import linearize_moe
+
+        linearize_moe(model)  # each expert has linears of its own, and rows go through all of them
+    ignored = [source.decoder.linearized(module) for module in source.unquantized()]
+    rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ignored}
+    observer = power_of_two_observer() if recipe.global_scale == "pow2" else recipe.observer
+    if observer is not None:
+        rounding["weight_observer"] = observer
+    with_rows = {}
+    if calibration is not None:
+        with_rows = {
+            "dataset": _batches(calibration, recipe.batch_size),
+            "num_calibration_samples": len(calibration.sequences),
+            "max_seq_length": len(calibration.sequences[0]),
+            "pipeline": "sequential",
+        }
+    oneshot(
+        model=model,
+        tokenizer=tokenizer,
+        recipe=_modifiers(recipe.method, rounding, source.decoder),
+        trust_remote_code_model=source.trust_remote_code,
+        **with_rows,
+    )
+    return model
+
+
+def _load(source: Source) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # float32 on a CPU, where bfloat16 products take up to 20 times as long, and for float16 files: see
+    # quantize.one_pass.weight_for_scales.
+    half = source.tensors[f"{source.quantized[0]}.weight"].dtype == "BF16" and torch.accelerator.is_available()
+    dtype = torch.bfloat16 if half else torch.float32
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, use_safetensors=True, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{source.folder} cannot be loaded by transformers: {error}") from error
+
+
+def _modifiers(method: str, rounding: dict, decoder: Decoder) -> list:
+    import torch
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.transform import AWQModifier
+
+    if method != "awq":
+        return [(GPTQModifier if method == "gptq" else QuantizationModifier)(**rounding)]
+
+    class UnpinnedAWQModifier(AWQModifier):
+        """AWQ that also runs without an accelerator.
+
+        llmcompressor 0.14.0.1 always pins its cached activations in memory (modifiers/transform/awq/base.py,
+        _apply_smoothing), which torch refuses without an accelerator. Remove this class when llmcompressor checks for
+        one first; tests/quantize/test_calibrated.py fails then.
+        """
+
+        def on_sequential_epoch_end(self, state: object, event: object, **kwargs: object) -> None:
+            for cache in self._parent_args_cache.values():
+                cache.pin_memory = lambda batch_index: None
+            super().on_sequential_epoch_end(state, event, **kwargs)
+
+    mappings = _mappings(decoder) if decoder.has_experts else None
+    if not torch.accelerator.is_available():
+        return [UnpinnedAWQModifier(mappings=mappings), QuantizationModifier(**rounding)]
+    # At 256 x 2048 tokens the cached inputs of a 32B layer are tens of GB, so they wait in main memory.
+    return [AWQModifier(mappings=mappings, offload_device=torch.device("cpu")), QuantizationModifier(**rounding)]
+
+
+def _mappings(decoder: Decoder) -> list:
+    """What AWQ rescales in layers with experts: a norm together with all that read it, which the router does too.
+
+    llm-compressor 0.14 has such mappings for some classes of models. For others it would rescale the norm and leave the
+    router as it is, which then chooses other experts.
+    """
+    from llmcompressor.modifiers.transform.awq import AWQMapping
+
+    found = [
+        AWQMapping("re:.*input_layernorm$", ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]),
+        AWQMapping("re:.*v_proj$", ["re:.*o_proj$"]),
+        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+    ]
+    for layer in range(decoder.layers):
+        inside = rf"re:model\.layers\.{layer}\.mlp\."
+        parts = ("gate", r"experts\..*gate_proj", r"experts\..*up_proj") if layer in decoder.sparse else MLP
+        readers = [f"{inside}{part}$" for part in parts]
+        found.append(AWQMapping(rf"re:model\.layers\.{layer}\.post_attention_layernorm$", readers))
+    return found
+
+
+def _batches(calibration: Calibration, batch_size: int) -> torch.utils.data.DataLoader:
+    import torch
+
+    rows = [
+        {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.long)}
+        for ids in calibration.sequences
+    ]
+    return torch.utils.data.DataLoader(rows, batch_size=batch_size)
+
+
+def calibrated_groups(
+    source: Source, config: QuantizationConfig, model: PreTrainedModel
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time; the model stays unchanged."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    scheme = config.config_groups["group_0"]
+    for names in source.groups():
+        written = {}
+        for name in names:
+            if name in source.chosen:
+                module = source.chosen[name]
+                state = _quantization_state(model, source.decoder.linearized(module))
+                for part, tensor in compressor.compress(state, scheme).items():
+                    written[f"{module}.{part}"] = tensor.cpu().contiguous()
+            else:
+                written[name] = dense_tensor(source, model, name)
+        yield written
+
+
+def _quantization_state(model: PreTrainedModel, module: str) -> dict[str, torch.Tensor]:
+    parts = model.get_submodule(module)
+    names = ("weight", "weight_scale", "weight_global_scale", "weight_zero_point")
+    return {name: getattr(parts, name).detach() for name in names if getattr(parts, name, None) is not None}
+
+
+def dense_tensor(source: Source, model: PreTrainedModel, name: str) -> torch.Tensor:
+    """A tensor of the calibrated model on the CPU, in the source's dtype; for a quantized linear before encoding."""
+    module, _, tensor = name.rpartition(".")
+    value = getattr(model.get_submodule(source.decoder.linearized(module)), tensor).detach().cpu()
+    if name in source.chosen:
+        return value
+    return value.to(_torch_dtype(source.tensors[name].dtype)).contiguous()
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]

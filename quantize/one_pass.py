@@ -1,15 +1,12 @@
-"""One pass over the calibration rows, a layer at a time.
+"""Run a model's layers over calibration rows, one at a time, and compute what is written on the way.
 
-Run a model layer by layer with the weights of several checkpoints, of which one layer at a time is in memory.
+`LayeredModel` runs the layers with the weights of several checkpoints. The hidden states of all rows stay, so memory
+does not grow with the model's depth. The modules come from config.json and hold no weights;
+`torch.func.functional_call` lends them the weights of one checkpoint after another.
 
-The hidden states of all rows stay, so memory does not grow with the model's depth. The modules come from config.json
-and hold no weights; `torch.func.functional_call` lends them those of one checkpoint after another.
-
-Quantize a model in one pass over calibration rows, one decoder layer in memory at a time, with the start beside it.
-
-For each layer: its rows go through it in 16 bits, while the second moment R of each distinct input is summed; its
-linears are rounded under R (`quantize.rounding`) or come from another method; and the factors of W - Q are computed
-under R (`quantize.rounding`). All layers see the 16-bit model's inputs.
+`one_pass_groups` quantizes: for each layer, its rows go through it in 16 bits, while the second moment R of each
+distinct input is summed; its linears are rounded under R or come from another method; and the factors of W - Q, the
+start, are computed under R (`quantize.rounding`). All layers see the 16-bit model's inputs.
 
 Experts are rounded each under its own tokens; one that had none takes the moment of its layer's other experts. The
 start leaves experts out: they would need factors of their own, or shared ones that an adapter on experts can hold.
@@ -22,24 +19,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.base_start import LORA_A, LORA_B
+from qerl.checkpoint.activations import scales_of
+from qerl.checkpoint.base_start import (
+    ABOUT,
+    DEFAULT_RANK,
+    LORA_A,
+    LORA_B,
+    START,
+    BaseStart,
+    base_digest,
+    read_start,
+    write_start,
+)
 from qerl.checkpoint.experts import all_experts
+from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
 
 if TYPE_CHECKING:
     import torch
+    from compressed_tensors.quantization import QuantizationConfig
     from torch import nn
 
-    from qerl.checkpoint.source import Tensors
     from qerl.formats.nvfp4.reference import GlobalScaleKind
+    from quantize.calibration import Calibration
 
 
 Tensors = Mapping[str, "torch.Tensor"]
 Inputs = Mapping[str, Callable[["torch.Tensor"], "torch.Tensor"]]
+BF16_BYTES = 2
 EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -52,7 +64,7 @@ class LayeredModel:
         self._model = empty_model(source.folder, dtype, source.trust_remote_code).eval()
         self._names = source.decoder.linearized
         if source.decoder.has_experts:
-            from quantize.compressor import take_apart_  # it imports torch
+            from quantize.linear_experts import take_apart_  # it imports torch
 
             take_apart_(self._model, source.decoder)
         for module in self._model.modules():
@@ -147,6 +159,58 @@ def _watch(name: str, module: nn.Module, see: Callable[[str, torch.Tensor], None
 
 def _replace(module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+
+
+HEADROOM_BITS = 2  # as in a run (qat.quant_cfg.weights.headroom_bits)
+
+
+def streamed_input_scales(
+    source: Source, read: ReadTensor, rows: Sequence[Sequence[int]], device: torch.device, advance: Callable[[], None]
+) -> dict[str, torch.Tensor]:
+    """float32 (1,) by quantized module of `source`, whose tensors `read` gives, on `rows` of token ids.
+
+    Linears that read the same input, as those which engines fuse do, have the same scale. `advance` is called after
+    each layer. Raises CheckpointError for inputs that hold inf or NaN, or are zero throughout.
+    """
+    import torch
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    amax = {name: torch.zeros((), device=device) for name in source.quantized}
+
+    def see(module: str, inputs: torch.Tensor) -> None:
+        if module in amax:
+            amax[module] = torch.maximum(amax[module], inputs.abs().amax().float())
+
+    def load(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: read(name).to(device, dtype) for name in names}
+
+    before, *layers, after = source.groups()
+    with torch.inference_mode():
+        model = LayeredModel(source, dtype, device)
+        hidden = model.embed([torch.tensor([row], device=device) for row in rows], load(before + after))
+        for number, names in enumerate(layers):
+            model.step(number, load(names), hidden, see)
+            advance()
+    return scales_of(amax, HEADROOM_BITS, f"{len(rows)} calibration sequences (--calibration)")
+
+
+def rtn_groups(
+    source: Source, config: QuantizationConfig, read: Callable[[str], torch.Tensor], device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time.
+
+    A group holds a whole layer, so q/k/v and gate/up reach the converter together and share their global scales.
+    Raises CheckpointError for a tensor with NaN or infinity.
+    """
+    from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
+
+    converter = ModelFreePtqConverter(config)
+    for names in source.groups():
+        written = {name: finite(name, read(name)) for name in names if name not in source.chosen}
+        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in source.chosen}
+        if weights:
+            written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
+        yield written
 
 
 Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name
@@ -389,3 +453,36 @@ def _float32() -> torch.dtype:
     import torch
 
     return torch.float32
+
+
+def save_start(
+    base: Path, source: Source, start: Start, rows: Calibration, folder: Path | None = None
+) -> dict[str, Any]:
+    """Write the start of `base`, which holds the verified weights, into `folder` (default: start/ in it).
+
+    Returns the entry of quantize_report.json. Raises CheckpointError if it cannot be read back.
+    """
+    folder = folder or base / START
+    folder.mkdir(exist_ok=True)
+    about = {"rate_ratio": start.rate_ratio}
+    write_start(
+        folder,
+        start.tensors,
+        {"source": source.name, "base_digest": base_digest(base), **about, "calibration": rows.summary()},
+    )
+    return {"rank": start.rank, **about}
+
+
+def start_bytes(source: Source, rank: int) -> int:
+    """Bytes of a start of `rank` for a model."""
+    return sum(BF16_BYTES * rank * sum(source.tensors[f"{name}.weight"].shape) for name in modules_of_start(source))
+
+
+def read_factors(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A (rank, in) and B (out, rank) by module, of as many components as runs use; empty without a start."""
+    if not (folder / ABOUT).is_file():
+        return {}
+    rank = read_json(folder / ABOUT)["rank"]
+    tensors = read_start(BaseStart(folder, min(rank, DEFAULT_RANK)))
+    modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+    return {module: (tensors[module + LORA_A], tensors[module + LORA_B]) for module in modules}

@@ -1,10 +1,5 @@
 """Rounding the weights of a linear.
 
-Round to nearest: quantization without data, with one decoder layer in memory at a time.
-
-llm-compressor itself computes the bits: we feed the converter behind its `model_free_ptq` layer by layer. That function
-reads whole files, of which one may hold 50 GB, and quantizes the embeddings unless told not to.
-
 Rounding to NVFP4 under the weights of the inputs: searched block scales, and GPTQ on them. Tensors in, tensors out.
 
 What is minimized for a linear W (out, in) is tr((W - Q) R (W - Q)'), where R (in, in) is the second moment of its
@@ -39,11 +34,10 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from qerl.checkpoint.source import Source, Tensors, finite, weight_for_scales
 from qerl.formats.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
 from qerl.formats.nvfp4.reference import (
     ZERO_SCALE,
@@ -53,29 +47,6 @@ from qerl.formats.nvfp4.reference import (
     pack_codes,
     shared_global_scale,
 )
-
-if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationConfig
-
-
-def rtn_groups(
-    source: Source, config: QuantizationConfig, read: Callable[[str], torch.Tensor], device: torch.device
-) -> Iterator[Tensors]:
-    """The tensors to write, on the CPU, one group of `source.groups()` at a time.
-
-    A group holds a whole layer, so q/k/v and gate/up reach the converter together and share their global scales.
-    Raises CheckpointError for a tensor with NaN or infinity.
-    """
-    from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
-
-    converter = ModelFreePtqConverter(config)
-    for names in source.groups():
-        written = {name: finite(name, read(name)) for name in names if name not in source.chosen}
-        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in source.chosen}
-        if weights:
-            written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
-        yield written
-
 
 USUAL = 6.0  # the largest weight of a block becomes the largest code
 CANDIDATES = (USUAL, 5.5, 5.0, 4.5, 4.0, 3.5, 3.0, 7.0, 8.0)  # codes that it may become; above 6 it is cut off

@@ -25,7 +25,8 @@ SOLE_IMPORTERS = {
 }
 # The command line and the Python interface start all stages, and `qerl train --quantize` two of them.
 ENTRY_POINTS = {
-    "qerl/cli/main.py": {"quantize", "training", "eval"},
+    "qerl/cli/main.py": {"training", "eval"},
+    "qerl/cli/quantize.py": {"quantize"},
     "qerl/cli/train.py": {"quantize", "training"},
     "qerl/api/training.py": {"training", "eval", "quantize"},
 }
@@ -62,10 +63,6 @@ ALLOWED_UPWARD = """
     qerl.data.sequences -> qerl.checkpoint.sandbox
     qerl.data.sequences -> qerl.episodes.endpoint
     qerl.data.tasks -> qerl.checkpoint.sandbox
-    quantize.merge.run -> qerl.cli.next_step
-    quantize.merge.run -> qerl.cli.options
-    quantize.run -> qerl.cli.next_step
-    quantize.run -> qerl.cli.options
     training.run -> qerl.api.arguments
     training.loss.batch -> training.distill.divergence
     training.loss.batch -> training.rollout.groups
@@ -103,13 +100,13 @@ LARGE_FOLDERS = {
 ASKS_FOR_A_FORMAT = {
     "qerl/checkpoint/verify.py: format_of(folder).name != source.format.name",
     "quantize/export/run.py: options.to != masters.format.name",
-    "quantize/merge/base.py: merge.reference.format.name != source.format.name",
-    "quantize/merge/base.py: merge.reference.format.name == merge.source.format.name",
-    "quantize/merge/base.py: merge.reference.format.name == source.format.name",
-    "quantize/merge/run.py: to.name == formats.NVFP4.name",
-    "quantize/merge/run.py: trained.format.name != to.name",
-    "quantize/merge/run.py: trained.format.name == to.name",
-    "quantize/start_of.py: ref.format != QuantizeOptions().format.name",
+    "quantize/export/weights.py: merge.reference.format.name != source.format.name",
+    "quantize/export/weights.py: merge.reference.format.name == merge.source.format.name",
+    "quantize/export/weights.py: merge.reference.format.name == source.format.name",
+    "quantize/export/run.py: to.name == formats.NVFP4.name",
+    "quantize/export/run.py: trained.format.name != to.name",
+    "quantize/export/run.py: trained.format.name == to.name",
+    "quantize/start.py: ref.format != QuantizeOptions().format.name",
 }
 
 

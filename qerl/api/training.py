@@ -41,8 +41,7 @@ from qerl.data.tasks import get_task
 
 if TYPE_CHECKING:
     from eval.result import EvalResult
-    from quantize.export.run import ExportReport
-    from quantize.merge.card import MergeReport
+    from quantize.export.report import ExportReport, MergeReport
     from quantize.report import QuantizeReport
     from training.run import TrainResult
 
@@ -128,23 +127,24 @@ def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, 
     `to` is adapter, bf16 or nvfp4; `options` are those of `qerl merge`.
     """
     from qerl.api.arguments import as_before
-    from quantize.merge.options import MergeOptions
-    from quantize.merge.run import merged
+    from quantize.export.options import ExportOptions
+    from quantize.export.run import merged
 
-    chosen = _options(MergeOptions, {**options, "adapter": model_name(adapter), "to": to}, "qerl.merge")
+    chosen = _options(ExportOptions, {**options, "adapter": model_name(adapter), "to": to}, "qerl.merge")
     with as_before():
         return merged(chosen, gpu)
 
 
-def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport:
-    """Turn a run that trained whole weights into a folder to serve or publish; the report's `out` is the folder.
+def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport | MergeReport:
+    """Turn a run or an adapter into a folder to serve or publish; the report's `out` is the folder.
 
-    `options` are those of `qerl export`: to, out, step, overwrite, force and device.
+    `options` are those of `qerl export`, such as to, out, step, overwrite, force and device.
     """
     from qerl.api.arguments import as_before
-    from quantize.export.run import ExportOptions, exported
+    from quantize.export.options import ExportOptions
+    from quantize.export.run import exported
 
-    chosen = _options(ExportOptions, {**options, "run": Path(model_name(run))}, "qerl.export")
+    chosen = _options(ExportOptions, {**options, "adapter": model_name(run)}, "qerl.export")
     with as_before():
         return exported(chosen)
 

@@ -26,9 +26,7 @@ from qerl.cli.train import distill, sft, task_values, train, with_resume_value
 
 try:
     from eval.command import compare_results, evaluate
-    from quantize.export.run import export_command
-    from quantize.merge.run import merge_command
-    from quantize.run import quantize_command
+    from qerl.cli.quantize import export_command, merge_command, quantize_command
 except ImportError:  # names that other projects use too
     refuse_clashes()
     raise
@@ -146,8 +144,8 @@ COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in w
     "compare": (compare_results, "Compare two evaluations: better, worse, or cannot tell."),
     "report": (report, "Write a page about a run, or about several side by side."),
     "grade": (grade, "Grade saved completions again."),
-    "merge": (command_of(merge_command), "Turn an adapter into a folder to serve or publish."),
-    "export": (command_of(export_command), "Turn a run with whole weights into a folder to serve or publish."),
+    "export": (command_of(export_command), "Turn a run or an adapter into a folder to serve or publish."),
+    "merge": (command_of(merge_command), "The same as `qerl export`, into merged/."),
     "chat": (command_of(chat_command), "Talk to a base, a run, an adapter or a merged model."),
 }
 for _name, (_command, _line) in COMMANDS.items():

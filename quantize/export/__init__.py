@@ -1,1 +1,1 @@
-"""`qerl export`: the model that a run with whole weights has trained, in 4 or in 16 bits."""
+"""`qerl export`: a run or an adapter as a folder to serve or publish."""

@@ -1,263 +1,171 @@
-"""`qerl export` from its options to its report.
+"""`qerl export` (alias `qerl merge`): turn a run or an adapter into a folder to serve or publish.
 
-What is asked of `qerl export`, as one value whose fields are its options. Importing this loads no torch.
-
-Open an exported model again and compare it bit by bit with what the masters give once more.
-
-The README.md of an exported model: a model card in the hub's format, from the run and what was written.
-
-`qerl export`: write the model that a run has trained through the quantizer.
-
-    qerl export --run runs/qat_7b-20260101                    # -> exported/qat_7b-20260101-nvfp4
-    qerl export --run R --to bf16                             # the masters, rounded to bfloat16
-    qerl export --run R --step 40 --out DIR                   # an earlier checkpoint
-    qerl export --run R --push-to-hub me/name                 # uploaded, with its model card
+    qerl export --run runs/qat_7b-20260101                    # -> exported/qat_7b-20260101-nvfp4, as it was trained
+    qerl export --run R --step 40 --to bf16                   # an earlier checkpoint; the masters in bfloat16
+    qerl export --run runs/dapo_7b-20260101 --to bf16         # the adapter, merged into its base
+    qerl export --adapter A --to nvfp4 --out DIR              # rounded again; says what rounding left of the adapter
+    qerl export --adapter A --to adapter --push-to-hub me/name  # the adapter alone, with a model card
+    qerl export --adapter A --to adapter --with-start         # with the start of its base, for stock vLLM
 
 First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
-at a time is packed by the format's own arithmetic, under the global scales of RUN/base, into a hidden folder. It is
-opened again, compared bit by bit with what the masters give, and moved to its place in one step.
-
-`qerl export`; qerl/cli/main.py registers it. Nothing here imports torch.
+at a time is written into a hidden folder, which is opened again, compared, and moved to its place in one step. What was
+trained through the quantizer is packed by the format's own arithmetic under the global scales of RUN/base, and compared
+bit by bit. An adapter is merged in float32 and rounded once; last its effect is measured on prompts, and the report and
+the model card are completed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+import shlex
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
 
 from qerl import formats
-from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.files import no_folder
+from qerl.base.errors import CheckpointError, ConfigError, QerlError
+from qerl.base.files import replace_text
 from qerl.checkpoint import adapter_file as sealed
-from qerl.checkpoint.adapter_file import BASE, checkpoint_of, through_quantizer
-from qerl.checkpoint.export import Masters, check_push, dense_tensors, packed_tensors, push, read_trained, write_trained
-from qerl.checkpoint.folder import REPORT, format_of, kind_of
-from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder, write_json
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_json, read_tensors
-from qerl.checkpoint.source import Tensors, by_layer
-from qerl.checkpoint.verify import FailedCheck, check_head, sqnr_db
-from quantize.merge.card import (
-    base_on_hub,
-    evaluation_text,
-    licence_of,
-    loading_lines,
-    read_results,
-    table_text,
-    training_text,
+from qerl.checkpoint.activations import rounds_to_four_bits
+from qerl.checkpoint.adapter_file import BASE, STEP, checkpoint_of, read_adapter, through_quantizer
+from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
+from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
+from qerl.checkpoint.folder import REPORT, resting_kind
+from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT, check_space, check_target, staged_folder, write_json
+from qerl.checkpoint.peft_folder import TrainedOn, plain_base
+from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
+from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.source import by_layer
+from quantize.export.adapter import HOLDS_START, AdapterStart, start_in_merge
+from quantize.export.base import Adapter, check_original, choose_base, read_base
+from quantize.export.card import export_card_text, write_card
+from quantize.export.effect import run_of
+from quantize.export.options import (
+    ONLY_QERL,
+    TARGETS,
+    ExportOptions,
+    chat_line,
+    only_qerl_reads,
+    serve_adapter_line,
+    serve_model_line,
 )
-from quantize.merge.options import ONLY_QERL, chat_line, only_qerl_reads, serve_model_line
-from quantize.report import format_size
+from quantize.export.report import ExportReport, MergeReport
+from quantize.export.weights import check_written
 from quantize.run import package_version, progress_bar, resolve_device
 
-if TYPE_CHECKING:
-    import torch
-    from rich.table import Table
-
-
-TARGETS = tuple(each.name for each in formats.writable())
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What to export and how."""
-
-    run: Annotated[Path, typer.Option(help="Directory of a run that trains through the quantizer.")]
-    to: Annotated[
-        Literal[TARGETS] | None,
-        typer.Option(help="Default: as it was trained; bf16: the masters, or 16-bit weights with adapter."),
-    ] = None
-    out: Annotated[
-        Path | None, typer.Option(help="Default: exported/<run>-<to>, with --step exported/<run>-N-<to>.")
-    ] = None
-    step: Annotated[int | None, typer.Option(min=1, help="Of this checkpoint; default: the last.")] = None
-    push_to_hub: Annotated[str | None, typer.Option(help="Upload to this hub id (owner/name).")] = None
-    public: Annotated[bool, typer.Option("--public", help="A new hub repository is public; default private.")] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
-    force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
-    device: Annotated[str, typer.Option(help="What packs: auto, cpu or cuda.")] = "auto"
-
-    def check(self) -> None:
-        """Raise ConfigError for a format that cannot be written."""
-        if self.to not in (None, *TARGETS):
-            raise ConfigError(f"--to {self.to!r} is not known: write {' or '.join(TARGETS)}")
-
-    def of(self, trained: str) -> ExportOptions:
-        """The same for a run that trains weights of the format `trained`."""
-        return replace(self, to=self.to or trained)
-
-    def folder(self) -> Path:
-        """Where the model is written; call it on what `of` returns."""
-        step = "" if self.step is None else f"-{self.step}"
-        return self.out or Path("exported") / f"{self.run.expanduser().resolve().name}{step}-{self.to}"
-
-
-def check_written(
-    masters: Masters, folder: Path, device: torch.device, track: Callable = iter, dense: bool = False
-) -> float | None:
-    """Compare the model in `folder` with `masters`, whose linears it holds packed or, if `dense`, in bfloat16.
-
-    Returns the lowest SQNR of its trained weights to their masters, in dB; None if all are exact. Raises FailedCheck.
-    """
-    if format_of(folder).quantized == dense:
-        raise FailedCheck(f"config.json says that it is {format_of(folder).label}")
-    check_head(folder)
-    found, lowest = read_tensors(folder), math.inf
-    left = set(found)
-    with TensorReader(found) as read, masters.reader() as wide:
-        for group in track(dense_tensors(masters) if dense else packed_tensors(masters, device)):
-            for name, tensor in group.items():
-                if name not in left:
-                    raise FailedCheck(f"{name} is missing")
-                _check_same(name, read(name), tensor)
-            left -= group.keys()
-            for name, weight in _weights(masters, group):
-                lowest = min(lowest, sqnr_db(wide(name).float(), weight) or math.inf)
-    if left:
-        raise FailedCheck(f"{min(left)} is unexpected")
-    return lowest if math.isfinite(lowest) else None
-
-
-def _check_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    import torch
-
-    same = found.dtype == expected.dtype and found.shape == expected.shape
-    if not same or not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
-        raise FailedCheck(f"{name} is not the tensor that was to be written")
-
-
-def _weights(masters: Masters, group: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """The trained weights in a group as they will be multiplied by, in float32."""
-    import torch
-
-    format = masters.format
-    for name in group:
-        module, _, part = name.rpartition(".")
-        weight = f"{module}.weight"
-        parts = {each: group.get(f"{module}.{each}") for each in format.tensors}
-        if weight in masters.trained and part == format.tensors[0] and None not in parts.values():
-            yield weight, format.dequantize(parts, torch.float32)  # its codes may be named `weight`, too
-        elif name in masters.trained:
-            yield name, group[name].float()
-
-
-def card_text(report: ExportReport, run: Path) -> str:
-    """The model card: metadata and text."""
-    from huggingface_hub import ModelCardData
-
-    licence = licence_of(report.begun_from)
-    data = ModelCardData(
-        base_model=base_on_hub(report.begun_from),
-        license=licence,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["qerl", "grpo", "qat", *formats.get(report.to).card_tags],
-    )
-    rows = {
-        "what": formats.get(report.to).model_label,
-        **report.rows(),
-        "run": f"`{Path(report.run).name}`, step {report.step}",
-        "begun from": f"`{base_on_hub(report.begun_from) or Path(report.begun_from).name}`",
-        "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
-        "made": f"{report.created} by `qerl export --to {report.to}`",
-    }
-    results = read_results(run)
-    parts = [f"# {report.out.name}\n\n{table_text(rows)}", loading_lines(report.out, report.commands.values())]
-    parts.append(training_text(run))
-    if results:
-        parts.append(evaluation_text(results, "the finished run"))
-    parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
-    return f"---\n{data.to_yaml().strip()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
-
-
+NO_LONGER_ROUNDED = (
+    "the base that the adapter was trained on rounds the inputs of its linears to 4 bits, and this model does not: it "
+    "is not the policy that was trained, and only an evaluation says whether it is better or worse; "
+    f"--to {formats.NVFP4.name} writes a model that rounds them"
+)
+NO_START = (
+    "rounding takes a part of the merged weights again, and this model has no start that repairs it: for one that has, "
+    f"write `qerl merge --adapter {{}} --to {formats.BF16.name}` and give its result to `qerl quantize --model`"
+)
+MERGE_PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
 PACKAGES = ("qerl", "torch", "transformers", "compressed-tensors")
 CARD = "README.md"
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """The result of `export`: `export_report.json` beside the weights, and a short table for the terminal."""
+def exported(options: ExportOptions, gpu: int | None = None) -> ExportReport | MergeReport:
+    """The report of what was written on one card, or on the CPU."""
+    from qerl.base.devices import choose_card
 
-    out: Path
-    to: str
-    run: str
-    step: int
-    begun_from: str  # the 16-bit model
-    quant_cfg: str | None  # digest of the run's, for a packed model
-    linears: int  # trained
-    trained: str  # masters, or 16-bit weights with the adapter
-    bytes: int
-    created: str
-    versions: dict[str, str]
-    commands: dict[str, str]
-    lowest_sqnr_db: float | None = None  # of the written linears to their masters; None if all are exact
-
-    def to_json(self) -> dict:
-        """The content of export_report.json."""
-        return {name: value for name, value in asdict(self).items() if name != "out"}
-
-    def rows(self) -> dict[str, str]:
-        """What the result is, by the names that people read."""
-        rows = {
-            "run": f"{self.run}, step {self.step}",
-            "begun from": self.begun_from,
-            "weights": f"{self.linears} trained linears, {self._how()}",
-        }
-        if self.lowest_sqnr_db is not None:
-            rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
-        return rows
-
-    def table(self) -> Table:
-        """The same for the terminal."""
-        from rich.table import Table
-
-        table = Table(title=formats.get(self.to).model_label, show_header=False, title_justify="left")
-        for name, text in {**self.rows(), "written to": f"{self.out} ({format_size(self.bytes)})"}.items():
-            table.add_row(name, text)
-        return table
-
-    def _how(self) -> str:
-        if formats.get(self.to).quantized:
-            return "packed as the engine holds them"
-        return f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
+    if options.device in ("auto", "cuda"):
+        choose_card(gpu=gpu)
+    elif gpu is not None:
+        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
+    return export(options)
 
 
-def export(options: ExportOptions) -> ExportReport:
-    """Export as `options` say. Raises ConfigError or CheckpointError.
+def merged(options: ExportOptions, gpu: int | None = None) -> ExportReport | MergeReport:
+    """The same as `exported`, into merged/ unless the options name a folder."""
+    return exported(options if options.to is None else replace(options, out=options.folder("merged")), gpu)
 
-    After an error `out` is as it was before; after one of the push it is complete.
+
+def export(options: ExportOptions) -> ExportReport | MergeReport:
+    """Export as `options` say. Raises ConfigError, CheckpointError, or DataError for `prompts` that cannot be read.
+
+    After an error that comes before the push, `out` is either as it was before or complete.
     """
     options.check()
     if options.push_to_hub:
         check_push(options.push_to_hub)
-    run = options.run.expanduser()
+    if options.prompts is not None and options.prompt_count:
+        from quantize.export.effect import questions_in
+
+        questions_in(options.prompts)
+    if (found := _packed_run(options)) is not None:
+        return _write_packed(*found)
+    if options.to is None or options.step is not None:
+        raise ConfigError(
+            f"{options.adapter} was not trained through the quantizer: write --to {', '.join(TARGETS)}, and instead of "
+            "--step give a folder RUN/checkpoints/step-N"
+        )
+    folder = adapter_folder(options.adapter)
+    adapter = Adapter(folder, *read_adapter(folder))
+    out = options.folder()
+    report = _write_adapter(options, adapter, out) if options.to == "adapter" else _write_model(options, adapter, out)
+    for warning in report.warnings():
+        logger.warning("warning: %s", warning)
+    if options.push_to_hub:
+        logger.info("pushed to %s", push(out, options.push_to_hub, not options.public, "merge"))
+    return report
+
+
+def _packed_run(options: ExportOptions) -> tuple[ExportOptions, Path] | None:
+    """The run, if it trained through the quantizer and a model is to be written, and the options with its step."""
+    if options.to == "adapter":
+        return None
+    run, step = Path(options.adapter).expanduser(), options.step
+    if not (run.is_dir() and resting_kind(run) == "run" and through_quantizer(run)):
+        adapter = adapter_folder(options.adapter)
+        run = run_of(adapter)
+        if run is None or not through_quantizer(run):
+            return None
+        step = _step_of(adapter) if step is None else step
+    asked = {"--model": options.model, "--prompts": options.prompts}
+    asked["--onto"] = None if options.onto == "auto" else options.onto
+    for option, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} {value}: {run} trained within the packed weights of its own 16-bit model, and nothing is "
+                f"lost in packing: leave {option} out"
+            )
+    return replace(options, step=step), run
+
+
+def _step_of(adapter: Path) -> int | None:
+    """The step of a checkpoint, or of the run's best; None for its last."""
+    if (best := adapter / "validation.json").is_file():
+        return read_json(best)["step"]
+    named = STEP.fullmatch(adapter.resolve().name)
+    return int(named[1]) if named else None
+
+
+def _write_packed(options: ExportOptions, run: Path) -> ExportReport:
+    """Write the model that `run` trained through the quantizer."""
     step, masters = _read(run, options)
-    options = options.of(masters.format.name)
-    out = options.folder().expanduser()
-    dense = not formats.get(options.to).quantized
+    options = replace(options, to=options.to or masters.format.name)
+    out, dense = options.folder(), not formats.get(options.to).quantized
     check_target(out, run / BASE, options.overwrite, options.force)
     check_target(out, run / "checkpoints", options.overwrite, options.force)
     check_space(out, masters.output_bytes(dense))
     device = resolve_device(options.device)
     logger.info("exporting step %d of %s to %s", step, run, out)
-    report = _report(run, out, step, masters, options)
+    report = _packed_report(run, out, step, masters, options)
     layers = len(by_layer(masters.tensors))
     with staged_folder(out) as staging, progress_bar() as progress:
         track = partial(progress.track, total=layers)
         size = write_trained(masters, staging, device, partial(track, description="writing"), dense)
         lowest = check_written(masters, staging, device, partial(track, description="verifying"), dense)
         report = replace(report, bytes=size, lowest_sqnr_db=lowest)
-        _write_texts(report, run, staging)
+        write_json(staging / EXPORT_REPORT, report.to_json())
+        (staging / CARD).write_text(export_card_text(report, run), encoding="utf-8")
         sealed.seal(staging)
     logger.info("wrote %s", out)
     if _only_qerl(run, options):
@@ -268,16 +176,7 @@ def export(options: ExportOptions) -> ExportReport:
 
 
 def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
-    """(step, masters) of the checkpoint to export. Raises QerlError for what does not train through the quantizer."""
-    if not run.is_dir():
-        raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
-    if kind_of(run) != "run":
-        raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
-    if not through_quantizer(run):
-        raise CheckpointError(
-            f"{run} trains an adapter beside its base: write `qerl merge --adapter {run} --to "
-            f"{options.to or formats.DEFAULT.name}`"
-        )
+    """(step, masters) of the checkpoint to export."""
     step, checkpoint = checkpoint_of(run, options.step)
     if damage := sealed.damage_of(run / BASE, {"config.json"}):
         raise CheckpointError(
@@ -292,7 +191,7 @@ def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
     return step, masters
 
 
-def _report(run: Path, out: Path, step: int, masters: Masters, options: ExportOptions) -> ExportReport:
+def _packed_report(run: Path, out: Path, step: int, masters: Masters, options: ExportOptions) -> ExportReport:
     made = read_json(run / BASE / REPORT)
     return ExportReport(
         out=out,
@@ -314,30 +213,153 @@ def _only_qerl(run: Path, options: ExportOptions) -> bool:
     return formats.get(options.to).quantized and only_qerl_reads(run / BASE)
 
 
-def _write_texts(report: ExportReport, run: Path, folder: Path) -> None:
+def _write_adapter(options: ExportOptions, adapter: Adapter, out: Path) -> MergeReport:
+    import torch
 
-    write_json(folder / EXPORT_REPORT, report.to_json())
-    (folder / CARD).write_text(card_text(report, run), encoding="utf-8")
+    from quantize.export.adapter import adapter_to_write, add_for_peft, find_base_name, write_adapter
+
+    base = find_base_name(adapter, options.base_name or options.model)
+    kept = adapter_to_write(options, adapter, base)
+    made, origin = kept.adapter, kept.origin
+    check_target(out, adapter.folder, options.overwrite, options.force)
+    dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
+    line = serve_adapter_line(out, kept.served_on, made.rank, bool(made.norms or made.of_experts))
+    report = replace(
+        _report(options, made, out, base, origin.base),
+        start=origin.start,
+        notes=(*_adapter_notes(options, made, origin), *kept.notes),
+        commands={"chat": chat_line(out), **({"vllm": line} if line else {})},
+    )
+    with staged_folder(out) as staging:
+        report = replace(report, bytes=write_adapter(made, staging, origin.base, dtype))
+        add_for_peft(made, staging, origin)
+        if origin.start is not None:
+            copy_start(kept.start.found, staging / START, origin.start.kind)
+        _write_texts(report, adapter, staging)
+    return report
 
 
-def export_command(options: ExportOptions) -> None:
-    """Write the model of a run that trains through the quantizer: as it was trained, or in bfloat16 without rounding.
+def _adapter_notes(options: ExportOptions, adapter: Adapter, origin: TrainedOn) -> tuple[str, ...]:
+    notes = []
+    if adapter.norms:
+        notes.append(
+            f"{len(adapter.norms)} norms were trained with the LoRA: PEFT and qerl load them (modules_to_save), vLLM "
+            f"refuses such a folder; for vLLM merge to {' or '.join(each.name for each in formats.writable())}, where "
+            "norms become part of the model"
+        )
+    if adapter.of_experts:
+        notes.append(
+            "the factors on experts are in the layout of PEFT's target_parameters, which PEFT and qerl load; whether "
+            f"vLLM does was not tried: for vLLM merge to "
+            f"{' or '.join(each.name for each in formats.writable(experts=True))}"
+        )
+    named = plain_base(origin) or origin.base
+    if options.push_to_hub and Path(named).is_dir():
+        notes.append(
+            f"the pushed adapter names the folder {named} as its base, which others do not have: push the base too, "
+            "and write `--base-name ID`"
+        )
+    return tuple(notes)
 
-    Packed, the bytes are those that the engine sampled from after its sync. Prints how to serve the result.
+
+def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeReport:
+    from qerl.checkpoint.load import local_folder
+    from quantize.export.weights import check_merged, plan_merge, total, write_merged
+
+    exact, to = _exact(options), formats.get(options.to)
+    onto, notes = choose_base(options.onto, to, exact)
+    start = _start_on(exact, adapter)
+    logger.info("merging %s", describe(exact))
+    trained = read_base(exact.base, local_folder(exact.base))
+    original = None if onto.base == exact.base else read_base(onto.base, local_folder(onto.base))
+    if original is not None:
+        check_original(original, trained)
+    if start is not None:
+        trained = replace(trained, start=start.beside(adapter))
+    base = original or trained
+    # A quantized model replaces the base that was trained on; a 16-bit one replaces what it was merged onto.
+    plan = plan_merge(base, trained if to.quantized else base, start.change(adapter) if start else adapter, to)
+    check_target(out, base.folder, options.overwrite, options.force)
+    check_space(out, plan.source.output_bytes())
+    device = resolve_device(options.device)
+    alone = to.quantized and trained.format.name == to.name and only_qerl_reads(trained.folder)
+    if alone:
+        notes = (*notes, ONLY_QERL)
+    elif trained.format.name != to.name and rounds_to_four_bits(trained.folder, trained.format):
+        notes = (*notes, NO_LONGER_ROUNDED)
+    if start is not None and to.name == formats.NVFP4.name:
+        notes = (*notes, NO_START.format(shlex.quote(options.adapter)))
+    report = replace(
+        _report(options, adapter, out, exact.base, onto.base),
+        start=start and start.trained,
+        notes=notes,
+        commands={"chat": chat_line(out), **({} if alone else {"vllm": serve_model_line(out)})},
+    )
+    with staged_folder(out) as staging, progress_bar() as progress:
+        size = write_merged(plan, staging, device, progress.track)
+        sums = check_merged(plan, staging, device, progress.track)
+        layers = tuple(part.survival() for part in sums)
+        report = replace(report, bytes=size, survival=total(sums), layers=layers)
+        _write_texts(report, adapter, staging)
+    return _with_effect(options, exact, adapter, report)
+
+
+def _exact(options: ExportOptions) -> ModelRef:
+    if options.model is None:
+        return resolve_model(options.adapter)
+    return resolve_model(options.model, adapter=options.adapter)
+
+
+def _start_on(exact: ModelRef, adapter: Adapter) -> AdapterStart | None:
+    """The start of an adapter that is merged with the base `exact`; None if there is none, or none acts on that base.
+
+    Raises CheckpointError for a base that is not the start's.
     """
-    from qerl.base.printable import SafeConsole
+    trained = start_of_adapter(adapter.folder)
+    if trained is None or (trained.kind == "frozen" and not formats.get(exact.format).quantized):
+        return None
+    if not formats.get(exact.format).quantized:
+        raise CheckpointError(HOLDS_START.format(adapter.folder, exact.base))
+    start = start_in_merge(adapter.folder, exact.base)
+    check_start(start.found, exact.base)
+    return start
 
-    report = exported(options)
-    console = SafeConsole()
-    console.print(report.table())
-    for command in report.commands.values():
-        console.print(command, soft_wrap=True, highlight=False, markup=False)
+
+def _with_effect(options: ExportOptions, exact: ModelRef, adapter: Adapter, report: MergeReport) -> MergeReport:
+    """Measure the effect on prompts and complete report and card. If it cannot be measured here, nothing is lost."""
+    if not options.prompt_count:
+        return report
+    from quantize.export.effect import measure_effect
+
+    logger.info("measuring the effect on prompts (--prompt-count 0 leaves it out)")
+    limits = (options.prompt_count, options.max_new_tokens)
+    try:
+        effect = measure_effect(exact, report.out, limits, options.prompts)
+    except (QerlError, RuntimeError) as error:
+        logger.warning("warning: %s is complete, but its effect could not be measured: %s", report.out, error)
+        return report
+    report = replace(report, effect=effect)
+    _write_texts(report, adapter, report.out)
+    return report
 
 
-def exported(options: ExportOptions) -> ExportReport:
-    """The report of the model exported on one card, or on the CPU."""
-    from qerl.base.devices import choose_card
+def _report(options: ExportOptions, adapter: Adapter, out: Path, base: str, onto: str) -> MergeReport:
+    return MergeReport(
+        out=out,
+        to=options.to,
+        adapter=str(adapter.folder),
+        base=base,
+        onto=onto,
+        rank=adapter.rank,
+        scaling=adapter.scaling,
+        trained_norms=len(adapter.norms),
+        bytes=0,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={package: package_version(package) for package in MERGE_PACKAGES},
+    )
 
-    if ":" not in options.device:
-        choose_card()
-    return export(options)
+
+def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
+    """Write merge_report.json and the model card, each whole or not at all."""
+    replace_text(folder / MERGE_REPORT, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
+    write_card(report, adapter.folder, folder / CARD)

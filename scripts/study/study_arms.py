@@ -171,10 +171,10 @@ def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
 
 
 def _merged(run_dir: Path, out: Path) -> Path:
-    from quantize.merge.options import MergeOptions
-    from quantize.merge.run import merge
+    from quantize.export.options import ExportOptions
+    from quantize.export.run import export
 
-    return merge(MergeOptions(str(run_dir), NVFP4.name, out, prompt_count=0, overwrite=True)).out
+    return export(ExportOptions(str(run_dir), NVFP4.name, out, prompt_count=0, overwrite=True)).out
 
 
 def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:

@@ -12,8 +12,8 @@ from starts import decoded_weights, dense_weights, quantized_with_start
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, BaseStart, TrainedStart, digest_of, read_start
 from qerl.checkpoint.folder import TRAINED_ON
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 
 RANK, SCALING = 24, 2.0  # of the start that acts, and of the adapters below
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [40, 30, 20, 10, 9, 8, 7, 6]])
@@ -72,7 +72,7 @@ def by_hand(bases, adapter, kind, onto):
 
 
 def merged(adapter, to, out, **options):
-    return merge(MergeOptions(str(adapter), to, out, device="cpu", **{"prompt_count": 0, **options}))
+    return export(ExportOptions(str(adapter), to, out, device="cpu", **{"prompt_count": 0, **options}))
 
 
 def load(folder):

@@ -16,7 +16,7 @@ from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.formats import NVFP4
 from quantize.calibration import HELD_OUT, load_calibration
-from quantize.compressor import HEADROOM_BITS
+from quantize.one_pass import HEADROOM_BITS
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.base.errors import CheckpointError, ConfigError
-from quantize import calibration as calibrated
+from quantize import compressor as calibrated
 from quantize import run
-from quantize.calibration import check_device
-from quantize.compressor import load_compressor
+from quantize.compressor import check_device, load_compressor
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
@@ -196,7 +195,7 @@ def test_a_model_that_transformers_cannot_load_gives_one_clear_error(tmp_path):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="llm-compressor fails only without an accelerator")
 def test_the_workaround_for_pinned_memory_is_still_needed(tmp_path):
-    """When this fails, `UnpinnedAWQModifier` in quantize/calibration.py can go."""
+    """When this fails, `UnpinnedAWQModifier` in quantize/compressor.py can go."""
     load_compressor()
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier

@@ -9,8 +9,9 @@ import torch
 from checkpoint_factory import EXPERTS, fake_checkpoint, layout_tensors
 
 from qerl.checkpoint.source import read_source
-from quantize import options as module
-from quantize.options import ON_CARD, Choice, QuantizeOptions, choose, estimate_s
+from quantize import run as module
+from quantize.options import QuantizeOptions
+from quantize.run import ON_CARD, Choice, choose, estimate_s
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda")

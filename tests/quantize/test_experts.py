@@ -174,7 +174,8 @@ def test_awq_rescales_the_router_with_the_norm_that_it_reads(rows, tmp_path):
     pytest.importorskip("llmcompressor", reason="the quantize extra is not installed")
     from transformers import AutoModelForCausalLM
 
-    from quantize.calibration import Recipe, calibrate, dense_tensor, load_calibration
+    from quantize.calibration import load_calibration
+    from quantize.compressor import Recipe, calibrate, dense_tensor
 
     folder = make_checkpoint(tmp_path / "base", "qwen3_moe", dtype="float32", mlp_only_layers=[0])
     source, tokenizer = read_source(str(folder)), load_tokenizer(folder)

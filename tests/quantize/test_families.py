@@ -21,8 +21,8 @@ from qerl.engine.options import EngineOptions
 from qerl.formats.linear import PackedLinear
 from qerl.model.norms import block_norms, set_norm_noise_
 from qerl.plan.micro_batch_plan import MicroBatchPlan
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from training.policy.build import build_policy
@@ -151,7 +151,7 @@ def test_a_family_is_quantized_trained_and_merged(family, tmp_path):
 
 def merged_folder(policy, base, folder):
     save_adapter(policy.model, folder / "adapter", base.base)
-    merge(MergeOptions(adapter=str(folder / "adapter"), to="bf16", out=folder / "merged", prompt_count=0))
+    export(ExportOptions(adapter=str(folder / "adapter"), to="bf16", out=folder / "merged", prompt_count=0))
     return folder / "merged"
 
 

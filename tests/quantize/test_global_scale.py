@@ -17,8 +17,8 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.checkpoint.experts import fused
 from qerl.formats.nvfp4 import reference
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
@@ -116,7 +116,7 @@ def test_a_merge_keeps_them_where_the_weights_have_not_outgrown_them(tmp_path, o
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors[grown] *= 200
     save_file(tensors, adapter / "adapter_model.safetensors")
-    merge(MergeOptions(str(adapter), "nvfp4", tmp_path / "out", str(base), onto, prompt_count=0))
+    export(ExportOptions(str(adapter), "nvfp4", tmp_path / "out", str(base), onto, prompt_count=0))
     before, after = scales_of(base), scales_of(tmp_path / "out")
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {f"model.layers.1.mlp.{leaf}_proj.weight_global_scale" for leaf in ("gate", "up")}
@@ -128,7 +128,7 @@ def test_a_merge_of_the_usual_base_computes_them_anew(tmp_path):
     source = make_checkpoint(tmp_path / "model", "qwen2", layers=1)
     quantize_checkpoint(str(source), tmp_path / "base", ROUNDING)
     random_adapter(tmp_path / "adapter", source)
-    merge(MergeOptions(str(tmp_path / "adapter"), "nvfp4", tmp_path / "out", str(tmp_path / "base"), prompt_count=0))
+    export(ExportOptions(str(tmp_path / "adapter"), "nvfp4", tmp_path / "out", str(tmp_path / "base"), prompt_count=0))
     scales = scales_of(tmp_path / "out")
     assert not all(math.frexp(scale)[0] == 0.5 for scale in scales.values())
     assert scales != scales_of(tmp_path / "base")

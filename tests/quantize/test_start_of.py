@@ -13,7 +13,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.base_start import START, BaseStart, about_start, base_digest, check_start, read_start
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint, quantized
-from quantize.start_of import make_start
+from quantize.start import make_start
 
 RANK = 8
 

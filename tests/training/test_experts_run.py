@@ -17,8 +17,8 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.run import quantize_checkpoint
 from training.run import resume, start
 
@@ -113,8 +113,8 @@ def test_other_families_train_and_merge(tmp_path, family, count):
     quantize_checkpoint(str(base), tmp_path / "packed", ROUNDING)
     run_dir = start(small_config(tmp_path / "packed", tmp_path, "noise.enabled=false", steps=2), "tiny").run_dir
     assert all(max(row["mismatch_kl"], row["mismatch/router_changed"]) < 1e-8 for row in numbers(run_dir))
-    report = merge(
-        MergeOptions(adapter=str(run_dir), to="bf16", out=tmp_path / "out", prompt_count=2, max_new_tokens=4)
+    report = export(
+        ExportOptions(adapter=str(run_dir), to="bf16", out=tmp_path / "out", prompt_count=2, max_new_tokens=4)
     )
     assert report.effect.kl_merged < report.effect.kl_base / 5  # rounding to 16 bits may change an expert
 

@@ -24,9 +24,8 @@ from qerl.formats import FP8_BLOCK
 from qerl.formats.fp8 import reference
 from qerl.formats.fp8.format import rounds_input
 from qerl.formats.fp8.linear import FP8Linear
-from quantize.export.run import ExportOptions, export
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from training.run import start
@@ -167,7 +166,7 @@ def test_a_merged_model_leaves_inputs_in_16_bits_if_its_base_does(base, tmp_path
     adapter = str(random_adapter(tmp_path / "adapter", base))
     for model, rounds in ((tmp_path / "out", False), (base, True)):
         to = tmp_path / f"merged-{rounds}"
-        merge(MergeOptions(adapter, "fp8_block", to, str(model), prompt_count=0, onto="trained"))
+        export(ExportOptions(adapter, "fp8_block", to, str(model), prompt_count=0, onto="trained"))
         assert rounds_input(read_json(to / "config.json")["quantization_config"]) is rounds
 
 
@@ -192,10 +191,10 @@ def test_an_adapter_is_trained_beside_the_base_and_merged(folder, of_others, bas
     assert result is not None
     adapter = random_adapter(tmp_path / "adapter", base)
     for number, model in enumerate((folder, of_others)):
-        options = MergeOptions(
+        options = ExportOptions(
             str(adapter), "fp8_block", tmp_path / f"merged{number}", str(model), prompt_count=0, onto="trained"
         )
-        merged = merge(options)
+        merged = export(options)
         assert (format_of(merged.out), merged.kind) == (FP8_BLOCK, "FP8 model")
         module = "model.layers.0.mlp.up_proj"
         factors = load_file(adapter / "adapter_model.safetensors")
@@ -227,11 +226,11 @@ def test_the_model_of_trained_weights_is_the_masters_quantized(trained, base, tm
         assert same_weight(model, module, master)
         assert not torch.equal(begun[name].view(torch.uint8), model[name].view(torch.uint8))
     assert numbers(trained)[1]["mismatch_kl"] < 1e-8
-    exported = export(ExportOptions(trained, out=tmp_path / "out"))
+    exported = export(ExportOptions(str(trained), out=tmp_path / "out"))
     assert exported.to == "fp8_block"
     assert exported.lowest_sqnr_db > 25
     assert (exported.out / "model.safetensors").read_bytes() == (trained / "model/model.safetensors").read_bytes()
-    dense = export(ExportOptions(trained, "bf16", out=tmp_path / "dense"))
+    dense = export(ExportOptions(str(trained), "bf16", out=tmp_path / "dense"))
     assert torch.equal(tensors_in(dense.out)[name], masters[name].bfloat16())
 
 

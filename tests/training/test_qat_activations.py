@@ -20,8 +20,8 @@ from qerl.config.recipe import load_recipe
 from qerl.formats import NVFP4
 from qerl.formats.nvfp4.activations import Activations
 from qerl.model import lora
-from quantize.export.run import ExportOptions, export
-from quantize.merge.options import ONLY_QERL
+from quantize.export.options import ONLY_QERL, ExportOptions
+from quantize.export.run import export
 from training.policy.packed_policy import PackedPolicy
 from training.preflight.checks import check_calibration
 from training.run import start
@@ -44,10 +44,10 @@ def test_whole_weights_are_trained_with_activations_that_both_sides_round(base, 
     for folder in (run / "base", run / "model"):
         assert set(read_activations(folder, NVFP4).values()) == {Activations()}
     caplog.clear()
-    report = export(ExportOptions(run, out=tmp_path / "exported"))
+    report = export(ExportOptions(str(run), out=tmp_path / "exported"))
     assert set(report.commands) == {"chat"}  # stock vLLM would refuse the folder
     assert any(ONLY_QERL in line for line in caplog.messages)
-    assert set(export(ExportOptions(run, "bf16", tmp_path / "bf16")).commands) == {"chat", "vllm"}
+    assert set(export(ExportOptions(str(run), "bf16", tmp_path / "bf16")).commands) == {"chat", "vllm"}
 
 
 def largest_inputs(base, rows):

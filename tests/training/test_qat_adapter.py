@@ -17,9 +17,8 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.formats.nvfp4 import reference
-from quantize.export.run import ExportOptions, export
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from training.policy.packed_in import PackedInPolicy
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
@@ -101,18 +100,18 @@ def test_model_export_and_merge_have_the_same_bytes(ran, base, tmp_path):
         assert torch.equal(model[name].view(torch.uint8), tensor), name
     norm = "model.layers.1.input_layernorm.weight"
     assert torch.equal(model[norm], adapter[norm].to(model[norm].dtype))
-    assert same_tensors(export(ExportOptions(run, out=tmp_path / "exported")).out, run / "model")
+    assert same_tensors(export(ExportOptions(str(run), out=tmp_path / "exported")).out, run / "model")
     for place in (run, run / "adapter"):
-        merged = merge(MergeOptions(str(place), "nvfp4", tmp_path / "merged", overwrite=True))
+        merged = export(ExportOptions(str(place), "nvfp4", tmp_path / "merged", overwrite=True))
         assert same_tensors(merged.out, run / "model")
         assert merged.step == 3
-    early = merge(MergeOptions(str(run / "checkpoints/step-000001"), "nvfp4", tmp_path / "early"))
+    early = export(ExportOptions(str(run / "checkpoints/step-000001"), "nvfp4", tmp_path / "early"))
     assert early.step == 1
     assert not same_tensors(early.out, run / "model")
 
 
 def test_in_16_bits_the_sum_is_rounded_once(ran, base, tmp_path):
-    report = merge(MergeOptions(str(ran[0]), "bf16", tmp_path / "wide"))
+    report = export(ExportOptions(str(ran[0]), "bf16", tmp_path / "wide"))
     found = tensors_in(report.out)
     for name, weight in sums(ran[0] / "adapter", tensors_in(base)).items():
         assert torch.equal(found[f"{name}.weight"], weight.bfloat16())
@@ -128,7 +127,7 @@ def test_the_adapter_s_folder_names_the_16_bit_model(ran, base, tmp_path):
     of_run, alone = resolve_model(str(run)), resolve_model(str(run / "adapter"))
     assert (of_run.base, of_run.adapter, of_run.format) == (str(run / "model"), None, "nvfp4")
     assert (alone.base, alone.adapter, alone.format) == (str(base), run / "adapter", "bf16")
-    merge(MergeOptions(str(run), "adapter", tmp_path / "peft"))
+    export(ExportOptions(str(run), "adapter", tmp_path / "peft"))
     assert same_adapters(tmp_path / "peft", run / "adapter")
 
 
@@ -201,11 +200,11 @@ def test_what_is_refused_is_refused_in_one_line(ran, nvfp4_base, tmp_path):
     with pytest.raises(ConfigError, match=r"already quantized \(NVFP4\).*write model\.base: "):
         start(config_of(nvfp4_base, tmp_path), "qat")
     with pytest.raises(ConfigError, match=r"--onto trained: .* within the packed weights .*leave --onto out$"):
-        merge(MergeOptions(str(ran[0]), "nvfp4", tmp_path / "out", onto="trained"))
+        export(ExportOptions(str(ran[0]), "nvfp4", tmp_path / "out", onto="trained"))
     run = tmp_path / "copy"
     shutil.copytree(ran[0], run)
     about = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**about, "weights": "0" * 16}))
     with pytest.raises(CheckpointError, match=r"holds other weights than when .* take .*/model, which"):
-        export(ExportOptions(run, out=tmp_path / "out"))
+        export(ExportOptions(str(run), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import read_fitting_adapter
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -91,9 +91,9 @@ def test_what_a_tied_base_has_no_place_for_is_merged_once_it_is_untied(bases, tm
 
     base = bases["tied"]
     adapter = adapter_on(base, tmp_path / "adapter", **config)
-    asked = MergeOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(base), prompt_count=0)
+    asked = ExportOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(base), prompt_count=0)
     with pytest.raises(CheckpointError, match=said):
-        merge(asked)
+        export(asked)
     if "target_modules" in config:
         return
     untied = shutil.copytree(base, tmp_path / "untied")
@@ -103,8 +103,8 @@ def test_what_a_tied_base_has_no_place_for_is_merged_once_it_is_untied(bases, tm
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     index["weight_map"]["lm_head.weight"] = file.name
     (untied / "model.safetensors.index.json").write_text(json.dumps(index))
-    made = MergeOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(untied), prompt_count=0)
-    assert merge(made).out.is_dir()
+    made = ExportOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(untied), prompt_count=0)
+    assert export(made).out.is_dir()
 
 
 @pytest.mark.parametrize("config", [{"lora_bias": True}, {"use_dora": True}, {"trainable_token_indices": [1]}])

@@ -12,8 +12,8 @@ from qerl.checkpoint.shards import has_own_head, read_json, read_tensors
 from qerl.checkpoint.verify import FailedCheck, check_head
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
@@ -93,7 +93,7 @@ def test_a_trained_head_is_written_as_an_untied_one(to, model, tmp_path):
     )
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     out = tmp_path / "merged"
-    merge(MergeOptions(adapter=str(tmp_path / "adapter"), to=to, out=out, model=str(model), prompt_count=0))
+    export(ExportOptions(adapter=str(tmp_path / "adapter"), to=to, out=out, model=str(model), prompt_count=0))
     assert read_json(out / "config.json")["tie_word_embeddings"] is False
     opened = load_model(out, to)
     torch.testing.assert_close(opened(IDS).logits, own_logits(out, opened))

@@ -21,8 +21,8 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.update import WeightsUpdate, deliver
 from qerl.formats.base import Format, TensorSpec
 from qerl.formats.linear import PackedLinear
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,12 +169,12 @@ def test_it_trains_and_merges(folder, tmp_path):
 
     modules = sorted(name.removesuffix(".lora_A.weight") for name in tensors if name.endswith("lora_A.weight"))
     assert len(modules) == 2 * 7
-    dense = merge(MergeOptions(str(run), "bf16", tmp_path / "bf16", prompt_count=0))
+    dense = export(ExportOptions(str(run), "bf16", tmp_path / "bf16", prompt_count=0))
     assert format_of(dense.out) is formats.BF16
     found = load_file(dense.out / "model.safetensors")
     for module in modules:
         torch.testing.assert_close(found[f"{module}.weight"], expected(module).bfloat16(), rtol=0, atol=0)
-    again = merge(MergeOptions(str(run), "int8_rows", tmp_path / "int8-merged", prompt_count=1, max_new_tokens=4))
+    again = export(ExportOptions(str(run), "int8_rows", tmp_path / "int8-merged", prompt_count=1, max_new_tokens=4))
     assert (format_of(again.out), again.kind) == (INT8_ROWS, "INT8 model")
     found = load_file(again.out / "model.safetensors")
     for module in modules:

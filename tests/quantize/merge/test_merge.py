@@ -12,8 +12,8 @@ from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
 from merged import random_adapter
 from safetensors.torch import load_file, save_file
 
-import quantize.merge.base
-import quantize.merge.run
+import quantize.export.run
+import quantize.export.weights
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
@@ -22,10 +22,10 @@ from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.resolve import resolve_model
 from qerl.formats.nvfp4.layout import TENSORS
 from qerl.formats.nvfp4.reference import dequantize
-from quantize.merge.base import Sums, total
-from quantize.merge.card import kl
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.effect import kl
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from quantize.export.weights import Sums, total
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,17 @@ def expected(run, base, prompts):
 
 @pytest.fixture(scope="module")
 def bf16(run):
-    return merge(MergeOptions(str(run), "bf16", run.parent / "merged-bf16", max_new_tokens=48))
+    return export(ExportOptions(str(run), "bf16", run.parent / "merged-bf16", max_new_tokens=48))
 
 
 @pytest.fixture(scope="module")
 def nvfp4(run):
-    return merge(MergeOptions(str(run), "nvfp4", run.parent / "merged-nvfp4", max_new_tokens=48))
+    return export(ExportOptions(str(run), "nvfp4", run.parent / "merged-nvfp4", max_new_tokens=48))
 
 
 @pytest.fixture(scope="module")
 def exported(run):
-    return merge(MergeOptions(str(run), "adapter", run.parent / "exported"))
+    return export(ExportOptions(str(run), "adapter", run.parent / "exported"))
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +142,8 @@ def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
 
 
 def test_nvfp4_onto_the_4_bit_weights_loses_the_adapter_and_says_so(run, tmp_path, caplog):
-    report = merge(
-        MergeOptions(str(run), "nvfp4", tmp_path / "out", onto="trained", prompt_count=16, max_new_tokens=32)
+    report = export(
+        ExportOptions(str(run), "nvfp4", tmp_path / "out", onto="trained", prompt_count=16, max_new_tokens=32)
     )
     assert report.survival.kept < 0.2
     assert report.effect.kept < 0.3
@@ -152,7 +152,7 @@ def test_nvfp4_onto_the_4_bit_weights_loses_the_adapter_and_says_so(run, tmp_pat
 
 
 def test_bf16_onto_the_original_is_not_the_trained_policy_and_says_so(run, tmp_path):
-    report = merge(MergeOptions(str(run), "bf16", tmp_path / "out", onto="original", prompt_count=0))
+    report = export(ExportOptions(str(run), "bf16", tmp_path / "out", onto="original", prompt_count=0))
     assert report.onto.endswith("tiny")
     assert "not the policy that was trained" in report.warnings()[0]
     assert report.effect is None
@@ -163,8 +163,8 @@ def test_a_16_bit_base_with_trained_norms_and_an_untied_head(tmp_path, monkeypat
 
     folder = make_checkpoint(tmp_path / "base", "qwen2")
     adapter = random_adapter(tmp_path / "adapter", folder, train_norms=True)
-    monkeypatch.setattr(quantize.merge.base, "write_weights", partial(write_weights, shard_bytes=100_000))
-    report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "bf16", prompt_count=2, max_new_tokens=16))
+    monkeypatch.setattr(quantize.export.weights, "write_weights", partial(write_weights, shard_bytes=100_000))
+    report = export(ExportOptions(str(adapter), "bf16", tmp_path / "bf16", prompt_count=2, max_new_tokens=16))
     assert report.trained_norms == 4
     assert report.effect.kept > 0.99
     shards = sorted(path.name for path in (tmp_path / "bf16").glob("*.safetensors"))
@@ -178,7 +178,7 @@ def test_a_16_bit_base_with_trained_norms_and_an_untied_head(tmp_path, monkeypat
     assert torch.equal(merged[name], tensors[name].bfloat16().float())
     head = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()["lm_head.weight"]
     assert torch.equal(merged["lm_head.weight"], head)
-    quantized = merge(MergeOptions(str(adapter), "nvfp4", tmp_path / "nvfp4", prompt_count=2, max_new_tokens=8))
+    quantized = export(ExportOptions(str(adapter), "nvfp4", tmp_path / "nvfp4", prompt_count=2, max_new_tokens=8))
     assert format_of(quantized.out) is formats.NVFP4
     assert quantized.onto == str(folder)
 
@@ -186,7 +186,7 @@ def test_a_16_bit_base_with_trained_norms_and_an_untied_head(tmp_path, monkeypat
 def test_trained_norms_stay_in_the_adapter_folder_with_a_warning(tmp_path):
     folder = make_checkpoint(tmp_path / "base", "qwen3")
     adapter = random_adapter(tmp_path / "adapter", folder, train_norms=True)
-    report = merge(MergeOptions(str(adapter), "adapter", tmp_path / "out", dtype="bfloat16"))
+    report = export(ExportOptions(str(adapter), "adapter", tmp_path / "out", dtype="bfloat16"))
     assert "vLLM refuses such a folder" in report.warnings()[0]
     assert set(report.commands) == {"chat"}
     ours, theirs = read_adapter(tmp_path / "out")[0], read_adapter(adapter)[0]
@@ -219,7 +219,7 @@ def test_trained_embeddings_do_not_change_a_tied_head_silently(tmp_path):
     tensors["base_model.model.model.embed_tokens.weight"] = torch.zeros(320, 64)
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"trained embeddings.*save the base with a copy"):
-        merge(MergeOptions(str(folder), "bf16", tmp_path / "out", prompt_count=0))
+        export(ExportOptions(str(folder), "bf16", tmp_path / "out", prompt_count=0))
     assert not (tmp_path / "out").exists()
 
 
@@ -228,5 +228,5 @@ def test_a_run_with_keys_of_another_version_is_measured_on_its_saved_prompts(run
         shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
     path = tmp_path / "runs" / "tiny_run" / "config.yaml"
     path.write_text(path.read_text() + "\nformer_section:\n  key: 1\n")
-    report = merge(MergeOptions(str(path.parent), "bf16", tmp_path / "out", max_new_tokens=8))
+    report = export(ExportOptions(str(path.parent), "bf16", tmp_path / "out", max_new_tokens=8))
     assert 0 < report.effect.prompts < 32

@@ -16,8 +16,8 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.experts import fused
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.run import quantize_checkpoint
 
 FORMAT = formats.DEFAULT
@@ -35,7 +35,7 @@ def adapter(request, base, tmp_path_factory):
 
 
 def merged(adapter, base, to, out, **options):
-    return merge(MergeOptions(adapter=str(adapter), model=str(base), to=to, out=out, prompt_count=0, **options))
+    return export(ExportOptions(adapter=str(adapter), model=str(base), to=to, out=out, prompt_count=0, **options))
 
 
 def by_hand(base, adapter):
@@ -79,7 +79,7 @@ def test_transformers_alone_gives_the_tokens_of_base_and_adapter_from_a_merged_m
     prompts = arith_prompts(base, 4)
     expected = engine_tokens(on_experts, prompts)
     assert same(expected, engine_tokens(base, prompts)) <= 1  # without the adapter it is another policy
-    merge(MergeOptions(str(on_experts), "bf16", tmp_path / "out", prompt_count=0))
+    export(ExportOptions(str(on_experts), "bf16", tmp_path / "out", prompt_count=0))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert library_tokens(model, prompts) == expected
 

@@ -16,8 +16,8 @@ from greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
 from stock_vllm import stock_tokens
 
 from qerl.checkpoint.resolve import resolve_model
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,5 +40,5 @@ def expected(on_experts):
 # In float32 on a CPU both give all 32. Rounding to bfloat16 may decide a near tie otherwise: there NVFP4 gave 31.
 @pytest.mark.parametrize(("to", "least"), [("bf16", 30), ("nvfp4", 28)])
 def test_stock_vllm_loads_the_merged_experts(on_experts, expected, tmp_path, to, least):
-    out = merge(MergeOptions(str(on_experts), to, tmp_path / "merged", prompt_count=0, device="cpu")).out
+    out = export(ExportOptions(str(on_experts), to, tmp_path / "merged", prompt_count=0, device="cpu")).out
     assert same(stock_tokens(out, expected.prompts, tmp_path, NEW_TOKENS), expected.tokens) >= least

@@ -14,8 +14,8 @@ from greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
 from roundings import rounding
 from stock_vllm import stock_tokens
 
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from quantize.run import quantize_checkpoint
 
 pytestmark = [
@@ -48,13 +48,13 @@ def equal(work, tokens):
     return same(tokens, json.loads((work / "expected.json").read_text()))
 
 
-def export(work, to):
+def merged(work, to):
     run = work / "runs" / "tiny_run"
-    return merge(MergeOptions(str(run), to, work / f"merged-{to}", prompt_count=0, device="cpu"))
+    return export(ExportOptions(str(run), to, work / f"merged-{to}", prompt_count=0, device="cpu"))
 
 
 def test_stock_vllm_loads_the_adapter_folder(work):
-    report = export(work, "adapter")
+    report = merged(work, "adapter")
     base = report.commands["vllm"].split()[2]
     assert equal(work, vllm_tokens(work, base, report.out)) >= 30  # bfloat16 rounding may decide a near tie otherwise
     assert equal(work, vllm_tokens(work, base)) <= 16  # without the adapter it is another policy
@@ -62,12 +62,12 @@ def test_stock_vllm_loads_the_adapter_folder(work):
 
 @pytest.mark.parametrize(("to", "least"), [("bf16", 30), ("nvfp4", 26)])
 def test_stock_vllm_loads_the_merged_model(work, to, least):
-    assert equal(work, vllm_tokens(work, export(work, to).out)) >= least
+    assert equal(work, vllm_tokens(work, merged(work, to).out)) >= least
 
 
 def test_the_effect_is_measured_on_the_vllm_engine(work):
     run = work / "runs" / "tiny_run"
-    report = merge(MergeOptions(str(run), "bf16", work / "measured", prompt_count=16, max_new_tokens=NEW_TOKENS))
+    report = export(ExportOptions(str(run), "bf16", work / "measured", prompt_count=16, max_new_tokens=NEW_TOKENS))
     assert report.effect.kept > 0.95
     assert report.effect.prompts > 0
     assert report.effect.same_greedy > 0.8 * report.effect.prompts

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_factory import make_checkpoint
 
-import quantize.merge.base
-import quantize.merge.card
+import quantize.export.run
+import quantize.export.weights
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.output import write_weights
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 
 
 def refuse(*_):
@@ -26,9 +26,9 @@ def test_a_merge_that_fails_half_way_leaves_the_old_folder(run, tmp_path, monkey
     out.mkdir()
     (out / "merge_report.json").write_text('{"to": "bf16"}')
     with monkeypatch.context() as patch:
-        patch.setattr(quantize.merge.card, "write_card", refuse)
+        patch.setattr(quantize.export.run, "write_card", refuse)
         with pytest.raises(CheckpointError, match="free some space"):
-            merge(MergeOptions(str(run), to, out, overwrite=True))
+            export(ExportOptions(str(run), to, out, overwrite=True))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in out.iterdir()] == ["merge_report.json"]
 
@@ -42,9 +42,9 @@ def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
         path.write_bytes(data)
         return size
 
-    monkeypatch.setattr(quantize.merge.base, "write_weights", flipped)
+    monkeypatch.setattr(quantize.export.weights, "write_weights", flipped)
     with pytest.raises(CheckpointError, match="does not pass its check"):
-        merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
+        export(ExportOptions(str(run), "bf16", tmp_path / "out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -75,14 +75,14 @@ def test_mistakes_are_refused_before_anything_is_written(run, base, tmp_path, na
     before = sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir())
     options = {"adapter": str(run), "to": "bf16", "out": tmp_path / "out", **changes}
     with pytest.raises((ConfigError, CheckpointError, DataError), match=expected_text):
-        merge(MergeOptions(**options))
+        export(ExportOptions(**options))
     assert before == (sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir()))
 
 
 def test_a_full_disk_is_noticed_before_work(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match="GiB free"):
-        merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
+        export(ExportOptions(str(run), "bf16", tmp_path / "out"))
 
 
 def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
@@ -92,13 +92,13 @@ def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
         shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
     path = tmp_path / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json"
     report = json.loads(path.read_text())
-    options = MergeOptions(
+    options = ExportOptions(
         str(tmp_path / "runs" / "tiny_run" / "adapter"), "nvfp4", tmp_path / "out", model=str(path.parent)
     )
     path.write_text(json.dumps({**report, "source": str(other)}))
     with pytest.raises(CheckpointError, match=r"is not the model that|give the base"):
-        merge(options)
+        export(options)
     path.write_text(json.dumps({**report, "method": "awq"}))
-    merged = merge(MergeOptions(**{**vars(options), "prompt_count": 0}))
+    merged = export(ExportOptions(**{**vars(options), "prompt_count": 0}))
     assert "quantized by awq" in merged.warnings()[0]
     assert merged.onto == str(path.parent)

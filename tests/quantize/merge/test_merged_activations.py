@@ -11,8 +11,8 @@ from model_folders import with_activations
 from qerl.checkpoint.activations import kind_of_activations, read_activations
 from qerl.checkpoint.folder import TINY_FOLDER, format_of
 from qerl.formats import NVFP4
-from quantize.merge.options import ONLY_QERL, MergeOptions, only_qerl_reads, serve_adapter_line
-from quantize.merge.run import NO_LONGER_ROUNDED, merge
+from quantize.export.options import ONLY_QERL, ExportOptions, only_qerl_reads, serve_adapter_line
+from quantize.export.run import NO_LONGER_ROUNDED, export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,8 +28,8 @@ def rounding(request, base, tmp_path_factory):
 @pytest.mark.parametrize("onto", ["original", "trained"])
 def test_a_model_in_4_bits_rounds_as_its_base(rounding, onto, tmp_path):
     kind, packed, adapter = rounding
-    options = MergeOptions(str(adapter), "nvfp4", tmp_path / "out", model=str(packed), onto=onto, prompt_count=0)
-    report = merge(options)
+    options = ExportOptions(str(adapter), "nvfp4", tmp_path / "out", model=str(packed), onto=onto, prompt_count=0)
+    report = export(options)
     assert kind_of_activations(report.out, NVFP4) == kind
     assert read_activations(report.out, NVFP4) == read_activations(packed, NVFP4)
     assert ("vllm" in report.commands) == (kind == "static")
@@ -38,7 +38,7 @@ def test_a_model_in_4_bits_rounds_as_its_base(rounding, onto, tmp_path):
 
 def test_a_model_in_16_bits_holds_no_scales(rounding, tmp_path):
     _, packed, adapter = rounding
-    report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "out", model=str(packed), prompt_count=0))
+    report = export(ExportOptions(str(adapter), "bf16", tmp_path / "out", model=str(packed), prompt_count=0))
     assert not format_of(report.out).quantized
     assert not any("scale" in name for name in load_all(report.out))
     assert {tensor.dtype for tensor in load_all(report.out).values()} == {torch.bfloat16}
@@ -54,13 +54,13 @@ def assert_noted(report, note):
 
 def test_a_model_in_8_bits_says_that_it_rounds_otherwise(rounding, tmp_path):
     _, packed, adapter = rounding
-    options = MergeOptions(str(adapter), "fp8_block", tmp_path / "out", model=str(packed), prompt_count=0)
-    assert_noted(merge(options), NO_LONGER_ROUNDED)
+    options = ExportOptions(str(adapter), "fp8_block", tmp_path / "out", model=str(packed), prompt_count=0)
+    assert_noted(export(options), NO_LONGER_ROUNDED)
 
 
 def test_an_adapter_on_activations_in_16_bits_needs_no_note(base, rounding, tmp_path):
     _, _, adapter = rounding
-    report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "out", model=str(base), prompt_count=0))
+    report = export(ExportOptions(str(adapter), "bf16", tmp_path / "out", model=str(base), prompt_count=0))
     assert report.warnings() == []
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.export import check_push
-from quantize.merge.card import base_on_hub, licence_of, loading_lines, read_results
-from quantize.merge.options import MergeOptions, chat_line, serve_adapter_line, serve_model_line
-from quantize.merge.run import merge
+from quantize.export.card import base_on_hub, licence_of, loading_lines, read_results
+from quantize.export.options import ExportOptions, chat_line, serve_adapter_line, serve_model_line
+from quantize.export.run import export
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "data" / "tiny_run"
@@ -43,7 +43,7 @@ def run(tmp_path):
 def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(run, tmp_path):
     from huggingface_hub import ModelCard
 
-    report = merge(MergeOptions(str(run), "adapter", tmp_path / "out", base_name="Qwen/Qwen2.5-7B-Instruct"))
+    report = export(ExportOptions(str(run), "adapter", tmp_path / "out", base_name="Qwen/Qwen2.5-7B-Instruct"))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "Qwen/Qwen2.5-7B-Instruct"
     assert card.data.library_name == "peft"
@@ -59,7 +59,7 @@ def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(ru
 def test_with_a_damaged_log_the_card_lacks_the_training_but_the_merge_succeeds(run, tmp_path, caplog):
     metrics = run / "metrics.jsonl"
     metrics.write_text('{"step": 1, }\n' + metrics.read_text())
-    merge(MergeOptions(str(run), "adapter", tmp_path / "out"))
+    export(ExportOptions(str(run), "adapter", tmp_path / "out"))
     text = (tmp_path / "out" / "README.md").read_text()
     assert "## Training" not in text
     assert "## Evaluation" in text
@@ -106,7 +106,7 @@ def test_a_push_that_cannot_work_is_refused_first(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="write owner/name"):
         check_push("name")
     with pytest.raises(CheckpointError, match="the hub cannot be reached"):
-        merge(MergeOptions(str(run), "adapter", tmp_path / "out", base_name="a/b", push_to_hub="me/model"))
+        export(ExportOptions(str(run), "adapter", tmp_path / "out", base_name="a/b", push_to_hub="me/model"))
     assert not (tmp_path / "out").exists()
 
 

@@ -19,8 +19,8 @@ from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, card_text, pl
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
-from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
 from training.run import resume, start
 from training.run_dir.result import settle_best, settle_result
 from training.run_dir.verdict import Best
@@ -78,7 +78,7 @@ def test_an_adapter_has_the_tokenizer_files_of_its_base_and_names_it_by_its_full
     monkeypatch.chdir(tmp_path)
     settings = ("noise.enabled=false", "model.format=bf16")
     run = start(small_config("models/base", tmp_path, *settings, steps=1, out="run"), "tiny")
-    merge(MergeOptions(adapter="run", to="adapter", out=tmp_path / "merged"))
+    export(ExportOptions(adapter="run", to="adapter", out=tmp_path / "merged"))
     for folder in (run.adapter, tmp_path / "merged"):
         for name in (*TOKENIZER, "special_tokens_map.json"):
             assert (folder / name).read_bytes() == (odd_base / name).read_bytes(), name
@@ -105,7 +105,7 @@ def test_a_merged_adapter_of_others_keeps_its_own_tokenizer(odd_base, folder, tm
     for name in TOKENIZER:
         shutil.copy(odd_base / name, other / name)
     (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    merge(MergeOptions(adapter=str(other), to="adapter", out=tmp_path / "merged"))
+    export(ExportOptions(adapter=str(other), to="adapter", out=tmp_path / "merged"))
     for name in TOKENIZER:
         assert (tmp_path / "merged" / name).read_bytes() == (other / name).read_bytes()
 

@@ -1,9 +1,9 @@
-"""`qerl quantize --start-of FOLDER --model ORIGINAL`: the start of an NVFP4 folder that is there, own or another's.
+"""`qerl quantize --start-of FOLDER --model ORIGINAL`: the start of an NVFP4 folder that exists already.
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct --start-of checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
     qerl quantize --model ORIGINAL --start-of someone/Model-NVFP4 --out starts/Model      # beside the hub's cache
 
-The original's rows go through it as in a quantization (`one_pass.py`), and the factors are those of its weights minus
+The original's rows go through it as in a quantization (`one_pass.py`), and the factors approximate its weights minus
 the folder's. The folder has to hold the original's weights, quantized: its other tensors are the same (AWQ and
 SmoothQuant move scales into norms), and its linears are near the original's.
 """
@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
-from qerl.checkpoint.base_start import ABOUT, START
+from qerl.checkpoint.base_start import (
+    ABOUT,
+    START,
+)
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.output import check_space, staged_folder
 from qerl.checkpoint.reader import TensorReader
@@ -27,12 +30,12 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import ReadTensor
-from quantize.one_pass import Start, one_pass_groups
-from quantize.options import START_RANK, Choice, QuantizeOptions, choose
+from quantize.calibration import Calibration
+from quantize.one_pass import Start, one_pass_groups, read_factors, save_start, start_bytes
+from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, OutputErrors, measure_outputs
 from quantize.report import output_rows, start_row
-from quantize.run import calibration_rows, progress_bar, resolve_device
-from quantize.start_folder import read_factors, save_start, start_bytes
+from quantize.run import START_RANK, Choice, calibration_rows, choose, progress_bar, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from qerl.checkpoint.source import Tensors
-    from quantize.calibration import Calibration
+
 
 USED = ("calibration", "calibration_size", "sequence_length", "start_rank", "start_of", "trust_remote_code", "device")
 USED += ("overwrite", "force", "batch_size")

@@ -1,6 +1,4 @@
-"""The adapter that is merged.
-
-The start that an adapter was trained with (`qerl.checkpoint.base_start`), in a merge.
+"""Which adapter an export writes, as a standard PEFT folder, and the start that it was trained with.
 
     W        the 16-bit weight                  Q    what the base holds of it
     B0 A0    what the start repairs of W - Q    D    what the training changed
@@ -14,22 +12,17 @@ So every merge adds D, either to W or to Q + B0 A0. D is a plain LoRA, whose ran
 
     s B A - B0 A0 = s [B, -B0 / s] [A; A0]
 
-Write the adapter as a standard PEFT folder: adapter_config.json, adapter_model.safetensors and the tokenizer.
-
-For PEFT it names the 16-bit model of its base, and trained_on.json beside it names the base itself
-(qerl/checkpoint/peft_folder.py).
-
-PEFT, transformers and qerl load it as it is. So does vLLM, unless norms were trained with it: PEFT keeps those as
-`modules_to_save`, which vLLM 0.25 refuses.
-
-Which adapter a merge to `adapter` writes: as it was trained, with its start, or for the 16-bit model of its base.
-
     start      --to adapter      --with-start                --onto original
     none       as it is          refused                     refused: it fits that model as it is
     frozen     as it is          start and adapter as one    refused: it fits that model as it is
     trained    as it is          refused: it has it          what the training changed
 
 A frozen start is a part of the model that was trained on, but stock vLLM knows no start.
+
+The folder is adapter_config.json, adapter_model.safetensors and the tokenizer. For PEFT it names the 16-bit model of
+its base, and trained_on.json beside it names the base itself (qerl/checkpoint/peft_folder.py). PEFT, transformers and
+qerl load it as it is. So does vLLM, unless norms were trained with it: PEFT keeps those as `modules_to_save`, which
+vLLM 0.25 refuses.
 """
 
 from __future__ import annotations
@@ -51,8 +44,8 @@ from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.output import TOKENIZER_CONFIG, write_json
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, name_bases_, plain_base, trained_on
 from qerl.checkpoint.shards import read_json
-from quantize.merge.base import FACTOR_A, FACTOR_B, Adapter, original_name
-from quantize.merge.options import MergeOptions
+from quantize.export.base import FACTOR_A, FACTOR_B, Adapter, original_name
+from quantize.export.options import ExportOptions
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +175,7 @@ def _settings(adapter: Adapter, linears: Collection[str], rank: int, alpha: floa
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 
 
 def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.dtype | None = None) -> int:
@@ -195,7 +188,7 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in cast.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     mode_by_umask(folder / WEIGHTS)
-    write_json(folder / ADAPTER_CONFIG, peft_config(adapter, base_name))
+    write_json(folder / CONFIG, peft_config(adapter, base_name))
     _check_written(adapter, folder, dtype)
     return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -217,7 +210,7 @@ def add_for_peft(adapter: Adapter, folder: Path, origin: TrainedOn) -> None:
 
 def peft_config(adapter: Adapter, base_name: str) -> dict:
     """The adapter's adapter_config.json, set to inference on `base_name`."""
-    config = {**read_json(adapter.folder / ADAPTER_CONFIG), **adapter.settings}
+    config = {**read_json(adapter.folder / CONFIG), **adapter.settings}
     targets = config.get("target_modules")
     if isinstance(targets, list):  # PEFT writes a set, whose order changes from run to run
         config["target_modules"] = sorted(targets)
@@ -231,12 +224,10 @@ def find_base_name(adapter: Adapter, asked: str | None) -> str:
     elif (adapter.folder / TRAINED_ON).is_file():
         name = beside(adapter.folder, model_of_adapter(adapter.folder)[0])
     else:
-        own = read_json(adapter.folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
         name = own and beside(adapter.folder, own)
     if not name:
-        raise CheckpointError(
-            f"{adapter.folder / ADAPTER_CONFIG} names no base: write `--base-name BASE` (hub id or folder)"
-        )
+        raise CheckpointError(f"{adapter.folder / CONFIG} names no base: write `--base-name BASE` (hub id or folder)")
     if name in EMBEDDED:
         return str(EMBEDDED[name])
     if Path(name).is_dir():
@@ -270,7 +261,7 @@ class WrittenAdapter:
     notes: tuple[str, ...] = ()
 
 
-def adapter_to_write(options: MergeOptions, adapter: Adapter, base: str) -> WrittenAdapter:
+def adapter_to_write(options: ExportOptions, adapter: Adapter, base: str) -> WrittenAdapter:
     """The adapter that `options` ask for; `base` is the one to name, unless it is for the 16-bit model.
 
     Raises ConfigError for what the adapter's kind does not have, CheckpointError if its start is nowhere.
@@ -295,7 +286,7 @@ def adapter_to_write(options: MergeOptions, adapter: Adapter, base: str) -> Writ
     return WrittenAdapter(adapter, origin, plain_base(origin), start, _not_for_vllm(options, adapter, origin))
 
 
-def _refuse(options: MergeOptions, why: str) -> None:
+def _refuse(options: ExportOptions, why: str) -> None:
     if options.with_start:
         raise ConfigError(f"--with-start: {why}: leave it out")
     if options.onto == "original":
@@ -324,7 +315,7 @@ def _stacked(adapter: Adapter, origin: TrainedOn, start: AdapterStart) -> Writte
 
 
 def _that_holds_its_start(
-    options: MergeOptions, adapter: Adapter, origin: TrainedOn, start: AdapterStart
+    options: ExportOptions, adapter: Adapter, origin: TrainedOn, start: AdapterStart
 ) -> WrittenAdapter:
     if options.with_start:
         raise ConfigError(f"--with-start: {adapter.folder} began at its start and holds it: leave it out")
@@ -340,7 +331,7 @@ def _that_holds_its_start(
     return WrittenAdapter(made, trained_on(name), name, None, (note,))
 
 
-def _not_for_vllm(options: MergeOptions, adapter: Adapter, origin: TrainedOn) -> tuple[str, ...]:
+def _not_for_vllm(options: ExportOptions, adapter: Adapter, origin: TrainedOn) -> tuple[str, ...]:
     if adapter.norms or adapter.of_experts:
         return ()  # vLLM does not load these as an adapter anyway
     line = f"qerl merge --adapter {shlex.quote(options.adapter)} --to adapter --with-start"

@@ -1,8 +1,6 @@
-"""What `qerl merge` is asked, and how its result is served.
+"""What is asked of `qerl export`, as one value whose fields are its options, and how its result is served.
 
-What is asked of `qerl merge`, as one value whose fields are its options. Importing this loads no torch.
-
-The command lines to try the result of a merge: `vllm serve` and `qerl chat`, ready to be typed.
+Importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -20,18 +18,30 @@ from qerl.checkpoint.activations import kind_of_activations
 from qerl.checkpoint.folder import format_of
 
 TARGETS = ("adapter", *(each.name for each in formats.writable()))
+ONLY_QERL = (
+    "its activations have dynamic 4-bit scales per token, which stock vLLM does not know and refuses to load: qerl "
+    "chat and qerl eval read it; static scales (qat.quant_cfg: nvfp4_w4a4_static) are read by stock vLLM"
+)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank that vLLM 0.25 takes
 
 
 @dataclass(frozen=True)
-class MergeOptions:
-    """What to merge and how."""
+class ExportOptions:
+    """What to write from which run or adapter, and how. `qerl merge` has the same options."""
 
-    adapter: Annotated[str, typer.Option(help="Adapter folder, run directory, or hub id of an adapter.")]
-    to: Annotated[
-        Literal[TARGETS],
-        typer.Option(help="adapter: PEFT folder; bf16, nvfp4, fp8_block: whole model in 16, 4, 8 bits."),
+    adapter: Annotated[
+        str, typer.Option("--run", "--adapter", help="Run directory, adapter folder, or hub id of an adapter.")
     ]
-    out: Annotated[Path | None, typer.Option(help="Default: merged/<name>-<to>.")] = None
+    to: Annotated[
+        Literal[TARGETS] | None,
+        typer.Option(
+            help="adapter: PEFT folder; bf16, nvfp4, fp8_block: whole model in 16, 4, 8 bits. Default, for a run that "
+            "trained through the quantizer: as it was trained."
+        ),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Default: exported/<name>-<to>, with --step exported/<name>-N-<to>.")
+    ] = None
     model: Annotated[str | None, typer.Option(help="Base, if it is not the one that the adapter names.")] = None
     onto: Annotated[
         Literal["auto", "trained", "original"],
@@ -60,19 +70,23 @@ class MergeOptions:
     public: Annotated[bool, typer.Option("--public", help="A new hub repository is public; default private.")] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
     force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
-    device: Annotated[str, typer.Option(help="What merges: auto, cpu or cuda.")] = "auto"
+    device: Annotated[str, typer.Option(help="What merges and packs: auto, cpu or cuda.")] = "auto"
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, help="Checkpoint of a run that trained through the quantizer; default: the last."),
+    ] = None
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
         names = [each.name for each in formats.writable()]
-        if self.to not in ("adapter", *names):
+        if self.to not in (None, "adapter", *names):
             raise ConfigError(f"--to {self.to!r} is not known: write adapter, {', '.join(names)}")
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
             raise ConfigError(
                 f"--dtype and --base-name go with --to adapter: a merged model is {formats.BF16.name} and has no base"
             )
         if self.to != "adapter" and self.with_start:
-            raise ConfigError(f"--with-start goes with --to adapter: --to {self.to} has the start in its weights")
+            raise ConfigError("--with-start goes with --to adapter: a whole model has the start in its weights")
         if self.to == "adapter" and (self.onto == "trained" or self.prompts):
             raise ConfigError(
                 f"--onto and --prompts go with --to {' and '.join(names)}: an adapter folder is an exact copy"
@@ -86,12 +100,16 @@ class MergeOptions:
         if self.prompts is not None and not self.prompts.is_file():
             raise ConfigError(f"--prompts {self.prompts} does not exist: give a file with a column `question`")
 
+    def named(self) -> str:
+        """A name for the result: the run's, for its folder `adapter/` too, or the adapter folder's."""
+        folder = Path(self.adapter).expanduser().resolve()
+        named = folder.parent if folder.name == "adapter" else folder
+        return named.name if folder.exists() else self.adapter.rsplit("/", 1)[-1]
 
-ONLY_QERL = (
-    "its activations have dynamic 4-bit scales per token, which stock vLLM does not know and refuses to load: qerl "
-    "chat and qerl eval read it; static scales (qat.quant_cfg: nvfp4_w4a4_static) are read by stock vLLM"
-)
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank that vLLM 0.25 takes
+    def folder(self, above: str = "exported") -> Path:
+        """Where the result is written; call it when `to` is known."""
+        step = "" if self.step is None else f"-{self.step}"
+        return (self.out or Path(above) / f"{self.named()}{step}-{self.to}").expanduser()
 
 
 def chat_line(out: Path) -> str:

@@ -1,0 +1,168 @@
+"""The result of an export: a report beside the weights, warnings in words, and a table for the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl import formats
+from qerl.checkpoint.base_start import TrainedStart
+from quantize.export.effect import Effect
+from quantize.export.weights import Survival
+from quantize.report import format_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+MOST = 0.5  # if less than this share is kept, most of the adapter is lost
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """A model that was trained through the quantizer: `export_report.json`, and a short table for the terminal."""
+
+    out: Path
+    to: str
+    run: str
+    step: int
+    begun_from: str  # the 16-bit model
+    quant_cfg: str | None  # digest of the run's, for a packed model
+    linears: int  # trained
+    trained: str  # masters, or 16-bit weights with the adapter
+    bytes: int
+    created: str
+    versions: dict[str, str]
+    commands: dict[str, str]
+    lowest_sqnr_db: float | None = None  # of the written linears to their masters; None if all are exact
+
+    def to_json(self) -> dict:
+        """The content of export_report.json."""
+        return {name: value for name, value in asdict(self).items() if name != "out"}
+
+    def rows(self) -> dict[str, str]:
+        """What the result is, by the names that people read."""
+        rows = {
+            "run": f"{self.run}, step {self.step}",
+            "begun from": self.begun_from,
+            "weights": f"{self.linears} trained linears, {self._how()}",
+        }
+        if self.lowest_sqnr_db is not None:
+            rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
+        return rows
+
+    def table(self) -> Table:
+        """The same for the terminal."""
+        from rich.table import Table
+
+        table = Table(title=formats.get(self.to).model_label, show_header=False, title_justify="left")
+        for name, text in {**self.rows(), "written to": f"{self.out} ({format_size(self.bytes)})"}.items():
+            table.add_row(name, text)
+        return table
+
+    def _how(self) -> str:
+        if formats.get(self.to).quantized:
+            return "packed as the engine holds them"
+        return f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """An adapter, or a model that one was merged into: `merge_report.json`.
+
+    `survival` covers all linears, `layers` each one; both are empty for an adapter folder.
+    """
+
+    out: Path
+    to: str
+    adapter: str
+    base: str  # the model that the adapter was trained on
+    onto: str  # the model that it was merged onto; for an adapter folder the base that it is for
+    rank: int
+    scaling: float
+    trained_norms: int
+    bytes: int
+    created: str
+    versions: dict[str, str]
+    start: TrainedStart | None = (
+        None  # that the adapter was trained with; for an adapter folder that of what was written
+    )
+    notes: tuple[str, ...] = ()
+    survival: Survival | None = None
+    layers: tuple[Survival, ...] = ()
+    effect: Effect | None = None
+    commands: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What was written, in words."""
+        return "PEFT adapter" if self.to == "adapter" else formats.get(self.to).model_label
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the format for the model card."""
+        return () if self.to == "adapter" else formats.get(self.to).card_tags
+
+    def warnings(self) -> list[str]:
+        """What a user has to know before using the result, one sentence each."""
+        found = list(self.notes)
+        if self.effect is not None and self.effect.kept is not None and self.effect.kept < MOST:
+            found.append(
+                f"only {max(0.0, self.effect.kept):.0%} of the adapter's effect is left in the merged model (KL to the "
+                f"exact policy {self.effect.kl_merged:.2g} nats per token, of the base alone "
+                f"{self.effect.kl_base:.2g}): serve the adapter on its base, or merge to {formats.BF16.name}"
+            )
+        elif self.survival is not None and self.survival.kept is not None and self.survival.kept < MOST:
+            found.append(
+                f"rounding kept only {max(0.0, self.survival.kept):.0%} of the adapter's change of the weights: serve "
+                f"the adapter on its base, or merge to {formats.BF16.name}"
+            )
+        return found
+
+    def to_json(self) -> dict:
+        """The content of merge_report.json."""
+        values = asdict(self)
+        del values["out"]
+        return {**values, "warnings": self.warnings()}
+
+    def table(self) -> Table:
+        """A short table: what the result is, and how much of the adapter is in it."""
+        from rich.table import Table
+
+        table = Table(title=self.kind, show_header=False, title_justify="left")
+        table.add_row("adapter", f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}")
+        if self.start is not None:
+            table.add_row("start", self.start_text())
+        table.add_row("base" if self.to == "adapter" else "merged onto", self.onto)
+        table.add_row("written to", f"{self.out} ({format_size(self.bytes)})")
+        if self.trained_norms:
+            table.add_row("trained norms", str(self.trained_norms))
+        for name, text in self.measured().items():
+            table.add_row(name, text)
+        return table
+
+    def start_text(self) -> str:
+        """How the adapter was trained with its start, in words."""
+        how = "acts beside the adapter" if self.start.kind == "frozen" else "the adapter began at it and holds it"
+        return f"rank {self.start.rank}, {how}"
+
+    def measured(self) -> dict[str, str]:
+        """The measurements, by the names that people read."""
+        found = {}
+        if self.survival is not None and self.survival.kept is not None:
+            part = self.survival
+            found["weight change kept"] = (
+                f"{part.kept:.1%} along s B A, cosine {part.cosine:.3f}, norm ratio {part.norm_ratio:.2f}"
+            )
+            worst = min((layer for layer in self.layers if layer.kept is not None), key=lambda layer: layer.kept)
+            found["least kept"] = f"{worst.kept:.1%} ({worst.name})"
+        if self.effect is not None:
+            effect = self.effect
+            share = "" if effect.kept is None else f"{effect.kept:.1%}: "
+            found["effect kept"] = (
+                f"{share}KL to base + adapter {effect.kl_merged:.2e} nats per token, of the base alone "
+                f"{effect.kl_base:.2e} ({effect.tokens} tokens, {effect.prompts} prompts of {effect.prompts_from})"
+            )
+            found["same greedy completion"] = f"{effect.same_greedy} of {effect.prompts}"
+        return found
