@@ -19,9 +19,9 @@ from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import STARTS
 from qerl.cli.options import Text
 from qerl.cli.train import parse_columns, parse_names, parse_switches, task_values
-from qerl.data.tasks.template_names import unknown_name, unknown_text
+from qerl.config.names import ENGINES, KERNELS, unknown_name, unknown_text
 from qerl.engine.interface import check_temperature
-from qerl.engine.options import ENGINES, KERNELS, EngineOptions
+from qerl.engine.options import EngineOptions
 
 LOADS = ("auto", *formats.names())
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)

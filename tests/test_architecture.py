@@ -44,18 +44,6 @@ ALLOWED_UPWARD = """
     qerl.checkpoint.adapter -> qerl.plan.sizes
     qerl.checkpoint.load -> qerl.plan.sizes
     qerl.checkpoint.source -> qerl.plan.sizes
-    qerl.config.data -> qerl.data.tasks
-    qerl.config.data -> qerl.data.tasks.template_names
-    qerl.config.environment -> qerl.episodes.build
-    qerl.config.experts -> qerl.checkpoint.adapter_file
-    qerl.config.experts -> qerl.checkpoint.experts
-    qerl.config.experts -> qerl.engine.interface
-    qerl.config.rules -> qerl.engine.interface
-    qerl.config.schema -> qerl.checkpoint.experts
-    qerl.config.schema -> qerl.engine.options
-    qerl.config.schema -> qerl.plan.engine_memory
-    qerl.config.validation -> qerl.data.tasks
-    qerl.config.validation -> qerl.engine.interface
     qerl.data.grading.grade -> qerl.api.arguments
     qerl.data.messages -> qerl.checkpoint.sandbox
     qerl.data.rows -> qerl.api.arguments

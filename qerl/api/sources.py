@@ -17,6 +17,7 @@ from qerl.api.arguments import Functions, check_keywords, grader_of, is_path, pl
 from qerl.api.arguments import GivenRows as Rows
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.data import SourceConfig
+from qerl.config.names import ENVIRONMENTS
 from qerl.episodes.build import KNOWN, TOOLS, register
 
 Given = str | Callable[..., Any]
@@ -43,6 +44,8 @@ def given_environments(environment: Given | None, tools: Sequence[Given]) -> Ite
     finally:
         KNOWN.clear()
         KNOWN.update(before[0])
+        ENVIRONMENTS.clear()
+        ENVIRONMENTS.update(KNOWN)
         TOOLS.clear()
         TOOLS.update(before[1])
 

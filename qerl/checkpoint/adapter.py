@@ -44,10 +44,10 @@ from qerl.checkpoint.adapter_file import (
     to_peft,
 )
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
-from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.folder import EMBEDDED, beside, quantized_from
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import read_json
+from qerl.config.names import PROJECTIONS
 from qerl.plan.sizes import ModelSizes, sizes_of
 
 if TYPE_CHECKING:

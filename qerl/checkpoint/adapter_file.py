@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, fsync, parse_json, read_text
-from qerl.checkpoint.experts import GATE_UP
+from qerl.config.names import OF_EXPERTS
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,6 @@ def _adapter_config(folder: Path) -> dict:
 
 LEAVES = ("gate_up_proj", "down_proj")
 PARAMETERS = tuple(f"mlp.experts.{leaf}" for leaf in LEAVES)  # for PEFT's target_parameters
-OF_EXPERTS = (*GATE_UP, "down_proj")  # in adapter.targets: linears of dense MLPs and of experts
 _OWN = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<leaf>gate_up_proj|down_proj)\.lora_(?P<factor>[AB])\.weight")
 _PEFT = re.compile(r"(?P<experts>.*\.mlp\.experts)(?P<inner>\.base_layer)?\.lora_(?P<factor>[AB])\.weight")
 

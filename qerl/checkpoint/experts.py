@@ -27,7 +27,6 @@ from qerl.base.errors import CheckpointError, ConfigError
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED = (QKV, ("o_proj",), GATE_UP, ("down_proj",))
 W1_W3 = ("w1", "w3")  # what Mixtral calls gate and up
-PROJECTIONS = tuple(name for group in FUSED for name in group)
 ATTENTION = tuple(f"self_attn.{name}" for name in (*QKV, "o_proj"))
 DENSE_MLP = tuple(f"mlp.{name}" for name in (*GATE_UP, "down_proj"))
 

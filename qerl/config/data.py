@@ -1,11 +1,4 @@
-"""The section `data` of a recipe: its keys and their rules.
-
-The sections `data` and `rewards` of a recipe: rows, where they come from, and what their completions earn.
-
-What the rules ask of a task, a template and columns, wherever a recipe names them.
-
-The rules of `qerl/config/rules.py` about several sources of rows.
-"""
+"""The sections `data` and `rewards` of a recipe: rows, where they come from, what completions earn, and their rules."""
 
 from __future__ import annotations
 
@@ -16,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.names import TASKS, unknown_name
 from qerl.config.rewards import check_rewards
 from qerl.config.section import Section
 
@@ -135,12 +129,9 @@ ASKING = ("prompt", "messages")  # other names of the question
 
 def known_task(key: str, name: str) -> Conflicts:
     """There is a task of this name."""
-    from qerl.data.tasks import TASKS
-
-    names = list(TASKS)  # asking TASKS for a name would import its file
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"{key}: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
+        hint = f"{key}: {near[0]} (tasks: {', '.join(TASKS)})" if near else f"one of {', '.join(TASKS)}"
         yield Conflict({key: name}, "there is no such task", hint)
 
 
@@ -158,8 +149,6 @@ def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
 
 def template_of(key: str, template: str | None) -> Conflicts:
     """A template holds the question, and no other name."""
-    from qerl.data.tasks.template_names import unknown_name
-
     if template is None or template == "default":
         return
     if "{question}" not in template:

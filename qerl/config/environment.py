@@ -1,9 +1,4 @@
-"""The section `environment` of a recipe: its keys and their rules.
-
-The section `environment` of a recipe. qerl/episodes says what an environment is.
-
-The rules of `qerl/config/rules.py` about environments: they are named, and what they give is asked for.
-"""
+"""The section `environment` of a recipe, with its rules. qerl/episodes says what an environment is."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ from pydantic import Field
 
 from qerl.base.http import url_mistake, url_shown
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.names import ENVIRONMENTS
 from qerl.config.rewards import check_headers_of
 from qerl.config.section import Section
 
@@ -86,18 +82,17 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _name(key: str, name: str, kind: str = "environment") -> Conflicts:
-    from qerl.episodes.build import KNOWN, is_url
-
     if "://" in name and (mistake := url_mistake(name)):
         yield Conflict({key: url_shown(name)}, mistake, "a URL such as http://localhost:8000")
         return
-    if name in KNOWN or is_url(name):
+    if name in ENVIRONMENTS or name.startswith(("http://", "https://")):
         return
     if name.endswith(".py"):
         yield Conflict({key: name}, "it is a file", f"the name in it too, {name}:NAME")
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if place and attribute.isidentifier():
         return
-    near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
-    write = f"{key}: {near[0]} (or {OWN})" if near else f"one of {', '.join(KNOWN)}, or your own: {OWN}"
+    known = sorted(ENVIRONMENTS)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    write = f"{key}: {near[0]} (or {OWN})" if near else f"one of {', '.join(known)}, or your own: {OWN}"
     yield Conflict({key: name}, f"there is no such {kind}", write)

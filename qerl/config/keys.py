@@ -1,13 +1,8 @@
-"""The keys of a recipe: their values from text, and what is said about those that cannot be taken.
+"""The keys of a recipe: all of them as a table, a recipe's values by key, and what an error says of a wrong one.
 
-Every key of a recipe as a table, and the key that a mistyped one was meant to be.
-
-A pydantic ValidationError as one line: where, which key, what was got, what to write instead.
-
-Configuration data while it is put together from recipe, base recipe, `--set` and flags, each key with its origin.
-
-A mapping given for a section merges into it key by key; everything else (numbers, lists, data.columns) replaces what
-was there.
+A `Draft` puts a configuration together from recipe, base recipe, `--set` and flags, and remembers where each key was
+written. A mapping given for a section merges into it key by key; everything else (numbers, lists, data.columns)
+replaces what was there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The section `qat` of a recipe: its keys and their rules.
-
-Training through the quantizer: the section `qat`, and how weights and activations are quantized as one value.
+"""The section `qat` of a recipe: training through the quantizer, and how weights and activations are quantized.
 
 Trainer, engine and export read the same `QuantConfig`. A recipe gives it by the name of a preset, as a YAML file, or as
-keys; what a run writes down is always complete. Importing this loads pydantic and nothing heavier.
-
-The rules of `qerl/config/rules.py` about training through the quantizer.
+keys; what a run writes down is always complete.
 """
 
 from __future__ import annotations

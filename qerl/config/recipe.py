@@ -1,8 +1,4 @@
-"""Recipes: reading them, and the ones that runs save.
-
-Read the config.yaml that a run saved, as plain data: a run of an older version may have keys that are gone.
-
-Recipes: a YAML file over the defaults of `schema.py`, then `--set a.b=c`, then flags; each mistake in one line.
+"""Recipes: a YAML file over the defaults of `schema.py`, then `--set a.b=c`, then flags; each mistake in one line.
 
 The shipped recipes are data files of the package `training.recipes`, found by name through importlib.resources: qerl
 imports no code of `training`. A recipe may start with `extends: NAME` (one level) and state only what differs; what

@@ -1,13 +1,8 @@
-"""Rules over several sections of a recipe.
-
-The rule of `qerl/config/rules.py` about completions that go on in later steps: what they cannot be combined with.
-
-Rules about the adapter on a mixture of experts, and what is known of them only beside a model.
-
-Rules against values of a RunConfig that are fine alone and impossible together.
+"""Rules against values of a RunConfig that are fine alone and impossible together.
 
 A rule takes the configuration and yields a Conflict for what it refuses: the keys, why they cannot stand together, and
-what to write instead. Rules run in the order of RULES; the first conflict is the one that is shown.
+what to write instead. Rules about one section stand beside its keys; here are those about several, and the order in
+which all of them run. The first conflict is the one that is shown.
 """
 
 from __future__ import annotations
@@ -18,16 +13,15 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.data import columns_of, curriculum, known_task, sources, template_of
-from qerl.config.distill import distill
 from qerl.config.environment import environment
 from qerl.config.experts import experts
+from qerl.config.names import MIN_TEMPERATURE
 from qerl.config.noise import noise
+from qerl.config.objectives import distill, sft, without_sft
 from qerl.config.quant import qat
 from qerl.config.rewards import rewards
-from qerl.config.sft import sft, without_sft
 from qerl.config.train import train
 from qerl.config.validation import validation
-from qerl.engine.interface import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

@@ -2,7 +2,7 @@
 
 A recipe (YAML, `training/recipes/`) overrides them, and `--set a.b=c` overrides the recipe; `qerl/config/recipe.py`
 reads both and turns every mistake into one line. Values that are fine alone but impossible together are refused by the
-rules in `qerl/config/rules.py`. Importing this loads pydantic and nothing heavier.
+rules in `qerl/config/rules.py`. Importing this loads pydantic, a YAML reader and the folders below.
 
 Where the QeRL paper (arXiv 2510.11696) states a number, it is the default; what it leaves open is from its scripts.
 Departures: alpha is twice the rank (scripts: equal), trained norms are off (scripts: on), the batch is 16 x 8.
@@ -15,19 +15,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from qerl import formats
-from qerl.checkpoint.experts import PROJECTIONS
 from qerl.config.data import DataConfig, RewardConfig
-from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig
+from qerl.config.names import ENGINES, KERNELS, KV_CACHE_DTYPES, PROJECTIONS
 from qerl.config.noise import NoiseConfig
+from qerl.config.objectives import DistillConfig, SftConfig
 from qerl.config.quant import QatConfig, with_its_format
 from qerl.config.rules import rules_of
 from qerl.config.section import OneOf, Section
-from qerl.config.sft import SftConfig
 from qerl.config.train import TrainConfig
 from qerl.config.validation import ValidationConfig
-from qerl.engine.options import ENGINES, KERNELS
-from qerl.plan.engine_memory import KV_CACHE_DTYPES
 
 # Sequences arrive as YAML lists and are kept as tuples: strict mode would refuse the list.
 Projections = Annotated[tuple[Literal[PROJECTIONS], ...], Field(strict=False, min_length=1)]

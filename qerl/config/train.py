@@ -1,4 +1,4 @@
-"""How the trainer computes: the section `train`, and its rules. Importing this loads pydantic and nothing heavier."""
+"""The section `train` of a recipe: how the trainer computes, with its rules."""
 
 from __future__ import annotations
 

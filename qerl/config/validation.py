@@ -1,9 +1,4 @@
-"""The section `validation` of a recipe: its keys and their rules.
-
-The section `validation` of a recipe: questions that a run answers between its steps (docs/validation.md).
-
-The rules of `qerl/config/rules.py` about validation: it exists, and what follows from it can follow.
-"""
+"""The section `validation` of a recipe: questions that a run answers between its steps (docs/validation.md)."""
 
 from __future__ import annotations
 
@@ -14,8 +9,8 @@ from pydantic import Field
 
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.data import columns_of
+from qerl.config.names import MIN_TEMPERATURE, TASKS
 from qerl.config.section import Section
-from qerl.engine.interface import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -87,12 +82,10 @@ def validation(config: RunConfig) -> Conflicts:
 
 
 def _rows(config: RunConfig) -> Conflicts:
-    from qerl.data.tasks import TASKS
-
-    this, names = config.validation, list(TASKS)
-    if this.task is not None and this.task not in names:
-        near = difflib.get_close_matches(this.task, names, n=1, cutoff=0.4)
-        hint = f"validation.task: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
+    this = config.validation
+    if this.task is not None and this.task not in TASKS:
+        near = difflib.get_close_matches(this.task, TASKS, n=1, cutoff=0.4)
+        hint = f"validation.task: {near[0]} (tasks: {', '.join(TASKS)})" if near else f"one of {', '.join(TASKS)}"
         yield Conflict(
             {"validation.task": this.task}, "there is no such task", f"{hint}; a file of rows is validation.source"
         )

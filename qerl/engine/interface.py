@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from qerl.base.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
+from qerl.config.names import MIN_TEMPERATURE
 from qerl.model.saved import UNRECORDED
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 UNCALIBRATED = "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
 SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
-MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 
 
 @dataclass(frozen=True)

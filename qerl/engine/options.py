@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.plan.engine_memory import MAX_SEQUENCES
 
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from qerl.checkpoint.base_start import BaseStart
-
-ENGINES = ("auto", "transformers", "vllm")
-KERNELS = ("auto", *dict.fromkeys(kernel for each in formats.all_formats() for kernel in each.kernels))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qerl.config.names import ENVIRONMENTS
 from qerl.episodes.calculator import calculate
 from qerl.episodes.driven import Driven, Schema, Stepped, Tooled, methods_of
 from qerl.episodes.endpoint import Programmed, is_program, schemas_of
@@ -69,6 +70,7 @@ TOOLS = {"calculator"}
 def register(name: str, make: Callable[..., Any], tool: bool = False) -> None:
     """Let recipes of this process name an environment, or a `tool`, that is an object of Python."""
     KNOWN[name] = make
+    ENVIRONMENTS.add(name)
     (TOOLS.add if tool else TOOLS.discard)(name)
 
 

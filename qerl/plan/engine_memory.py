@@ -140,9 +140,6 @@ def least_bytes(weights: int) -> int:
     return weights + GRAPH_RESERVE + WORK_RESERVE
 
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
-
-
 def kv_head_bytes(kv_cache_dtype: str, head_dim: int) -> int:
     """Bytes of the key (or the value) of one token in one head, with its float32 scale if it has one of its own."""
     return {"auto": 2 * head_dim, "fp8": head_dim, "fp8_per_token_head": head_dim + 4}[kv_cache_dtype]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import EngineError
-from qerl.config.experts import check_experts
 from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import (
     CONTEXT,
@@ -40,6 +39,7 @@ from qerl.plan.sizes import CALIBRATING, ModelSizes, calibrates, calibration_mem
 from qerl.plan.trained import (
     BYTES,
     acting_rank,
+    check_experts,
     engine_expert_parameters,
     engine_rank,
     masters_dtype,

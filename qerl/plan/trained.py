@@ -14,9 +14,12 @@ from qerl.checkpoint.base_start import DEFAULT_RANK
 from qerl.checkpoint.experts import matching, projections
 from qerl.checkpoint.source import by_layer
 from qerl.config.experts import adapts_experts, expert_rank
+from qerl.config.names import OF_EXPERTS
 from qerl.formats.nvfp4.ways import padded_power
+from qerl.model.saved import UNRECORDED
 
 if TYPE_CHECKING:
+    from qerl.checkpoint.experts import Decoder
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RunConfig
     from qerl.plan.sizes import ModelSizes
@@ -152,3 +155,69 @@ def trained_linears(qat: QatConfig, layers: int) -> list[str]:
 def masters_dtype(qat: QatConfig) -> str:
     """The dtype of the masters; `auto`, which `qerl.plan.plan.settled_for` settles for a card, is float32."""
     return "float32" if qat.masters == "auto" else qat.masters
+
+
+def check_experts(config: RunConfig, decoder: Decoder) -> None:
+    """Raise ConfigError for keys that do not fit a model: of experts where it has none, or what experts cannot have."""
+    problem = _of_experts(config, decoder) if decoder.has_experts else _of_dense(config)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _of_dense(config: RunConfig) -> str | None:
+    given = {
+        "adapter.experts": None if config.adapter.experts == "shared" else config.adapter.experts,
+        "adapter.expert_rank": config.adapter.expert_rank,
+        "rollout.router_replay": None if config.rollout.router_replay else "false",
+    }
+    key, value = next(((key, value) for key, value in given.items() if value is not None), (None, None))
+    if key is None:
+        return None
+    return f"{key} {value}: {config.model.base} has no experts: leave {key} out, or give a mixture of experts"
+
+
+def _of_experts(config: RunConfig, decoder: Decoder) -> str | None:
+    adapter = config.adapter
+    if config.qat is not None:
+        return (
+            f"qat: {config.model.base} is a mixture of experts, whose weights qerl does not train: leave the section "
+            "qat out, and an adapter is trained"
+        )
+    if not formats.get(config.model.format).holds_experts:
+        return (
+            f"model.format {config.model.format}: {config.model.base} is a mixture of experts, which qerl has in "
+            f"{' and '.join(each.name for each in formats.all_formats() if each.holds_experts)}: write one of these"
+        )
+    if config.train.fp8_recipe is not None:
+        return (
+            f"train.fp8_recipe {config.train.fp8_recipe}: {config.model.base} is a mixture of experts, whose products "
+            "are computed in 16 bits: leave train.fp8_recipe out"
+        )
+    if config.rollout.router_replay and decoder.experts > UNRECORDED:
+        return (
+            f"rollout.router_replay: {config.model.base} has {decoder.experts} experts in a layer, and choices are "
+            f"recorded of up to {UNRECORDED}: write rollout.router_replay: false"
+        )
+    if len(decoder.sparse) == decoder.layers and all(name in OF_EXPERTS for name in adapter.targets):
+        return (
+            f"adapter.targets: {', '.join(adapter.targets)} names no linear of attention, and an adapter on experts "
+            "needs one beside it: add q_proj, k_proj, v_proj or o_proj"
+        )
+    if not adapts_experts(adapter):
+        return None
+    named = [name for name in OF_EXPERTS if name in adapter.targets]
+    if len(named) < len(OF_EXPERTS):
+        return (
+            f"adapter.targets names {' and '.join(named)}, and the experts of {config.model.base} are adapted as a "
+            f"whole: name all of {', '.join(OF_EXPERTS)}, or none of them"
+        )
+    if adapter.dropout:
+        return (
+            f"adapter.dropout {adapter.dropout}: files of adapters on experts have none (PEFT's target_parameters): "
+            "write adapter.dropout: 0, or adapter.experts: none"
+        )
+    most = min(decoder.width, decoder.hidden)
+    if (rank := expert_rank(adapter)) > most:
+        key = "adapter.rank" if adapter.expert_rank is None else "adapter.expert_rank"
+        return f"{key} {rank} is more than any expert of {config.model.base} can have: write {key}: {most} or less"
+    return None

@@ -259,8 +259,9 @@ def write_adapter(model: str, rank: int) -> str:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from qerl.checkpoint.experts import PROJECTIONS, decoder_of
+    from qerl.checkpoint.experts import decoder_of
     from qerl.checkpoint.shards import read_json
+    from qerl.config.names import PROJECTIONS
 
     config = AutoConfig.from_pretrained(model)
     if hasattr(config, "quantization_config"):

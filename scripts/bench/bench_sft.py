@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from qerl.checkpoint.experts import PROJECTIONS
+from qerl.config.names import PROJECTIONS
 from scripts.bench.bench_step import PeakMemory, write
 from scripts.bench.bench_trl import torch_peak_gib
 from scripts.bench.provenance import command, machine

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from qerl.checkpoint.experts import PROJECTIONS
+from qerl.config.names import PROJECTIONS
 from scripts.bench.bench_step import PeakMemory
 from scripts.bench.provenance import command, machine
 

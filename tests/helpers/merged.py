@@ -4,8 +4,8 @@ import torch
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, save_adapter
 from qerl.checkpoint.adapter_file import attach_to_experts_
-from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.load import load_model
+from qerl.config.names import PROJECTIONS
 
 
 def random_expert_adapter(folder, base, kind="shared", expert_rank=4, rank=4):

@@ -29,7 +29,6 @@ from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
-from qerl.config.experts import check_experts
 from qerl.config.rules import vllm_only
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
@@ -44,7 +43,7 @@ from qerl.plan.advice import with_values
 from qerl.plan.engine_memory import Card
 from qerl.plan.plan import GIB, plan, settled_for
 from qerl.plan.sizes import ModelSizes, check_kv_cache, sizes_of
-from qerl.plan.trained import trained_linears, trains_masters
+from qerl.plan.trained import check_experts, trained_linears, trains_masters
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints

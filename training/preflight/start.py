@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import A_SUFFIX, check_fit, is_block_norm
-from qerl.checkpoint.adapter_file import OF_EXPERTS, describe, is_of_experts, read_adapter
+from qerl.checkpoint.adapter_file import describe, is_of_experts, read_adapter
 from qerl.checkpoint.base_start import (
     DEFAULT_RANK,
     START,
@@ -34,9 +34,9 @@ from qerl.checkpoint.base_start import (
     start_beside,
     start_of_adapter,
 )
-from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.load import local_folder
 from qerl.config.experts import expert_rank
+from qerl.config.names import OF_EXPERTS, PROJECTIONS
 from qerl.plan.advice import with_values
 from qerl.plan.trained import DEFAULT_START
 

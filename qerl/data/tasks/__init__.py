@@ -4,8 +4,8 @@ Training and evaluation both make prompts with `build_messages` and `render_prom
 prompts it was trained on. The accuracy reward and the evaluation both judge completions with `grade`. Rows are read by
 qerl/data/examples.py, answers are compared by qerl/data/grading/grade.py.
 
-To add a task, write a file here that defines `TASK` and enter its name in `MODULES`. Importing this module loads
-neither torch nor datasets nor sympy, and a task's file is imported only when that task is asked for.
+To add a task, write a file here that defines `TASK` and enter its name in TASKS of qerl/config/names.py. Importing
+this module loads neither torch nor datasets nor sympy, and a task's file is imported only when that task is asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
-from qerl.data.tasks.template_names import unknown_name, unknown_text
+from qerl.config import names
+from qerl.config.names import unknown_name, unknown_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,21 +104,7 @@ class Example:
 
 
 # The module of each task, which defines TASK. A new task needs one more row.
-MODULES = {
-    "gsm8k": "qerl.data.tasks.gsm8k",
-    "dapo_math": "qerl.data.tasks.dapo_math",
-    "bigmath": "qerl.data.tasks.bigmath",
-    "bigmath_hard": "qerl.data.tasks.bigmath_hard",
-    "amc23": "qerl.data.tasks.amc23",
-    "aime24": "qerl.data.tasks.aime24",
-    "aime25": "qerl.data.tasks.aime25",
-    "math500": "qerl.data.tasks.math500",
-    "arith": "qerl.data.tasks.arith",
-    "arith_chain": "qerl.data.tasks.arith_chain",
-    "word_game": "qerl.data.tasks.word_game",
-    "environment": "qerl.data.tasks.environment",
-    "own": "qerl.data.tasks.own",
-}
+MODULES = {name: f"qerl.data.tasks.{name}" for name in names.TASKS}
 
 
 class _Tasks(Mapping[str, Task]):

@@ -35,15 +35,14 @@ from qerl.checkpoint.activations import check_shared
 from qerl.checkpoint.experts import Decoder, decoder_of, fused
 from qerl.checkpoint.load import check_complete, check_served_family
 from qerl.checkpoint.shards import KEY, has_own_head, read_json, read_tensors
+from qerl.config.names import KERNELS, KV_CACHE_DTYPES
 from qerl.engine.memory import out_of_memory
-from qerl.engine.options import KERNELS
 from qerl.formats.base import Format
 from qerl.formats.fp8.format import rounds_input
 from qerl.formats.fp8.layout import BLOCK as FP8_BLOCK
 from qerl.formats.fp8.layout import CODES
 from qerl.formats.fp8.layout import KERNEL_ROWS as FP8_ROWS
 from qerl.formats.nvfp4.layout import PACKED
-from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.plan.sizes import sizes_of
 
 if TYPE_CHECKING:

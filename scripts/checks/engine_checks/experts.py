@@ -151,7 +151,7 @@ def adapter(context: Context) -> dict:
     """An adapter on attention and experts acts in the engine as in the trainer, and zeros take it back."""
     from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora
     from qerl.checkpoint.adapter_file import attach_to_experts_, is_of_experts, linear_targets
-    from qerl.checkpoint.experts import PROJECTIONS
+    from qerl.config.names import PROJECTIONS
 
     arguments, engine = context.arguments, context.engine
     before = engine.generate(context.prompts[:8], context.greedy)

@@ -21,8 +21,8 @@ from qerl.checkpoint.adapter import (
     save_adapter,
 )
 from qerl.checkpoint.adapter_file import OTHER_ADAPTERS, PLAIN_STARTS, read_adapter
-from qerl.checkpoint.experts import PROJECTIONS
 from qerl.checkpoint.load import load_model
+from qerl.config.names import PROJECTIONS
 from qerl.formats.nvfp4.linear import NVFP4Linear
 
 TOKENS = torch.arange(12)[None]

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from qerl.base.errors import ConfigError
+from qerl.config.names import PROJECTIONS
 from qerl.config.recipe import load_config, load_recipe, recipe_label, recipe_names, recipe_path, save_config
-from qerl.config.schema import PROJECTIONS, RewardConfig
+from qerl.config.schema import RewardConfig
 
 NAMES = [
     *("calculator", "dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16", "dapo_7b_fp8"),

@@ -153,3 +153,10 @@ def test_importing_the_configuration_loads_nothing_heavy():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "[]"
+
+
+def test_the_keys_need_only_the_folders_below():
+    code = "import sys, qerl.config.schema; print(*(name for name in sys.modules if name.startswith('qerl.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {name.split(".")[1] for name in loaded} == {"base", "formats", "config"}
+    assert len(loaded) <= 30

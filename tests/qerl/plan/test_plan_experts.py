@@ -10,14 +10,13 @@ from qerl.checkpoint.adapter import attach_lora
 from qerl.checkpoint.adapter_file import attach_to_experts_
 from qerl.checkpoint.load import load_model
 from qerl.cli.plan import expert_sentences
-from qerl.config.experts import check_experts
 from qerl.config.recipe import load_recipe
 from qerl.plan.advice import advice
 from qerl.plan.engine_memory import card_of
 from qerl.plan.plan import CHOSEN, DECODED, plan
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
-from qerl.plan.trained import trained_of
+from qerl.plan.trained import check_experts, trained_of
 from training.policy.train_memory import measure_layer, model_shapes
 
 A3B = "Qwen/Qwen3-30B-A3B"

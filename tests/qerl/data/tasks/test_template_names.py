@@ -4,9 +4,9 @@ import pytest
 
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
+from qerl.config.names import unknown_name
 from qerl.config.recipe import load_recipe
 from qerl.data.tasks import BOXED_TEMPLATE, build_messages
-from qerl.data.tasks.template_names import unknown_name
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,24 @@
-"""The names in braces of a prompt template: `{question}` is put in, and another one would be printed as it stands."""
+"""Names and bounds that recipes state and that folders above this one give their meaning."""
 
 from __future__ import annotations
 
 import re
+
+from qerl import formats
+
+ENGINES = ("auto", "transformers", "vllm")
+KERNELS = ("auto", *dict.fromkeys(kernel for each in formats.all_formats() for kernel in each.kernels))
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
+MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
+
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in adapter.targets: linears of dense MLPs and of experts
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_EXPERTS)
+
+TASKS = (  # each is a module of qerl/data/tasks
+    *("gsm8k", "dapo_math", "bigmath", "bigmath_hard", "amc23", "aime24", "aime25", "math500"),
+    *("arith", "arith_chain", "word_game", "environment", "own"),
+)
+ENVIRONMENTS = {"calculator", "word_game"}  # `qerl.episodes.build.register` adds to these while a program runs
 
 NAME = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 LITERAL = re.compile(r"(?:\\[A-Za-z]+\*?|[{}^_$\\\]])\Z")  # before braces of LaTeX (\boxed{x}, x^{n}) and doubled ones
