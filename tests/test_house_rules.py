@@ -9,7 +9,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 # Functions that take what a library passes, with the reason.
 OVERRIDES = {
     "qerl/engine/vllm/attention.py: forward": "vLLM calls it as a method of its attention backend",
-    "training/policy/packed_attention.py: packed_attention": "transformers calls it as an attention function",
+    "qerl/model/packed_attention.py: packed_attention": "transformers calls it as an attention function",
 }
 
 

@@ -40,9 +40,9 @@ from training.rollout.sampler import Moment, Rollout, rollout_metrics
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
-    from qerl.model.routing import Replay
+    from qerl.model.experts import Replay
+    from qerl.model.packing import PackedRow
     from training.parts import Parts, TrainingParts
-    from training.policy.packing import PackedRow
     from training.rollout.groups import GradedGroup, Prompt
 
 COMPARED_EVERY = 10  # steps: it costs a forward pass of the first micro-batch, on the rank that has it

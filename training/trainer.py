@@ -41,7 +41,7 @@ from training.loss.correction import mean_k3
 from training.loss.gates import MismatchGate, check_gradient, check_loss, check_trained, rounding_causes
 from training.parts import Parts
 from training.policy.rounding import RandomlyRounded
-from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
+from training.policy.shards import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
 from training.rollout.prompts import step_prompts
 from training.rollout.sampler import Moment

@@ -446,7 +446,7 @@ def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling
 def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
     """Give PEFT's wrappers of trained norms a method `acting()` that returns the norm which a call would reach.
 
-    The layers need the norm itself, since they fuse it with other work (`qerl.model.decoder`).
+    The layers need the norm itself, since they fuse it with other work (`qerl.model.layers`).
     """
     from peft.utils import ModulesToSaveWrapper
 

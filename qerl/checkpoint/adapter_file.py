@@ -6,7 +6,7 @@ Reading the standard PEFT folder of a LoRA adapter. Tensors are named as `qerl.c
 
 The adapter on experts: attached to a model, named, and in the files of PEFT.
 
-Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.model.expert_lora`:
+Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.model.experts`:
 
     model.layers.0.mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
     model.layers.0.mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from qerl.model.expert_adapter import ExpertAdapter
-    from qerl.model.experts import Experts
+    from qerl.model.experts import ExpertAdapter, Experts
 
 
 WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
@@ -185,7 +184,7 @@ def adapters_of(model: nn.Module) -> Iterator[ExpertAdapter]:
 
 def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -> None:
     """Give the experts of each layer a fresh adapter; `kind` is "shared" or "per_expert"."""
-    from qerl.model.expert_adapter import ExpertAdapter
+    from qerl.model.experts import ExpertAdapter
 
     for experts in experts_of(model).values():
         down = experts.down_proj
@@ -263,7 +262,7 @@ def _per_expert_b(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """The kind (one of `qerl.model.expert_adapter.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
+    """The kind (one of `qerl.model.experts.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
 
     Raises CheckpointError for layers that differ in it.
     """

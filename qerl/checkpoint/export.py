@@ -4,7 +4,7 @@ Write the model that a run has trained through the quantizer: its packed base, w
 
 The bytes are those that the engine held after a sync of these masters: the same arithmetic, under the base's own global
 scales, which never change in a run. Trained norms and linears that the base keeps in 16 bits are rounded to its dtype.
-Where an adapter was trained, W0 + s B A stands for a master (`qerl.model.low_rank`).
+Where an adapter was trained, W0 + s B A stands for a master (`qerl.model.master`).
 
 In bfloat16 the masters are rounded once, and linears that were packed but not trained are decoded, which is exact.
 
@@ -100,7 +100,7 @@ class Masters:
 def _with_adapter(read: Read, adapter: PackedIn, name: str) -> torch.Tensor:
     import torch
 
-    from qerl.model.low_rank import LowRankSum
+    from qerl.model.master import LowRankSum
 
     if name in adapter.tensors:  # a norm
         return adapter.tensors[name]

@@ -146,7 +146,7 @@ def load_model(
     bfloat16 on a GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of
     another format.
     """
-    from qerl.model.place import fuse_
+    from qerl.model.layers import fuse_
 
     folder = local_folder(path, trust_remote_code)
     wanted, found = formats.get(format), format_of(folder)

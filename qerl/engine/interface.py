@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from qerl.base.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
 from qerl.config.names import MIN_TEMPERATURE
-from qerl.model.saved import UNRECORDED
+from qerl.model.costs import UNRECORDED
 
 if TYPE_CHECKING:
     import torch

@@ -85,4 +85,5 @@ def _bring_product_of_vllm() -> None:
     if find_spec("vllm") is None:
         logger.warning("vLLM is not installed, so FP8 products run in plain torch, several times slower")
         return
+    import qerl.engine.vllm.flash
     import qerl.engine.vllm.fp8  # noqa: F401

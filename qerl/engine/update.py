@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.engine.interface import Engine
-    from qerl.model.low_rank import LowRankSum
+    from qerl.model.master import LowRankSum
 
     Matrix = torch.Tensor | LowRankSum
 
@@ -106,7 +106,7 @@ def pack_weights_(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear
     """
     import torch
 
-    from qerl.model.low_rank import pieces_of
+    from qerl.model.master import pieces_of
 
     counted: dict[str, torch.Tensor] = {}
     with torch.no_grad():

@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
     """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once, as the engine's norm does.
 
     The norms of transformers also round x_hat before they multiply by the weight. If x is float32, as the residual
-    stream is (`qerl.model.decoder`), the result has the dtype that the weight had at construction: once it is trained,
+    stream is (`qerl.model.layers`), the result has the dtype that the weight had at construction: once it is trained,
     the weight may be wider.
     """
 

@@ -1,16 +1,34 @@
-"""Triton kernels for RMSNorm, SwiGLU and rotary embedding: float32 inside, rounded once. Twins: `qerl.model.twins`.
+"""The Triton kernels of the trainer's forward and backward pass. Each reads its operands once.
 
-Each reads its operands once, and nothing is summed by atomics, so results repeat to the bit. Why not a library's:
+Nothing is summed by atomics, so results repeat to the bit. The twins are in plain torch.
+
+**RMSNorm, SwiGLU and rotary embedding** (twins: `twins.py`) compute in float32 and round once. Why not a library's:
 liger-kernel 0.8 has the same three, but its SwiGLU overwrites the saved gate and up, its rotary embedding the gradient
 of its input, and all three require contiguous tensors, while a fused projection yields strided ones.
+
+**The sum over a token's experts** (twin: `experts.Routed.sum_of`). In plain torch each of a token's experts costs a
+gather and a pass over the float32 total. Here its rows are read once and the total is written once.
+
+**The sum of the gradients of copied rows** (twin: `packing.sum_copies`).
+
+**Log probabilities of a chunk of logits** (twin: `logprobs.reference_chunk`), in two passes where torch needs six. One
+program sums a whole row in a fixed order. With z the logits divided by the temperature and p = softmax(z), the first
+pass keeps for each row
+
+    top = max z        log_mass = log sum exp(z - top)        so that log p = (z - top) - log_mass
+
+as log_softmax computes it. The second pass writes the derivatives that are multiplied by the head, in its dtype.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from qerl.model.packing import Copies
 from qerl.model.twins import Normed
 
 PROGRAMS = 264  # for a norm whose weight is trained: as many as the 132 multiprocessors of an H200 hold at once
@@ -308,3 +326,223 @@ def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
 
 def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
+
+
+EXPERT_COLUMNS = 1024  # per program
+
+
+@triton.jit
+def _sum_kernel(
+    out_ptr,
+    rows_ptr,
+    row_ptr,
+    weights_ptr,
+    columns,
+    CHOSEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(CHOSEN):
+        row = tl.load(row_ptr + token * CHOSEN + choice)
+        own = tl.load(rows_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            own *= tl.load(weights_ptr + token * CHOSEN + choice)
+        total += own
+    tl.store(out_ptr + token * columns + column, total, mask=inside)
+
+
+def sum_of_rows(rows: torch.Tensor, row: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """float32 (T, n): the sum of each token's rows of `rows` (M, n), in float32 or 16 bits, times `weights`.
+
+    `row` is int64 (T, k), `weights` float32 (T, k). The choices are added in their order.
+    """
+    (tokens, chosen), columns = row.shape, rows.shape[1]
+    out = torch.empty(tokens, columns, dtype=torch.float32, device=rows.device)
+    block = min(EXPERT_COLUMNS, triton.next_power_of_2(columns))
+    if out.numel():
+        held = None if weights is None else weights.contiguous()
+        _sum_kernel[(tokens, triton.cdiv(columns, block))](
+            *(out, rows.contiguous(), row.contiguous(), held, columns),
+            CHOSEN=chosen,
+            WEIGHTED=weights is not None,
+            BLOCK=block,
+        )
+    return out
+
+
+COPY_BLOCK = 1024  # columns per program
+
+
+@triton.jit(do_not_specialize_on_alignment=["order_ptr", "starts_ptr"])
+def _sum_copies(grad_ptr, order_ptr, starts_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = tl.load(starts_ptr + row)
+    for copy in range(0, tl.load(starts_ptr + row + 1) - first):
+        at = tl.load(order_ptr + first + copy) * columns + column
+        total += tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * columns + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sum_copies(grad: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """The same as `copies.sum_copies`, its twin in plain torch."""
+    grad, rows = grad.contiguous(), len(copies.starts) - 1
+    out = grad.new_empty(rows, *grad.shape[1:])
+    if not out.numel():
+        return out
+    columns = out.numel() // rows
+    block = min(COPY_BLOCK, triton.next_power_of_2(columns))
+    _sum_copies[(rows, triton.cdiv(columns, block))](
+        grad, copies.order, copies.starts, out, columns, BLOCK=block, num_warps=max(1, block // 256)
+    )
+    return out
+
+
+LANES = 1024  # running sums per row
+TOGETHER = 4  # logits that a lane reads at once
+LOGIT_BLOCK = 4096  # logits per program of `_slopes`
+LOWEST = tl.constexpr(-1e30)  # below every logit, but finite, so that 0 times it is 0
+
+# These hold one number per row. Which of them start at a multiple of 16 bytes depends on the number of rows, and
+# without this Triton would compile another kernel for each case.
+OF_ROWS = ["targets_ptr", "logprobs_ptr", "entropies_ptr", "tops_ptr", "log_masses_ptr"]
+
+
+class Measured(NamedTuple):
+    """Results of the first pass, one number per row: float32 (m,)."""
+
+    logprobs: torch.Tensor  # of the targets
+    entropies: torch.Tensor
+    tops: torch.Tensor
+    log_masses: torch.Tensor
+
+
+@triton.jit
+def _divided(logits, temperature, SCALED: tl.constexpr):
+    return tl.math.div_rn(logits, temperature) if SCALED else logits
+
+
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
+def _measure(
+    logits_ptr,
+    targets_ptr,
+    logprobs_ptr,
+    entropies_ptr,
+    tops_ptr,
+    log_masses_ptr,
+    columns,
+    temperature,
+    SCALED: tl.constexpr,
+    LANES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * columns
+    at = tl.arange(0, LANES)[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
+    top = tl.full((LANES,), LOWEST, tl.float32)
+    mass = tl.zeros((LANES,), tl.float32)  # sum exp(z - top)
+    weighted = tl.zeros((LANES,), tl.float32)  # sum (z - top) exp(z - top)
+    for start in range(0, columns, LANES * TOGETHER):
+        inside = start + at < columns
+        z = tl.load(logits_ptr + start + at, mask=inside, other=0.0)
+        z = tl.where(inside, _divided(z, temperature, SCALED), LOWEST)
+        higher = tl.maximum(top, tl.max(z, 1))
+        shift = top - higher
+        scale = tl.exp(shift)
+        z -= higher[:, None]
+        p = tl.exp(z)
+        weighted = (weighted + shift * mass) * scale + tl.sum(z * p, 1)
+        mass = mass * scale + tl.sum(p, 1)
+        top = higher
+    highest = tl.max(top, 0)
+    shift = top - highest
+    scale = tl.exp(shift)
+    total = tl.sum(mass * scale, 0)
+    log_mass = tl.log(total)
+    target = _divided(tl.load(logits_ptr + tl.load(targets_ptr + row)), temperature, SCALED)
+    tl.store(logprobs_ptr + row, (target - highest) - log_mass)
+    tl.store(entropies_ptr + row, log_mass - tl.sum((weighted + shift * mass) * scale, 0) / total)
+    tl.store(tops_ptr + row, highest)
+    tl.store(log_masses_ptr + row, log_mass)
+
+
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
+def _slopes(
+    logits_ptr,
+    targets_ptr,
+    entropies_ptr,
+    tops_ptr,
+    log_masses_ptr,
+    slope_ptr,
+    entropy_slope_ptr,
+    columns,
+    temperature,
+    SCALED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    at = row.to(tl.int64) * columns + column
+    z = _divided(tl.load(logits_ptr + at, mask=inside, other=0.0), temperature, SCALED)
+    log_p = (z - tl.load(tops_ptr + row)) - tl.load(log_masses_ptr + row)
+    p = tl.exp(log_p)
+    slope = tl.where(column == tl.load(targets_ptr + row), 1.0 - p, -p)
+    tl.store(slope_ptr + at, slope.to(slope_ptr.dtype.element_ty), mask=inside)
+    if ENTROPY:
+        slope = -p * (log_p + tl.load(entropies_ptr + row))
+        tl.store(entropy_slope_ptr + at, slope.to(slope_ptr.dtype.element_ty), mask=inside)
+
+
+def measure_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> Measured:
+    """The first pass over logits (m, vocabulary), float32 and not yet divided by the temperature, and targets (m,)."""
+    measured = Measured(*torch.empty(4, len(targets), dtype=torch.float32, device=logits.device))
+    _measure[(len(targets),)](
+        logits,
+        targets,
+        *measured,
+        logits.shape[1],
+        float(temperature),
+        SCALED=temperature != 1.0,
+        LANES=LANES,
+        TOGETHER=TOGETHER,
+        num_warps=8,
+    )
+    return measured
+
+
+def slopes_of_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    measured: Measured,
+    temperature: float,
+    wanted: tuple[torch.dtype, bool],
+) -> list[torch.Tensor]:
+    """Derivatives (m, vocabulary) of the logprobs with respect to the divided logits.
+
+    `wanted` is their dtype, and whether the derivatives of the entropies follow as a second tensor.
+    """
+    dtype, entropy = wanted
+    rows, columns = logits.shape
+    out = [torch.empty(rows, columns, dtype=dtype, device=logits.device) for _ in range(1 + entropy)]
+    _slopes[(rows, triton.cdiv(columns, LOGIT_BLOCK))](
+        logits,
+        targets,
+        *measured[1:],
+        out[0],
+        out[-1],
+        columns,
+        float(temperature),
+        SCALED=temperature != 1.0,
+        ENTROPY=entropy,
+        BLOCK=LOGIT_BLOCK,
+        num_warps=8,
+    )
+    return out

@@ -13,12 +13,12 @@ the combinations that fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import EngineError
-from qerl.model.saved import kept_bytes
+from qerl.model.costs import LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
 from qerl.plan.engine_memory import GIB
 from qerl.plan.sizes import RecipeName, rounding_work
 
@@ -30,14 +30,10 @@ MAX_TOKENS = 32768  # more at once is not faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
 DECODE_TOKENS = 170.0  # of these are for decoding the weights that a token is multiplied by, of 2.6 bytes each
-LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
 MARGIN = 0.08  # share of the available memory left for fragments and cuBLAS's workspaces
 # Plans whose cost is within these factors of the least count as equally fast. Recomputing has to save more than 2%:
 # what it costs is certain, what it saves is an estimate. Using more memory has to save more than 1%.
 NEAR_RECOMPUTE, NEAR = 1.02, 1.01
-# A repeated prompt keeps only keys and values, and this many of its tokens count as one: what a layer keeps for a
-# token is between 6.7 (Llama 2 7B) and 68 times (Qwen2.5 3B) the size of its keys and values.
-REPEATED = 6
 
 
 @dataclass(frozen=True)
@@ -217,22 +213,10 @@ def smallest_plan(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
     return min(plans, key=lambda plan: math.inf if plan.usable is None else plan.usable)
 
 
-def even_budget(budget: int, count: Callable[[int], int], ranks: int = 1) -> int:
-    """The least budget with as many micro-batches as `budget` has, rounded up to as many for each of the ranks.
-
-    `count` tells how many there are with a budget.
-    """
-    low, high, most = 1, budget, -(-count(budget) // ranks) * ranks
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if count(middle) <= most else (middle + 1, high)
-    return high
-
-
 def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: int) -> tuple[int, int]:
     """(rows, tokens) of a step's largest micro-batch, for `groups` of `group` completions of `new` tokens each.
 
-    Rows are divided and counted as in `training.policy.packing`: a micro-batch has at most `budget` tokens unless it is
+    Rows are divided and counted as in `qerl.model.packing`: a micro-batch has at most `budget` tokens unless it is
     a single longer row, it holds a group's prompt once, and all are about equally large.
     """
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.plan.micro_batch_plan import LOGIT_TOKENS
+from qerl.model.costs import LOGIT_TOKENS
 from scripts.bench.limits import copy_gb_per_s, seconds_of
 from scripts.bench.provenance import command, machine, require_card
 
@@ -81,11 +81,11 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
 
 def head() -> Iterator[tuple[str, int, Call, Call]]:
     """The same for a chunk of logits."""
-    from training.policy import logprob_kernels
+    from qerl.model import kernels
 
     logits = 3 * random(LOGIT_TOKENS, VOCABULARY, dtype=torch.float32)
     targets = torch.randint(VOCABULARY, (LOGIT_TOKENS,), device="cuda")
-    measured = logprob_kernels.measure(logits, targets, 1.0)
+    measured = kernels.measure_logits(logits, targets, 1.0)
     rows = torch.arange(LOGIT_TOKENS, device="cuda")
 
     def plain_values() -> object:
@@ -97,11 +97,11 @@ def head() -> Iterator[tuple[str, int, Call, Call]]:
         p[rows, targets] -= 1.0
         return p.bfloat16()
 
-    yield "logprobs", logits.nbytes, lambda: logprob_kernels.measure(logits, targets, 1.0), plain_values
+    yield "logprobs", logits.nbytes, lambda: kernels.measure_logits(logits, targets, 1.0), plain_values
     wanted = torch.bfloat16, False
 
     def slope() -> object:
-        return logprob_kernels.slopes(logits, targets, measured, 1.0, wanted)
+        return kernels.slopes_of_logits(logits, targets, measured, 1.0, wanted)
 
     yield "slope of logprobs", logits.nbytes * 3 // 2, slope, plain_slope
 

@@ -62,8 +62,8 @@ def main() -> None:
 
 
 def packed_row(tokens: int):
-    """A row of sequences that share no prompt, packed by `training.policy.packing`."""
-    from training.policy.packing import pack
+    """A row of sequences that share no prompt, packed by `qerl.model.packing`."""
+    from qerl.model.packing import pack
 
     rows = max(1, tokens // SEQUENCE)
     ids = torch.randint(0, 128, (rows, min(tokens, SEQUENCE)), device=DEVICE)
@@ -75,7 +75,7 @@ def build_policy(arguments: argparse.Namespace, ours: bool) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from qerl.checkpoint.adapter import attach_lora
-    from qerl.model.place import fuse_
+    from qerl.model.layers import fuse_
 
     hidden, intermediate = 3584 // arguments.narrow, 18944 // arguments.narrow
     config = AutoConfig.for_model(
@@ -121,7 +121,7 @@ def place_fused_(parent: nn.Module, leaves: list[str]) -> None:
 
 def step(policy: nn.Module, row) -> Callable[[], Callable[[], None]]:
     """A function that runs the forward pass and returns the backward pass."""
-    from training.policy.packed_attention import packed_attention_of
+    from qerl.model.packed_attention import packed_attention_of
 
     model = policy.get_base_model()
     embedded = model.get_input_embeddings()(row.input_ids).requires_grad_()

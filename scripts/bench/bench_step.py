@@ -69,8 +69,9 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
     """Train, and write the report; of several ranks, which torchrun starts, the first one writes."""
     from qerl.config.recipe import load_recipe
+    from qerl.model import packing
     from scripts.bench.provenance import command, commit, machine
-    from training.policy import packing, train_memory
+    from training.policy import train_memory
     from training.run import start
 
     if arguments.fixed_segments:

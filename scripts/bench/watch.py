@@ -14,7 +14,7 @@ from qerl.formats.fp8 import reference as fp8
 from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4 import kernel_layout, reference
-from qerl.model.low_rank import LowRankSum
+from qerl.model.master import LowRankSum
 
 
 class Finished(Exception):

@@ -22,7 +22,7 @@ from engine_checks.memory import sleep_and_wake
 from engine_checks.run import add_options, run, watch
 
 from qerl import formats
-from qerl.model.expert_adapter import KINDS
+from qerl.model.experts import KINDS
 from scripts.bench.provenance import require_card
 
 CHECKS = [one_copy, decoded, routers, cached_prompts, replayed, sleep_and_wake, adapter]

@@ -5,7 +5,7 @@
 
 Masters of all linears go by one signed step of a learning rate along the gradient of KL(student || teacher), as a first
 step of AdamW does, or along random signs; then they are packed anew. The teacher is the 16-bit model and the student
-that model packed. Masters begin as the 16-bit weights, as those moved off ties (training/policy/ties.py), or in
+that model packed. Masters begin as the 16-bit weights, as those moved off ties (training/policy/build.py), or in
 bfloat16, rounded at random. Both KLs are means per token of questions and worked answers of the train split that the
 gradient has not seen: of the policy before against the policy after, and of the policy after against the teacher.
 """
@@ -78,7 +78,7 @@ class Study:
 
     def rows(self) -> Iterator[dict[str, object]]:
         """One row for each beginning, direction and rate."""
-        from training.policy.ties import off_ties
+        from training.policy.build import off_ties
 
         moved = {name: off_ties(w.bfloat16(), self.packed[name], SEED) for name, w in self.weights.items()}
         beginnings = {"16-bit weights": self.weights, "off ties": moved, "bfloat16 masters": self.weights}

@@ -37,11 +37,11 @@ from qerl.engine.interface import Completion, Engine, SamplingParams, of_length
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.model.norms import block_norms
+from qerl.model.packing import PackedRow, pack
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from quantize.run import quantize_checkpoint
 from training.loss.correction import Mismatch
 from training.policy.packed_policy import PackedPolicy
-from training.policy.packing import PackedRow, pack
 from training.run_dir.inputs import versions
 
 WAYS = {"float32": "float32", "bfloat16": "float32", "both": "bfloat16", "noise": "float32"}  # what the trainer is in

@@ -180,7 +180,7 @@ def scored(
     """The logprobs of all tokens that were written, with the last bits of `seed`."""
     from qerl.checkpoint.load import load_model
     from qerl.engine.transformers.engine import kv_in_8_bits
-    from qerl.model.kv_rounding import set_kv_scales_
+    from qerl.model.packed_attention import set_kv_scales_
 
     model, generator = load_model(path, format, "float32").eval(), torch.Generator().manual_seed(seed)
     set_kv_scales_(model, scales)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from qerl.formats.experts import ExpertWeights
-from qerl.model.expert_lora import ExpertFactors
+from qerl.model.experts import ExpertFactors
 
 EXPERTS, HIDDEN, WIDTH, RANK = 5, 32, 16, 3
 

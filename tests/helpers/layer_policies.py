@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model import elementwise
-from qerl.model.place import fuse_
+from qerl.model.layers import fuse_
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 TOKENS = torch.randint(32, (2, 11), generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_run import numbers, small_config
 
-import training.policy.packed_attention
+import qerl.model.packed_attention
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
@@ -25,7 +25,7 @@ def test_policy_and_engine_agree_since_both_round(nvfp4_base, tmp_path, monkeypa
     """If the trainer attends in full precision, its policy is another one than its engine's."""
     start(small_config(nvfp4_base, tmp_path, *SETTINGS, steps=2, out="both"), "x")
     assert max(mismatches(tmp_path / "both")) < 1e-7
-    monkeypatch.setattr(training.policy.packed_attention, "rounded_kv", lambda module, key, value: (key, value))
+    monkeypatch.setattr(qerl.model.packed_attention, "rounded_kv", lambda module, key, value: (key, value))
     start(small_config(nvfp4_base, tmp_path, *SETTINGS, steps=2, out="engine"), "x")
     assert min(mismatches(tmp_path / "engine")) > 1e-6
 

@@ -19,8 +19,7 @@ from qerl.engine.options import EngineOptions
 from qerl.formats.nvfp4 import reference
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
-from training.policy.packed_in import PackedInPolicy
-from training.policy.policy import AdapterPolicy
+from training.policy.policy import AdapterPolicy, PackedInPolicy
 from training.run import resume, start
 from training.trainer import QerlTrainer
 

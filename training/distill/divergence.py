@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from training.policy.token_logprobs import Head, descend, head_logits
+from qerl.model.logprobs import Head, descend, head_logits
 
 if TYPE_CHECKING:
     from training.loss.batch import LossInputs

@@ -15,17 +15,17 @@ from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, teacher_model
 from qerl.checkpoint.shards import read_json
 from qerl.formats import BF16
+from qerl.model.logprobs import Head, dense_head
+from qerl.model.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
 from qerl.plan.sizes import ModelSizes, sizes_of
 from training.distill.divergence import Measure, Pair
-from training.policy.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
-from training.policy.token_logprobs import Head, dense_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-    from training.policy.packing import PackedRow
+    from qerl.model.packing import PackedRow
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
-    from qerl.model.routing import Replay
+    from qerl.model.experts import Replay
 
 
 def importance_weights(

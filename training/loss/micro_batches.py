@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.policy.packing import pack, row_lengths, split_by_tokens
+from qerl.model.packing import pack, row_lengths, split_by_tokens
 
 if TYPE_CHECKING:
+    from qerl.model.packing import PackedRow
     from training.loss.batch import Batch
-    from training.policy.packing import PackedRow
 
 BY_STEP_TOKENS = ("dapo", "cispo", "vespo")
 BY_TOKENS = ("bnpo",)

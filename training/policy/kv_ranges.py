@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.base.parallel import ALONE, Parallel
 from qerl.formats.fp8.kv import KVScales, Ranges, scales_of
-from qerl.model.kv_rounding import set_kv_scales_
+from qerl.model.packed_attention import set_kv_scales_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl.model.factors import kept_factors
-from qerl.model.recompute import recompute_by_
-from training.distill.divergence import Divergences, token_divergences
-from training.policy.packed_attention import (
+from qerl.model.layers import recompute_by_
+from qerl.model.logprobs import dense_head, token_logprobs
+from qerl.model.lora import kept_factors
+from qerl.model.packed_attention import (
     check_config,
     deterministic_kernels,
     hidden_states,
     logits_divisor,
     packed_attention_of,
 )
-from training.policy.packing import pack, row_lengths, split_by_tokens
-from training.policy.token_logprobs import dense_head, token_logprobs
+from qerl.model.packing import pack, row_lengths, split_by_tokens
+from training.distill.divergence import Divergences, token_divergences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from qerl.model.packing import PackedRow
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.distill.teacher import Teacher
-    from training.policy.packing import PackedRow
 
 
 class PackedPolicy:

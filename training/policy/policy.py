@@ -1,4 +1,4 @@
-"""What is trained: an adapter on a frozen base, or whole weights.
+"""What is trained: an adapter on a frozen base, an adapter that is packed into it, or whole weights.
 
 A run asks its policy for the parameters that the optimizer updates, for what a sync sends to the engine, for its files
 in a checkpoint, and for the policy that a KL term compares with. Nothing else needs to know which kind it is.
@@ -7,29 +7,43 @@ in a checkpoint, and for the policy that a KL term compares with. Nothing else n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, load_tensors_, reference_adapter, save_adapter
+from qerl.checkpoint.adapter import (
+    A_SUFFIX,
+    B_SUFFIX,
+    adapter_scaling,
+    adapter_tensors,
+    base_linears,
+    load_tensors_,
+    pack_in_,
+    reference_adapter,
+    reference_tensors,
+    save_adapter,
+)
 from qerl.checkpoint.adapter_file import WEIGHTS, read_adapter
 from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import by_layer
-from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
+from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, pack_weights_
 from qerl.formats.base import TensorSpec
+from qerl.model.master import LowRankSum
 from qerl.plan.trained import ADAPTER_WORK
 
 if TYPE_CHECKING:
-    import torch
     from peft import PeftModel
     from torch import nn
     from transformers import PreTrainedModel
 
     from training.policy.shards import Shards
+
 
 DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}  # of masters, as safetensors names them
 
@@ -202,3 +216,64 @@ def check_reference(policy: Policy, kl_coef: float) -> None:
             f"loss.kl_coef: {kl_coef:g} compares with the policy that the run starts with, which a run that trains "
             "whole weights does not keep: write loss.kl_coef: 0"
         )
+
+
+class PackedInPolicy:
+    """A LoRA adapter that is trained through the quantizer: each sync packs Q(W0 + s B A) into the engine's weights.
+
+    W0 are the 16-bit weights that the run started from, which never change; from packed ones an update of less than
+    half a step between two codes would vanish. Engine and trainer multiply by the packed weights alone, and A and B
+    receive the gradients of the packed weight as if rounding were the identity (`qerl.model.lora`). Parameters and
+    files are those of the adapter, an `AdapterPolicy`.
+    """
+
+    shards = None
+
+    def __init__(self, adapter: AdapterPolicy, start: Mapping[str, torch.Tensor]) -> None:
+        """`start` has W0 (out, in) of each adapted linear by its module name, on the card or in host memory."""
+        self.model, self.base_model, self._adapter, self._start = adapter.model, adapter.base_model, adapter, start
+        self.trained_bytes = adapter.trained_bytes
+        pack_in_(self.model)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._adapter.parameters()
+
+    replicas = parameters
+
+    def update(self) -> WeightsUpdate:
+        """The sums, which are computed while they are packed, and trained norms."""
+        tensors = adapter_tensors(self.model)
+        norms = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+        return WeightsUpdate(self._sums(tensors), norms)
+
+    def save(self, folder: Path) -> None:
+        self._adapter.save(folder)
+
+    def load(self, folder: Path) -> int:
+        return self._adapter.load(folder)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within it the weights are packed anew, with the adapter that the run began with or, if it was new, without.
+
+        Afterwards they have the same bits as before, since packing depends on nothing else. The engine, which reads
+        the same tensors, has to wait.
+        """
+        self._pack_(reference_tensors(self.model))
+        try:
+            with reference_adapter(self.model):
+                yield
+        finally:
+            self._pack_(adapter_tensors(self.model))
+
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, LowRankSum]:
+        scaling = adapter_scaling(self.model)
+        return {
+            name: LowRankSum(start, tensors[name + A_SUFFIX], tensors[name + B_SUFFIX], scaling)
+            for name, start in self._start.items()
+        }
+
+    def _pack_(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        pack_weights_(self._sums(tensors), base_linears(self.base_model))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a product may read its weight before the launch ahead of it has ended

@@ -2,41 +2,87 @@
 
 It is rounded to nearest by the format's own arithmetic, from weights in the masters' dtype, so that its bytes are those
 that a sync writes of masters which have not changed. Its global scales are powers of two with head room, and stay for
-the whole run.
+the whole run. Static scales of activations are calibrated on rows that the recipe names, or on the run's own prompts.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from qerl import formats
-from qerl.base.errors import ConfigError
+from qerl.base.errors import ConfigError, DataError
 from qerl.checkpoint import adapter_file as sealed
-from qerl.checkpoint.activations import with_input_scales
+from qerl.checkpoint.activations import input_scales, with_input_scales
 from qerl.checkpoint.adapter_file import BASE
 from qerl.checkpoint.folder import REPORT
+from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
+from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
+from qerl.formats import BF16
 from qerl.plan.trained import masters_dtype
-from training.policy.calibrate import calibrated_scales
+from training.preflight.checks import CALIBRATION
 from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from qerl.config.quant import QatConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.config.quant import CalibrationConfig, QatConfig, QuantConfig
     from qerl.config.schema import RunConfig
     from training.rollout.groups import Prompt
 
+
 logger = logging.getLogger(__name__)
+
+
+def calibrated_scales(
+    source: Source, quant: QuantConfig, prompts: Sequence[Prompt], dtype: str
+) -> dict[str, torch.Tensor]:
+    """The `input_global_scale` of each linear that is packed, by module name, from a forward pass of the 16-bit model.
+
+    Raises DataError if the rows cannot be read or used.
+    """
+    rows = calibration_rows(quant.calibration, load_tokenizer(source.folder, source.trust_remote_code), prompts)
+    logger.info("calibrating activations on %d rows, %d tokens", len(rows), sum(map(len, rows)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(source.folder, BF16.name, dtype, device, source.trust_remote_code)
+    bits = quant.weights.headroom_bits
+    scales = input_scales(model, source.quantized, rows, quant.calibration.batch, bits)
+    del model
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return scales
+
+
+def calibration_rows(
+    calibration: CalibrationConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    """Token ids of up to `rows` rows, of `length` tokens at most each. Raises DataError if none can be used."""
+    if calibration.data is None:
+        return [list(prompt.ids[: calibration.length]) for prompt in prompts[: calibration.rows]]
+    given = shuffled_rows(calibration.data, CALIBRATION)
+    usable = [ids[: calibration.length] for row in given if (ids := tokens_of(row, tokenizer))]
+    if not usable:
+        raise DataError(
+            f"{CALIBRATION}: {calibration.data}: none of {len(given)} rows can be used (fields of one: "
+            f"{fields_of(given[0])}): a row needs `messages`, `text`, or a question with an answer"
+        )
+    if len(usable) < calibration.rows:
+        logger.info("%s has %d usable rows, fewer than %d", calibration.data, len(usable), calibration.rows)
+    return usable[: calibration.rows]
 
 
 def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Sequence[Prompt] = ()) -> ModelRef:

@@ -14,10 +14,10 @@ import torch
 
 from qerl.base.errors import EngineError
 from qerl.engine.memory import own_bytes
+from qerl.model.packed_attention import hidden_states, packed_attention_of
+from qerl.model.packing import pack
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from qerl.plan.sizes import sizes_of
-from training.policy.packed_attention import hidden_states, packed_attention_of
-from training.policy.packing import pack
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:

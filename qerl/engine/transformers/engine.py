@@ -51,10 +51,10 @@ from qerl.engine.transformers.sampling import (
 )
 from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_update_
 from qerl.formats.linear import PackedLinear, cached_weights
-from qerl.model.kv_rounding import rounded_kv, set_kv_scales_
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.master import serving
 from qerl.model.norms import block_norms, set_norm_noise_
+from qerl.model.packed_attention import rounded_kv, set_kv_scales_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -332,6 +332,7 @@ def find(llm: Any, options: EngineOptions) -> Found:
     """Look through the model of vLLM's LLM. Raises EngineError if it is not built of what this plugin registers."""
     from vllm.model_executor.layers.linear import LinearBase
 
+    import qerl.engine.vllm.flash  # noqa: F401 - it brings its forward pass to the trainer
     from qerl.engine import vllm as vllm_plugin
     from qerl.engine.vllm.attention import attention_name
     from qerl.engine.vllm.experts import kernel_names, products

@@ -11,7 +11,7 @@ as in transformers' clean norms, it would have only 128 different mantissas, too
 unbiased in each channel.
 
 The residual stream, which vLLM's layers pass from norm to norm, is float32 from the first sum on, as in the trainer
-(`qerl.model.decoder`). Rounding it to 16 bits in each layer would cause most of the difference between the two.
+(`qerl.model.layers`). Rounding it to 16 bits in each layer would cause most of the difference between the two.
 
 Remove the norm when vLLM's RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before rounding, allows
 it to be overwritten, and keeps the residual stream in float32.

@@ -26,7 +26,7 @@ from qerl.engine.vllm.fp8 import FP8BlockMethod
 from qerl.engine.vllm.linear import RouterMethod, kernel_weight
 from qerl.engine.vllm.sync import parts
 from qerl.formats.nvfp4.linear import KernelLinear
-from qerl.model.place import fuse_
+from qerl.model.layers import fuse_
 
 
 def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -7,7 +7,7 @@ before every tensor has its place and no place lacks a tensor. An adapter may co
 1. Linears: the adapter of each of the checkpoint's linears lies in the buffers of vLLM's fused one. The frozen start of
    a base (`qerl.checkpoint.base_start`) has the first columns of each slot. It is written once, when the engine opens;
    the adapter of a sync comes after it.
-2. Experts: their buffers have the shapes of `qerl.model.expert_lora` in bfloat16, with the rank padded by zeros, and B
+2. Experts: their buffers have the shapes of `qerl.model.experts` in bfloat16, with the rank padded by zeros, and B
    holds the scale.
 3. Norms: their float32 `gain` (`layers.py`) is the checkpoint's weight or the trained one, plus the noise. It is always
    computed from the clean weights, so noise leaves no trace when it is removed.

@@ -19,7 +19,7 @@ from qerl.engine.interface import UNRECORDED, SamplingParams, of_length
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.engine.vllm.engine import VLLMEngine
-from qerl.model.routing import Replay
+from qerl.model.experts import Replay
 
 ALPHA = 16.0
 LONG = 700  # tokens of a prompt that is longer than every CUDA graph, so that Python runs in its forward pass

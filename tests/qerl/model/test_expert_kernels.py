@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from qerl.model.routing import sort_by_expert
+from qerl.model.experts import sort_by_expert
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.gpu(instead=INTERPRETED), pytest.mark.usefixtures("fresh_seed")]
@@ -20,7 +20,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "chosen", "columns"), [(1, 1, 7), (5, 2, 16), (9, 8, 1300), (0, 2, 16)])
 def test_the_sum_over_a_tokens_experts_is_that_in_float64(tokens, chosen, columns, dtype, weighted):
-    from qerl.model.expert_kernels import sum_of_rows
+    from qerl.model.kernels import sum_of_rows
 
     shares = torch.rand(tokens, chosen, device=DEVICE)
     routed = sort_by_expert(torch.rand(tokens, 16, device=DEVICE).topk(chosen).indices, shares, 16)

@@ -10,8 +10,7 @@ from qerl.engine.interface import UNRECORDED
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.experts import ExpertWeights
 from qerl.formats.linear import cached_weights
-from qerl.model.experts import ExpertBlock, Experts, Weights, experts_of
-from qerl.model.routing import Replay, choose, sort_by_expert
+from qerl.model.experts import ExpertBlock, Experts, Replay, Weights, choose, experts_of, sort_by_expert
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
 KINDS = ("none", "shared", "per_expert")

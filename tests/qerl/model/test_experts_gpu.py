@@ -9,10 +9,7 @@ from layer_policies import difference
 
 from qerl.formats import BF16, NVFP4
 from qerl.formats.experts import ExpertWeights
-from qerl.model.expert_lora import ExpertFactors
-from qerl.model.experts import Weights, experts_of
-from qerl.model.grouped import grouped_outer, grouped_product
-from qerl.model.routing import sort_by_expert
+from qerl.model.experts import ExpertFactors, Weights, experts_of, grouped_outer, grouped_product, sort_by_expert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
 DEVICE = "cuda"

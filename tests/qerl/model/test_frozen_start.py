@@ -5,8 +5,7 @@ import torch
 
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
-from qerl.model.factors import kept_factors
-from qerl.model.lora import Part, lora_linear
+from qerl.model.lora import Part, kept_factors, lora_linear
 
 SIZES = (96, 32, 64)
 

@@ -7,7 +7,7 @@ from layer_policies import TOKENS, policy_of, run, stock_
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
 from qerl.formats.nvfp4.linear import KernelLinear, adjacent, release_work_buffers
-from qerl.model import elementwise, factors, lora, twins
+from qerl.model import elementwise, lora, twins
 from qerl.model.lora import Part, lora_linear
 
 
@@ -134,29 +134,29 @@ def test_a_trained_weight_makes_the_part_unknown(trained):
 
 def test_factors_are_cast_once_until_they_change():
     a, b = (torch.randn(3, 4), torch.randn(5, 4))
-    with factors.kept_factors():
-        both = factors.stacked((a, b), torch.bfloat16)
+    with lora.kept_factors():
+        both = lora.stacked((a, b), torch.bfloat16)
         assert torch.equal(both, torch.cat([a, b]).bfloat16())
-        assert factors.stacked([a, b], torch.bfloat16) is both
-        assert factors.stacked([a, b], torch.float16).dtype == torch.float16
-        assert factors.stacked([a], torch.bfloat16) is factors.cast(a, torch.bfloat16)
-        assert factors.cast(a, torch.float32) is a
+        assert lora.stacked([a, b], torch.bfloat16) is both
+        assert lora.stacked([a, b], torch.float16).dtype == torch.float16
+        assert lora.stacked([a], torch.bfloat16) is lora.cast(a, torch.bfloat16)
+        assert lora.cast(a, torch.float32) is a
         b.add_(1.0)
-        assert torch.equal(factors.stacked([a, b], torch.bfloat16), torch.cat([a, b]).bfloat16())
-        diagonal = factors.diagonal([a, b], torch.float32)
-        assert factors.diagonal([a, b], torch.float32) is diagonal
+        assert torch.equal(lora.stacked([a, b], torch.bfloat16), torch.cat([a, b]).bfloat16())
+        diagonal = lora.diagonal([a, b], torch.float32)
+        assert lora.diagonal([a, b], torch.float32) is diagonal
     assert torch.equal(diagonal[:4, :3], a.t())
     assert torch.equal(diagonal[4:, 3:], b.t())
     assert not diagonal[:4, 3:].any()
     assert not diagonal[4:, :3].any()
-    assert factors.cast(a, torch.bfloat16) is not factors.cast(a, torch.bfloat16)
+    assert lora.cast(a, torch.bfloat16) is not lora.cast(a, torch.bfloat16)
 
 
 def test_the_same_numbers_with_kept_factors():
     policy = policy_of("qwen2")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, expected_grads = run(policy)
-        with factors.kept_factors():
+        with lora.kept_factors():
             for _ in range(2):
                 logits, grads = run(policy)
                 assert torch.equal(logits, expected)

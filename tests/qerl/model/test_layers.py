@@ -8,9 +8,8 @@ from layer_policies import FAMILIES, TOKENS, difference, policy_of, run, stock_,
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import attach_lora
-from qerl.model.place import fuse_
-from qerl.model.recompute import recompute_by_
-from qerl.model.saved import kept_bytes
+from qerl.model.costs import kept_bytes
+from qerl.model.layers import fuse_, recompute_by_
 from training.policy.train_memory import measure_layer
 
 

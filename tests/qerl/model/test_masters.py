@@ -9,10 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.master import add_gradient_, master_of, set_master_
-from qerl.model.place import fuse_
-from qerl.model.recompute import recompute_by_
 
 
 class FakeQuantLinear(torch.nn.Linear):

@@ -11,10 +11,10 @@ from qerl.formats import NVFP4, all_formats
 from qerl.formats.linear import swap_linears
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
-from qerl.model import low_rank
+from qerl.model import master
+from qerl.model.layers import fuse_
 from qerl.model.lora import Part, lora_linear
-from qerl.model.low_rank import LowRankSum
-from qerl.model.place import fuse_
+from qerl.model.master import LowRankSum
 
 CPU = torch.device("cpu")
 SHARED = torch.tensor([256.0])
@@ -114,7 +114,7 @@ def test_the_sum_does_not_depend_on_how_many_rows_are_added_at_once(format, monk
     assert torch.equal(whole.dense(CPU), exact)
     linear, other = (format.linear()(64, 400, bias=False) for _ in range(2))
     other.pack_(exact)
-    monkeypatch.setattr(low_rank, "PIECE", 200 * 64)
+    monkeypatch.setattr(master, "PIECE", 200 * 64)
     assert [first for first, _ in whole.pieces(CPU)] == [0, 128, 256, 384]
     pack_weights_({"one": whole}, {"one": linear})
     for name, tensor in other.named_buffers():

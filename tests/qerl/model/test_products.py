@@ -10,9 +10,9 @@ from qerl.formats.nvfp4 import decode, slab_layout
 from qerl.formats.nvfp4 import reference as nvfp4
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear
+from qerl.model.layers import mlp_forward
 from qerl.model.lora import Part, lora_linear
 from qerl.model.master import master_of, multiply_by_masters_, serving, set_master_
-from qerl.model.mlp import mlp_forward
 from qerl.model.products import set_recipe_
 
 KINDS = {"dense": lambda linear: linear, "nvfp4": NVFP4Linear.from_linear, "fp8": FP8Linear.from_linear}

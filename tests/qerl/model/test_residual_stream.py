@@ -6,8 +6,8 @@ from layer_policies import FAMILIES, TOKENS, policy_of, tiny_model, twice_rounde
 
 from qerl.checkpoint.adapter import attach_lora
 from qerl.model import elementwise
+from qerl.model.layers import fuse_
 from qerl.model.norms import set_norm_noise_
-from qerl.model.place import fuse_
 
 
 def test_a_norm_rounds_once():

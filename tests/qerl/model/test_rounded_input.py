@@ -8,9 +8,9 @@ from qerl.formats import NVFP4
 from qerl.formats.linear import swap_linears
 from qerl.formats.nvfp4.activations import Activations, round_by_twin
 from qerl.formats.nvfp4.linear import NVFP4Linear
+from qerl.model.layers import fuse_
 from qerl.model.lora import Part, lora_linear, parts_of
 from qerl.model.master import set_master_
-from qerl.model.place import fuse_
 
 
 def rounded(x):

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import attach_lora
-from qerl.model.place import fuse_
+from qerl.model.layers import fuse_
+from qerl.model.packing import Lengths, pack, split_by_tokens
 from qerl.plan.micro_batch_plan import (
     GIB,
     Footprint,
@@ -18,7 +19,6 @@ from qerl.plan.micro_batch_plan import (
     largest_micro_batch,
     plan_micro_batches,
 )
-from training.policy.packing import Lengths, pack, split_by_tokens
 from training.policy.train_memory import measure_layer, model_shapes
 
 # 10 layers with 1 MiB per token, or 10 KiB if they recompute, and nothing else

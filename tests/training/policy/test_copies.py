@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from training.policy.copies import Copies, copies_of, gather_rows, sum_copies
+from qerl.model.packing import Copies, copies_of, gather_rows, sum_copies
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -45,7 +45,7 @@ def test_sums_are_rounded_once():
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 128), (3584,), (3, 7)], ids=str)
 def test_the_kernel_agrees_with_its_twin_and_repeats_to_the_bit(shape, dtype):
-    from training.policy import copies_kernel
+    from qerl.model import kernels
 
     generator = torch.Generator().manual_seed(3)
     index = torch.cat([torch.arange(2, 60), torch.randint(2, 20, (120,), generator=generator)])  # row 0 has no copy
@@ -53,8 +53,8 @@ def test_the_kernel_agrees_with_its_twin_and_repeats_to_the_bit(shape, dtype):
     expected = sum_copies(grad, copies_of(index, 60))  # on the CPU they are added one after another, as in the kernel
     copies = Copies(*(part.to(DEVICE) for part in copies_of(index, 60)))
     grad = grad.to(DEVICE)
-    total = copies_kernel.sum_copies(grad, copies)
+    total = kernels.sum_copies(grad, copies)
     assert total.dtype == dtype
     assert torch.equal(total.cpu(), expected)
-    assert all(torch.equal(total, copies_kernel.sum_copies(grad, copies)) for _ in range(3))
+    assert all(torch.equal(total, kernels.sum_copies(grad, copies)) for _ in range(3))
     assert (total[:2] == 0).all()

@@ -8,7 +8,7 @@ import torch
 from qerl.base.errors import EngineError
 from qerl.checkpoint.load import load_model
 from qerl.formats.fp8.kv import KVScales, Ranges, scales_of
-from qerl.model.kv_rounding import attention_modules, set_kv_scales_
+from qerl.model.packed_attention import attention_modules, set_kv_scales_
 from training.policy.kv_ranges import KVCalibration, measured
 
 ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from training.policy.token_logprobs import Head, kernel_chunk, reference_chunk
+from qerl.model.logprobs import Head, kernel_chunk, reference_chunk
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.gpu(instead=INTERPRETED)
@@ -42,11 +42,11 @@ def random_logits(spread, columns, seed=0):
 @pytest.mark.parametrize("columns", [7, 4096, 10007, 32000])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
 def test_values_and_slopes_equal_those_in_float64_within_rounding(spread, columns, temperature):
-    from training.policy import logprob_kernels as kernels
+    from qerl.model import kernels
 
     logits, targets = random_logits(spread, columns)
-    measured = kernels.measure(logits, targets, temperature)
-    slopes = kernels.slopes(logits, targets, measured, temperature, (torch.float32, True))
+    measured = kernels.measure_logits(logits, targets, temperature)
+    slopes = kernels.slopes_of_logits(logits, targets, measured, temperature, (torch.float32, True))
     logprobs, entropies, slope, entropy_slope = exact(logits, targets, temperature)
     size = 2e-7 * (logits.abs().amax(1) / temperature + 10)  # the last bit of the largest logit
     assert ((measured.logprobs - logprobs).abs() < 4 * size).all()
@@ -54,7 +54,7 @@ def test_values_and_slopes_equal_those_in_float64_within_rounding(spread, column
     p = slope.abs().minimum(1 - slope.abs()) + 1e-2
     assert ((slopes[0] - slope).abs() < 8 * size[:, None] * p).all()
     assert ((slopes[1] - entropy_slope).abs() < 8 * size[:, None] * (1 + entropies[:, None])).all()
-    rounded = kernels.slopes(logits, targets, measured, temperature, (torch.bfloat16, False))
+    rounded = kernels.slopes_of_logits(logits, targets, measured, temperature, (torch.bfloat16, False))
     assert len(rounded) == 1
     if not INTERPRETED:  # the interpreter truncates instead of rounding
         assert torch.equal(rounded[0], slopes[0].bfloat16())
@@ -80,13 +80,13 @@ def test_a_chunk_agrees_with_the_twin_and_repeats_to_the_bit(temperature):
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_another_number_of_rows_compiles_no_further_kernel(compiled):
     """The last chunk of a step may have any number of tokens, and its targets may begin at any address."""
-    from training.policy import logprob_kernels as kernels
+    from qerl.model import kernels
 
     logits, targets = torch.randn(64, 1000, device=DEVICE), torch.randint(1000, (70,), device=DEVICE)
 
     def chunk(rows, start):
-        measured = kernels.measure(logits[:rows], targets[start : start + rows], 0.9)
-        kernels.slopes(logits[:rows], targets[start : start + rows], measured, 0.9, (torch.bfloat16, True))
+        measured = kernels.measure_logits(logits[:rows], targets[start : start + rows], 0.9)
+        kernels.slopes_of_logits(logits[:rows], targets[start : start + rows], measured, 0.9, (torch.bfloat16, True))
 
     chunk(64, 0)
     compiled.clear()

@@ -8,12 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from training.policy.packed_attention import (
-    attend_each,
-    attend_flash,
-    deterministic_kernels,
-)
-from training.policy.packing import Sequences
+from qerl.model.packed_attention import attend_each, attend_flash, deterministic_kernels
+from qerl.model.packing import Sequences
 
 
 def gpu_inputs(lengths, heads, kv_heads, head_dim):

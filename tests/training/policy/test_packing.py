@@ -10,17 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import attach_lora
-from qerl.model.place import fuse_
-from training.policy.copies import gather_rows
-from training.policy.packed_attention import (
+from qerl.model.layers import fuse_
+from qerl.model.logprobs import dense_head, token_logprobs
+from qerl.model.packed_attention import (
     check_config,
     hidden_states,
     make_backward_deterministic,
     packed_attention,
     packed_attention_of,
 )
-from training.policy.packing import Lengths, pack, row_lengths, split_by_tokens
-from training.policy.token_logprobs import dense_head, token_logprobs
+from qerl.model.packing import Lengths, gather_rows, pack, row_lengths, split_by_tokens
 
 IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])
 MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
@@ -169,7 +168,7 @@ def outputs_and_gradients(model, row, places):
 
 def shared_and_apart(monkeypatch, device, dtype):
     """`outputs_and_gradients` of rows packed with one copy of each prompt, with one per row, and in float32."""
-    from training.policy import packing
+    from qerl.model import packing
 
     ids, mask, width = grouped_rows([70, 33, 1, 64], 4, torch.Generator().manual_seed(5))
     model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
@@ -243,7 +242,7 @@ def test_the_strict_switch_is_on_only_during_the_backward_of_one_node():
 
 
 def test_without_sharing_every_row_has_its_own_prompt(monkeypatch):
-    from training.policy import packing
+    from qerl.model import packing
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])

@@ -7,10 +7,10 @@ from bases import write_base
 from qerl.checkpoint.load import load_model
 from qerl.engine.interface import UNRECORDED
 from qerl.engine.transformers.sampling import recorded_experts
+from qerl.model.packing import pack
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from training.loss.correction import Mismatch
 from training.policy.packed_policy import PackedPolicy
-from training.policy.packing import pack
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
 IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])

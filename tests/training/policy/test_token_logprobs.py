@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from qerl.formats.nvfp4.linear import NVFP4Linear
-from training.policy import token_logprobs as module
-from training.policy.token_logprobs import Head, dense_head, token_logprobs
+from qerl.model import logprobs as module
+from qerl.model.logprobs import Head, dense_head, token_logprobs
 
 
 def plain(hidden, targets, head):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import small_config
 
-import training.policy.packed_attention
+import qerl.model.packed_attention
 from qerl.engine.transformers.engine import TransformersEngine
 from training.rewards.grading import Grader
 from training.run import opened_set_aside, start
@@ -27,7 +27,7 @@ SLOW = {  # functions that are made to take seconds: (owner, name, seconds)
     "rollout": (TransformersEngine, "generate", 1),
     "sync": (TransformersEngine, "sync", 2),
     "reward": (Grader, "grade", 4),
-    "attention": (training.policy.packed_attention, "attend_each", 8),
+    "attention": (qerl.model.packed_attention, "attend_each", 8),
     "optimizer": (torch.optim.AdamW, "step", 16),
     "wake": (TransformersEngine, "wake", 32),
     "sleep": (TransformersEngine, "sleep", 64),

@@ -11,8 +11,8 @@ from qerl.engine.update import pack_weights_
 from qerl.formats.nvfp4 import gemm, pack, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
 from qerl.formats.nvfp4.linear import KernelLinear
-from qerl.model import low_rank
-from qerl.model.low_rank import LowRankSum
+from qerl.model import master
+from qerl.model.master import LowRankSum
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 SIZES = [(256, 64), (16, 16), (48, 176), (272, 880), (24, 48), (1152, 3584)]  # 24 rows end inside a slab
@@ -109,7 +109,7 @@ def test_weights_with_an_adapter_are_packed_in_pieces_to_the_bytes_of_a_cpu(plac
     dense = LowRankSum(start, a, b, 2.0).dense(torch.device("cpu"))
     expected = reference.quantize(dense, torch.tensor([512.0]))
     words, scales = slab_layout.pack(expected.packed, expected.block_scale)
-    monkeypatch.setattr(low_rank, "PIECE", 256 * 176)
+    monkeypatch.setattr(master, "PIECE", 256 * 176)
     weight = empty_weight(656, 176, 512.0)
     places = weight.words.data_ptr(), weight.scales.data_ptr()
     sums = {"one": LowRankSum(place(start), a.cuda(), b.cuda(), 2.0)}

@@ -5,7 +5,8 @@ for all of them, and its gradient is the sum of theirs. Positions go on from the
 sees no pad token, and only the positions that predict a completion token reach the head.
 
 Attention reads the prompt's keys and values once for each completion, from a copy, and keeps the copies for its
-backward pass. So the budget of a packed row counts REPEATED repeated prompt tokens as one token more.
+backward pass. So the budget of a packed row counts REPEATED repeated prompt tokens as one token more. The gradients of
+copies are summed in float32, always in the same order (`gather_rows`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,54 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from qerl.model.routing import Replay
-from qerl.plan.micro_batch_plan import REPEATED, even_budget
-from training.policy.copies import Copies, copies_of
+from qerl.model.costs import REPEATED, even_budget
+from qerl.model.experts import Replay
+
+
+class Copies(NamedTuple):
+    """K copies of T rows. `order` and `starts` invert `rows`: they list the copies of each row, for the sum."""
+
+    rows: torch.Tensor  # (K,) the row that each copy is taken from
+    order: torch.Tensor  # (K,) the copies sorted by row, stably
+    starts: torch.Tensor  # (T + 1,) where the copies of each row begin in `order`
+
+
+def copies_of(rows: torch.Tensor, count: int) -> Copies:
+    """The copies that take `rows` (K,) out of `count` rows."""
+    ordered, order = torch.sort(rows, stable=True)
+    return Copies(rows, order, torch.searchsorted(ordered, torch.arange(count + 1, device=rows.device)))
+
+
+def gather_rows(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """The copies (K, ...) of rows (T, ...). Their gradients are summed in float32, always in the same order."""
+    return _Gather.apply(rows, *copies)
+
+
+class _Gather(torch.autograd.Function):
+    """See `gather_rows`."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, index: torch.Tensor, order: torch.Tensor, starts: torch.Tensor):
+        ctx.save_for_backward(index, order, starts)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        copies = Copies(*ctx.saved_tensors)
+        if not grad.is_cuda:
+            return sum_copies(grad, copies), None, None, None
+        from qerl.model import kernels
+
+        return kernels.sum_copies(grad, copies), None, None, None
+
+
+def sum_copies(grad: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """(T, ...): the sum of grad (K, ...) over each row's copies, rounded once; on a CPU in the order of the copies."""
+    total = grad.new_zeros(len(copies.starts) - 1, *grad.shape[1:], dtype=torch.float32)
+    return total.index_add_(0, copies.rows, grad.float()).to(grad.dtype)
 
 
 class Sequences(NamedTuple):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.formats.linear import PackedLinear
-from qerl.plan.micro_batch_plan import LOGIT_TOKENS
+from qerl.model.costs import LOGIT_TOKENS
 
 
 class Head(NamedTuple):
@@ -80,14 +80,14 @@ def kernel_chunk(
 
     `reference_chunk` is the same without kernels.
     """
-    from training.policy import logprob_kernels
+    from qerl.model import kernels
 
     logits = head_logits(hidden, head)
-    measured = logprob_kernels.measure(logits, targets, head.temperature)
+    measured = kernels.measure_logits(logits, targets, head.temperature)
     outputs[0], outputs[1] = measured.logprobs, measured.entropies
     if slopes:
         wanted = head.weight.dtype, len(slopes) > 1
-        by_logits = logprob_kernels.slopes(logits, targets, measured, head.temperature, wanted)
+        by_logits = kernels.slopes_of_logits(logits, targets, measured, head.temperature, wanted)
         del logits
         for slope, out in zip(by_logits, slopes, strict=True):
             torch.addmm(out, slope, head.weight, beta=0, alpha=1.0 / head.temperature, out=out)

@@ -1,31 +1,139 @@
 """Causal attention within the sequences of a packed row, as an attention function of transformers.
 
-On a GPU in 16 bit this is flash attention (`training/policy/flash_attention.py`). Elsewhere it is the twin, plain
-scaled dot-product attention over one sequence at a time. No mask is needed, and transformers builds none for an
-attention function whose name has no mask function.
+On a GPU in 16 bits this is flash attention: torch's, with FlashAttention 3's forward pass where an engine has brought
+one. That returns all that FlashAttention 2's backward pass reads, so the backward pass is torch's in both cases.
+Elsewhere it is the twin `attend_each`, plain scaled dot-product attention over one sequence at a time. No mask is
+needed, and transformers builds none for an attention function whose name has no mask function.
+
+Keys and values are rounded to 8 bits, as the cache of the engine that samples from the model does, if the attention
+modules have `kv_scales` (`set_kv_scales_`). The attention of the transformers engine reads the same scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from qerl.base.errors import EngineError
-from qerl.model.kv_rounding import rounded_kv
-from training.policy import flash_attention
-from training.policy.copies import gather_rows
-from training.policy.flash_attention import QKV
+from qerl.formats.fp8.kv import rounded
+from qerl.model.packing import Sequences, gather_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from training.policy.packing import PackedRow, Sequences
+    from qerl.formats.fp8.kv import KVScales
+    from qerl.model.packing import PackedRow
+
+
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (T, heads, d), (keys, kv heads, d) and (keys, kv heads, d)
+
+
+def attend(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
+    """(T, heads, d), on CUDA in 16 bit. If a sequence has fewer queries than keys, its queries are the last tokens."""
+    if window is None and _BROUGHT and _BROUGHT[0].takes(qkv[0]):
+        return _Attend3.apply(*qkv, sequences, scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch's window counts the tokens before the query; (-1, 0) is causal without a window
+    left = -1 if window is None else window - 1
+    layout = (sequences.query_starts, sequences.key_starts, sequences.longest_query, sequences.longest_key)
+    return varlen_attn(*qkv, *layout, scale=scale, window_size=(left, 0), **_gqa_option(*qkv[:2]))
+
+
+class Forward3(Protocol):
+    """FlashAttention 3's forward pass, which an engine brings (`bring_forward_3_`)."""
+
+    def takes(self, q: torch.Tensor) -> bool:
+        """Whether it takes queries of this dtype, head size and device."""
+
+    def forward(self, qkv: QKV, sequences: Sequences, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output (T, heads, d) and the logarithm of the softmax's sums, float32 (heads, T)."""
+
+
+_BROUGHT: list[Forward3] = []
+
+
+def bring_forward_3_(forward: Forward3) -> None:
+    """Let packed attention use this forward pass from now on, where it takes the queries."""
+    _BROUGHT[:] = [forward]
+
+
+class _Attend3(torch.autograd.Function):
+    """FlashAttention 3's forward pass, which saves for the backward pass what torch's own would."""
+
+    @staticmethod
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float | None):
+        out, sums = _BROUGHT[0].forward((q, k, v), sequences, scale)
+        ctx.sequences, ctx.scale = sequences, scale
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        sequences = ctx.sequences
+        layout = (sequences.query_starts, sequences.key_starts, sequences.longest_query, sequences.longest_key)
+        dropout, causal = 0.0, True
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), *ctx.saved_tensors, *layout, dropout, causal, *_no_dropout(grad.device), scale=ctx.scale
+        )
+        return *grads, None, None
+
+
+@cache
+def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random generator's state, which the backward pass takes but does not read without dropout."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, dtype=torch.uint64, device=device)
+
+
+def _gqa_option(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
+    return {"enable_gqa": True} if q.shape[1] != k.shape[1] and _asks_for_gqa() else {}
+
+
+@cache
+def _asks_for_gqa() -> bool:
+    """Whether varlen_attn has enable_gqa: torch 2.13 needs it for fewer kv heads, earlier versions do without."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention modules of a transformers model, by the number of their layer."""
+    return {one.layer_idx: one for one in model.modules() if hasattr(one, "layer_idx") and hasattr(one, "k_proj")}
+
+
+def set_kv_scales_(model: nn.Module, scales: Mapping[int, KVScales] | None) -> int:
+    """Round keys and values of each layer by these scales from now on, or no longer (None); returns how many layers do.
+
+    Raises EngineError unless each attention module gets scales.
+    """
+    modules = attention_modules(model)
+    if scales is not None and set(modules) != set(scales):
+        raise EngineError(
+            f"scales of keys and values are for {len(scales)} layers, and the model attends in {len(modules)}: write "
+            "rollout.kv_cache_dtype: auto"
+        )
+    for layer, module in modules.items():
+        module.kv_scales = None if scales is None else scales[layer]
+    return len(modules)
+
+
+def rounded_kv(module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of any shape as attention `module` attends to them: rounded if it has scales."""
+    scales = getattr(module, "kv_scales", None)
+    return (key, value) if scales is None else (rounded(key, scales.key), rounded(value, scales.value))
+
 
 NAME = "qerl_packed"
 MAX_HEAD_DIM = 256  # flash attention's
@@ -96,7 +204,7 @@ def packed_attention(
 
 def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
     """(T, heads, d) by flash attention, on CUDA in 16 bit."""
-    out = flash_attention.attend(qkv, sequences, scale, window)
+    out = attend(qkv, sequences, scale, window)
     if _Switch.deterministic and out.grad_fn is not None:
         make_backward_deterministic(out.grad_fn)
     return out
