@@ -16,7 +16,7 @@ from qerl.checkpoint.source import by_layer
 from qerl.config.experts import adapts_experts, expert_rank
 from qerl.config.names import OF_EXPERTS
 from qerl.formats.nvfp4.ways import padded_power
-from qerl.model.saved import UNRECORDED
+from qerl.model.costs import UNRECORDED
 
 if TYPE_CHECKING:
     from qerl.checkpoint.experts import Decoder
