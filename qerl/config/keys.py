@@ -25,79 +25,46 @@ from qerl.config.schema import RunConfig
 from qerl.config.section import OneOf, Section
 from qerl.config.yaml_text import Path, YamlError, parse
 
-# What other trainers (TRL, verl, NeMo RL, open-r1, PEFT) call our keys. Their names are too different for difflib.
-OTHER_NAMES = {
+OTHER_NAMES = {  # what TRL, PEFT and verl call our keys, where the words are too different for difflib
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
     "per_device_train_batch_size": "run.micro_batch_tokens",
     "micro_batch": "run.micro_batch_tokens",
-    "micro_batch_size": "run.micro_batch_tokens",
     "gradient_accumulation_steps": "rollout.prompts_per_step",
     "max_steps": "run.steps",
     "save_steps": "run.save_every",
     "save_total_limit": "run.keep_checkpoints",
     "output_dir": "run.out",
     "lr": "optim.learning_rate",
-    "adam_beta1": "optim.beta1",
-    "adam_beta2": "optim.beta2",
-    "warmup": "optim.warmup_ratio",
     "lr_scheduler_type": "optim.schedule",
-    "lora_r": "adapter.rank",
     "r": "adapter.rank",
+    "lora_r": "adapter.rank",
     "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
     "target_modules": "adapter.targets",
     "beta": "loss.kl_coef",
-    **dict.fromkeys(("teacher_model_name_or_path", "teacher_model", "teacher_model_name"), "distill.teacher"),
     "epsilon": "loss.clip_low",
     "epsilon_high": "loss.clip_high",
-    "loss_type": "loss.type",
     "importance_sampling_level": "loss.level",
     "scale_rewards": "loss.advantage_scale",
     "mask_truncated_completions": "loss.mask_truncated",
-    "vllm_gpu_memory_utilization": "rollout.memory",
     "gpu_memory_utilization": "rollout.memory",
-    **dict.fromkeys(("partial_rollout", "partial_rollouts", "over_sampling_batch_size"), "rollout.carry_over"),
-    "kv_cache_dtype": "rollout.kv_cache_dtype",
-    "vllm_kv_cache_dtype": "rollout.kv_cache_dtype",
+    "vllm_gpu_memory_utilization": "rollout.memory",
     "dataset": "data.task",
     "dataset_name": "data.source",
     "reward_funcs": "rewards",
-    **dict.fromkeys(("dataset_mixture", "datasets", "dataset_weights", "blend"), "data.sources"),
-    **dict.fromkeys(("curriculum_learning", "sampler", "online_difficulty_filtering"), "data.curriculum"),
-    "hard_threshold": "data.curriculum.low",
-    "easy_threshold": "data.curriculum.high",
-    "hard_fraction": "data.curriculum.hard_share",
-    "easy_fraction": "data.curriculum.easy_share",
     "environment_factory": "environment.name",
-    "noise_scheduler": "noise.enabled",
-    **dict.fromkeys(("eval_steps", "eval_strategy", "eval_every", "test_freq", "val_period"), "validation.every"),
-    **dict.fromkeys(("eval_on_start", "val_before_train", "val_at_start"), "validation.at_start"),
-    **dict.fromkeys(("eval_dataset", "val_files", "val_data"), "validation.source"),
-    **dict.fromkeys(("max_val_samples", "val_max_samples", "validation.rows"), "validation.limit"),
-    "num_generations_eval": "validation.samples",
+    "teacher_model_name_or_path": "distill.teacher",
+    "eval_steps": "validation.every",
+    "test_freq": "validation.every",
+    "eval_on_start": "validation.at_start",
+    "eval_dataset": "validation.source",
     "load_best_model_at_end": "validation.keep_best",
     "metric_for_best_model": "validation.metric",
     "early_stopping_patience": "validation.stop_after",
-    "early_stopping_threshold": "validation.min_improvement",
     "quant_cfg": "qat.quant_cfg",
-    "quant_calib_data": "qat.quant_cfg.calibration.data",
-    "quant_calib_size": "qat.quant_cfg.calibration.rows",
-    "quant_batch_size": "qat.quant_cfg.calibration.batch",
-    "quant_sequence_length": "qat.quant_cfg.calibration.length",
-    "ignore_patterns": "qat.quant_cfg.ignore",
-    "activation_observer": "qat.quant_cfg.activations",
-    "quantization_config_path": "qat.quant_cfg",
-    "qat.enable": "qat.mode",
-    "fp8_recipe": "train.fp8_recipe",
-    "fp8_cfg": "train.fp8_recipe",
-    "fp8_format": "train.fp8",
-    "qat.group_size": "qat.quant_cfg.weights.group",
-}
-OTHER_VALUES = {  # (key, another trainer's value of it) -> what to write
-    ("qat.mode", "w4a16"): "qat.quant_cfg: nvfp4_w4a16",
-    ("qat.mode", "w4a4"): "qat.quant_cfg: nvfp4_w4a4",
+    "qat.group_size": "qat.quant_cfg.weights.group",  # with its section, since elsewhere the word is a key of ours
+    "validation.rows": "validation.limit",
 }
 
 
@@ -212,17 +179,6 @@ def nearest_key(path: Path) -> str | None:
     return leaves[close] if close else None
 
 
-def foreign_key(path: Path, rest: Path = ()) -> tuple[str, str] | None:
-    """(a key, ours) if an unknown path, together with the `rest` under it, ends in another trainer's key or in ours."""
-    words = [str(part) for part in (*path, *rest)]
-    own = {row.key for row in describe_config()}
-    for start in range(len(words)):
-        dotted = ".".join(words[start:])
-        if (found := OTHER_NAMES.get(dotted, dotted if dotted in own else None)) is not None:
-            return ".".join(words), found
-    return None
-
-
 def drop_removed_(data: dict) -> None:
     """Drop removed keys from a saved recipe, where the run did not use them. The validation refuses the others."""
     for dotted, removed in REMOVED.items():
@@ -234,15 +190,6 @@ def drop_removed_(data: dict) -> None:
             value, was = section[key], removed.was
             if value == was or (isinstance(value, dict) and isinstance(was, dict) and was.items() <= value.items()):
                 del section[key]
-
-
-def paths_below(value: object, path: Path = ()) -> Iterator[Path]:
-    """The path of each leaf of nested mappings."""
-    if not isinstance(value, dict):
-        yield path
-        return
-    for key, inner in value.items():
-        yield from paths_below(inner, (*path, key))
 
 
 def _leaves(
@@ -309,18 +256,12 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
     return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
 
 
-def unknown_key(path: Path, *below: Path) -> str:
-    """What an error says of a key that does not exist; it names the nearest one that does.
-
-    `below`: the paths of what was written under it, one of which may be a key of another trainer.
-    """
+def unknown_key(path: Path) -> str:
+    """What an error says of a key that does not exist; it names the nearest one that does."""
     dotted = ".".join(map(str, path))
     if dotted in REMOVED:
         return f"{dotted}: this key is gone, {REMOVED[dotted].now}; leave it out"
-    close = nearest_key(path)
-    if close is None and (foreign := next(filter(None, (foreign_key(path, rest) for rest in below)), None)):
-        dotted, close = foreign
-    if close is not None:
+    if (close := nearest_key(path)) is not None:
         return f"{dotted}: unknown key; did you mean {close}?"
     section = section_at(path[:-1])
     if section is None:
@@ -358,7 +299,7 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
     path = detail["loc"]
     place = origin_of(path, origins) or source
     if detail["type"] == "extra_forbidden":
-        return f"{place}: {unknown_key(path, *paths_below(detail['input']))}"
+        return f"{place}: {unknown_key(path)}"
     dotted = ".".join(map(str, path))
     field = field_at(path)
     if detail["type"] == "missing":
@@ -390,8 +331,6 @@ def _expected(path: Path, field: FieldInfo | None) -> str:
 def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "literal_error" and isinstance(value, str):
-        if (write := OTHER_VALUES.get((".".join(map(str, detail["loc"])), value))) is not None:
-            return f"; write {write}"
         close = nearest(value, detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
         return f"; did you mean {close}?" if close else ""
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off", "y", "n"):
@@ -497,19 +436,16 @@ class Draft:
     def put(self, key: str, value: object, origin: str) -> None:
         """Set one dotted key. Raises ConfigError if there is no such key or item."""
         path: Path = ()
-        parts = key.split(".")
-        for index, part in enumerate(parts):
-            below = [(*parts[index + 1 :], *under) for under in paths_below(value)]
-            path = (*path, self._step(path, part, below, origin))
+        for part in key.split("."):
+            path = (*path, self._step(path, part, origin))
         self._assign(path, value, lambda _: origin)
 
-    def _step(self, parent: Path, part: str, below: list[Path], origin: str) -> str | int:
-        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item. `below` are
-        the paths of what is written under it, for an error."""
+    def _step(self, parent: Path, part: str, origin: str) -> str | int:
+        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item."""
         holder = field_at(parent)
         of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
         if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
-            raise ConfigError(f"{origin}: {unknown_key((*parent, part), *below)}")
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part))}")
         container = self._container((*parent, part))
         if isinstance(container, dict):
             return part

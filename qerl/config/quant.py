@@ -36,10 +36,6 @@ PRESETS: dict[str, dict[str, object]] = {
     FP8: {"weights": {"format": FP8}, "activations": "dynamic"},
     "fp8_block_w8a16": {"weights": {"format": FP8}},
 }
-OTHER_PRESETS = {  # of NVIDIA ModelOpt, which NeMo RL's quant_cfg names
-    "NVFP4_DEFAULT_CFG": "nvfp4_w4a4",
-    "NVFP4_MLP_WEIGHT_ONLY_CFG": "nvfp4_w4a16_ffn",
-}
 
 
 class WeightQuantConfig(Section):
@@ -103,8 +99,6 @@ def expanded(given: object) -> object:
         return {**PRESETS[given]}
     if Path(given).suffix in (".yaml", ".yml"):
         return _read(given)
-    if given in OTHER_PRESETS:
-        raise _conflict(given, "that is ModelOpt's name", f"qat.quant_cfg: {OTHER_PRESETS[given]}")
     near = difflib.get_close_matches(given, PRESETS, n=1, cutoff=0.5)
     presets = f"presets: {', '.join(PRESETS)}"
     hint = f"qat.quant_cfg: {near[0]} ({presets})" if near else f"one of the {presets}"

@@ -44,8 +44,6 @@ def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, o
         (["train.fp8_recipe=tensorwise", "loss.correction.mode=off", *STILL], "has to be corrected for"),
         (["train.fp8_recipe=blockwise", "qat.quant_cfg=nvfp4_w4a4"], "are rounded to 4 bits already"),
         (["train.fp8_recipe=delayed"], "expected one of tensorwise, blockwise"),
-        (["train.fp8_cfg={fp8: hybrid}"], "did you mean train.fp8_recipe?"),
-        (["policy.megatron_cfg.fp8_cfg.fp8_recipe=blockwise"], "did you mean train.fp8_recipe?"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(overrides, says):
