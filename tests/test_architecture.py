@@ -44,13 +44,8 @@ ALLOWED_UPWARD = """
     qerl.checkpoint.adapter -> qerl.plan.sizes
     qerl.checkpoint.load -> qerl.plan.sizes
     qerl.checkpoint.source -> qerl.plan.sizes
-    qerl.data.grading.grade -> qerl.api.arguments
-    qerl.data.messages -> qerl.checkpoint.sandbox
-    qerl.data.rows -> qerl.api.arguments
     qerl.data.rows -> qerl.checkpoint.hub
-    qerl.data.sequences -> qerl.checkpoint.sandbox
     qerl.data.sequences -> qerl.episodes.endpoint
-    qerl.data.tasks -> qerl.checkpoint.sandbox
     training.loss.batch -> training.distill.divergence
     training.loss.batch -> training.rollout.groups
     training.policy.build -> training.rollout.groups
@@ -64,12 +59,8 @@ ALLOWED_UPWARD = """
     training.preflight.dry_run -> qerl.cli.plan
     training.rewards.grading -> training.rollout.dynamic_sampling
     training.rewards.grading -> training.rollout.groups
-    training.rewards.rewards -> qerl.api.arguments
     training.rewards.rewards -> training.rollout.groups
     training.rewards.rewards -> training.run_dir.log
-    training.run -> qerl.api.arguments
-    training.run_dir.folder -> qerl.api.arguments
-    training.run_dir.inputs -> qerl.api.arguments
     training.run_dir.stop -> training.trainer
     training.validation.validation -> training.parts
     training.validation.validation -> training.ranks

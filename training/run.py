@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PrinterCallback
 
-from qerl.api.arguments import write_given_rows
 from qerl.base.files import replace_text
 from qerl.base.parallel import ALONE, Parallel, check_same
+from qerl.base.program import write_given_rows
 from qerl.checkpoint.adapter_file import BASE, weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model, teacher_beside

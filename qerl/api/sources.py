@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qerl.api.arguments import Functions, check_keywords, grader_of, is_path, plain_rows, rewards_of, rows_file
+from qerl.api.arguments import Functions, check_keywords, grader_of, is_path, plain_rows, rewards_of
 from qerl.api.arguments import GivenRows as Rows
 from qerl.base.errors import ConfigError, DataError
+from qerl.base.program import rows_file
 from qerl.config.data import SourceConfig
 from qerl.config.names import ENVIRONMENTS
 from qerl.episodes.build import KNOWN, TOOLS, register

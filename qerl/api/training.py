@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from qerl.api.arguments import (
-    PYTHON,
     Function,
     Functions,
     check_keywords,
-    given,
     grader_of,
     is_path,
     model_name,
     plain_rows,
     rewards_of,
 )
-from qerl.api.arguments import ROWS as ROWS_of_given
 from qerl.api.arguments import GivenRows as Rows
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
 from qerl.api.sources import brings_prompts, environment_keys, given_environments, is_sources, sources_of
 from qerl.base.errors import ConfigError
+from qerl.base.program import PYTHON, given
+from qerl.base.program import ROWS as ROWS_of_given
 from qerl.cli.train import TrainOptions, begin, check_new, find_resumed, go_on
 from qerl.data.tasks import get_task
 

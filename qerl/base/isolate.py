@@ -1,11 +1,9 @@
-"""A process for code that is not ours, and what it may return.
+"""A process for code that is not ours: whatever it does, it can be ended from outside, and what ended it becomes words.
 
-What a reward or a grader returned, as one finite number per completion.
-
-A process for code that is not ours: whatever it does, it can be ended from outside, and what ended it becomes words.
-
-It reads requests (bytes) from a socket and answers with JSON; qerl/base/own_function.py calls a function in it, and
-qerl/episodes/worker.py hosts environments.
+A process reads requests (bytes) from a socket and answers with JSON. `Process` is one whose code is the user's: a
+function (qerl/base/own_function.py) or environments (qerl/episodes/worker.py). `Workers` are a few that do what a
+file of others says, within limits that they set themselves: chat templates and tokenizers (qerl/base/sandbox.py), and
+formulas (qerl/data/grading/math_pool.py). What a function of the user's may return stands here too.
 """
 
 from __future__ import annotations
@@ -22,10 +20,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from itertools import islice
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
+
+from qerl.base.errors import EngineError
 
 LARGEST = 1e15  # the sum of the squares of a group's rewards still fits into float32
 LONGEST = 300  # characters of an error that are shown
@@ -97,6 +98,9 @@ def one_line(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
+STARTS = 3
+START_S = 120.0
+OURS = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 LONGEST_LINE = 1000  # characters of a printed line
 BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor = int(sys.argv[2]); "
@@ -125,19 +129,22 @@ class Process:
     """A process that runs the `main` of the module `worker`, in a session of its own: Ctrl-C does not reach it, and
     what it starts ends with it."""
 
-    def __init__(self, name: str, worker: str) -> None:
-        self._closed = False
+    def __init__(self, name: str, worker: str, ours: bool = False) -> None:
+        """What a worker prints is logged under `name`. One of `ours` is quiet instead, and sees no card."""
+        self._closed, self._pid = False, os.getpid()
         self._connection, theirs = Pipe()
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", BOOT, json.dumps(sys.path), str(theirs.fileno()), worker],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if ours else subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **OURS} if ours else None,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
         theirs.close()
-        threading.Thread(target=_log_lines, args=(self._popen.stdout, name), daemon=True).start()
+        if not ours:
+            threading.Thread(target=_log_lines, args=(self._popen.stdout, name), daemon=True).start()
         _running.add(self)
 
     def send(self, request: bytes) -> None:
@@ -177,7 +184,7 @@ class Process:
 
     def close(self) -> None:
         """End the process and all that it has started."""
-        if not self._closed:  # once: later, the number may be that of another process
+        if not self._closed and self._pid == os.getpid():  # once: later the number may belong to another process
             self._closed = True
             with contextlib.suppress(OSError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
@@ -194,6 +201,75 @@ class Process:
         killed = signal.Signals(-code).name
         hint = ", as the system does when memory runs out" if killed == "SIGKILL" else ""
         return f"ended its process by the signal {killed}{hint}"
+
+
+class Workers:
+    """Up to `most` processes of one of our workers, whose `main` calls `serve`. Thread-safe.
+
+    They start when they are first needed, and answer one request at a time each. One that dies or is late is ended, and
+    the next request starts another. A forked child starts its own, as it must not use the connections of its parent.
+    """
+
+    def __init__(self, name: str, worker: str, needs: str, most: int = 1) -> None:
+        """`needs` is the module without which the worker cannot start, for the error."""
+        self._name, self._worker, self._needs, self._most = name, worker, needs, most
+        self._begin()
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The reply to a request that is not empty. Raises LateError, OwnFunctionError, or EngineError."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._slots:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            process = process or self._start()
+            try:
+                reply = process.ask(json.dumps(request).encode(), timeout_s)
+            except BaseException:  # its reply would be taken for the reply to the next request
+                process.close()
+                raise
+            with self._lock:
+                self._idle.append(process)
+            return reply
+
+    def close(self) -> None:
+        """End the idle processes; the next request starts new ones."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._slots = threading.BoundedSemaphore(self._most)
+        self._idle: list[Process] = []
+
+    def _start(self) -> Process:
+        """A process that is ready. One that dies while it starts (memory that ran out for a moment) is replaced."""
+        for attempt in range(1, STARTS + 1):
+            process = Process(self._name, self._worker, ours=True)
+            try:
+                process.ask(b"{}", START_S)
+                return process
+            except OwnFunctionError as error:
+                said = error
+                logger.warning("the process that %s %s (attempt %d of %d)", self._name, error, attempt, STARTS)
+            except BaseException:
+                process.close()
+                raise
+        raise EngineError(
+            f"the process that {self._name} did not start (it {said}): run "
+            f"`{sys.executable} -c 'import {self._needs}'` to see why"
+        )
+
+
+def serve(descriptor: int, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """In a worker of `Workers`: answer requests until the other end is closed."""
+    connection = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = json.loads(connection.recv_bytes())
+            connection.send_bytes(json.dumps(answer(request) if request else {}).encode())
 
 
 _running: weakref.WeakSet[Process] = weakref.WeakSet()

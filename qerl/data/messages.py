@@ -315,7 +315,7 @@ class Written:
     def _writes_thought(self, key: str) -> bool:
         """Whether it writes the thoughts of a last answer that stand in this key of the message."""
         if key not in self._writes:
-            from qerl.checkpoint.sandbox import SandboxError, render_text
+            from qerl.base.sandbox import SandboxError, render_text
 
             thought = {"content": f"<think>{PROBE}</think>a"} if key == "content" else {"content": "a", key: PROBE}
             asked = [{"role": "user", "content": "q"}, {"role": "assistant", **thought}]

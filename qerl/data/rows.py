@@ -31,9 +31,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl.api.arguments import given_rows
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.files import close_to, expanded, is_path, no_folder
+from qerl.base.program import given_rows
 from qerl.checkpoint.hub import HUB_ID, reachable, refusal
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, DataError
-from qerl.checkpoint.sandbox import SandboxError, render_chat
+from qerl.base.sandbox import SandboxError, render_chat
 from qerl.data.messages import INPUT, INSTRUCTION, Written, as_messages
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.tasks import TASKS, Example, Message, render_prompt
@@ -90,7 +90,7 @@ class Renderer:
             return None
         if example.tools and self.chat is not None:
             return "the row brings tools of its own, and the environment has others: remove the column `tools`"
-        from qerl.checkpoint.sandbox import SandboxError, render_text
+        from qerl.base.sandbox import SandboxError, render_text
 
         try:
             text = render_text(self.tokenizer, messages, True, example.tools, self.switches)

@@ -130,7 +130,7 @@ class Chat:
         return ids[1:] if ids and ids[0] == last else ids
 
     def _render(self, messages: Sequence[Message], tools: bool) -> str:
-        from qerl.checkpoint.sandbox import SandboxError, render_text
+        from qerl.base.sandbox import SandboxError, render_text
 
         try:
             return render_text(self._tokenizer, messages, True, self._schemas if tools else None, self._switches)

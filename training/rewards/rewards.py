@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
-from qerl.api.arguments import PYTHON, GivenFunction, given_function
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.isolate import ReturnedError, numbers
 from qerl.base.own_function import (
@@ -50,6 +49,7 @@ from qerl.base.own_function import (
     first_to_fail,
     own_function,
 )
+from qerl.base.program import PYTHON, GivenFunction, given_function
 from qerl.config.rewards import OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader, grade_many

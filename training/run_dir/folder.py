@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.api.arguments import ROWS
 from qerl.base.errors import ConfigError
 from qerl.base.files import expanded, read_object
+from qerl.base.program import ROWS
 from qerl.checkpoint.adapter_file import BASE
 from qerl.report.read import About
 from training.run_dir.checkpoint import checkpoints

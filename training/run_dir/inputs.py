@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.api.arguments import GivenFunction
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
+from qerl.base.program import GivenFunction
 from qerl.config.rewards import is_url
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
+from qerl.base.sandbox import SandboxError, render_marked, render_text
 from qerl.data.conversations import Conversation
 from qerl.data.messages import Written
 

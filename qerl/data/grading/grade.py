@@ -36,10 +36,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from qerl.api.arguments import PYTHON, GivenFunction, given_function
 from qerl.base.errors import ConfigError
 from qerl.base.isolate import ReturnedError, short
 from qerl.base.own_function import Named, OwnFunction, check_columns, own_function
+from qerl.base.program import PYTHON, GivenFunction, given_function
 from qerl.data.formulas.equality import compare_math, is_copied, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy

@@ -1,27 +1,25 @@
 """Comparing answers with math-verify in worker processes, within a limit of processor time, from any thread.
 
-Only what qerl/data/formulas/equality.py does not decide itself comes here.
+Only what qerl/data/formulas/equality.py does not decide itself comes here. Up to MAX_WORKERS workers (see
+qerl/base/isolate.py) do one comparison at a time each. A worker imports math-verify once and forks a child for each
+request, so that
 
-Workers (qerl/data/grading/math_worker.py) start when they are first needed, at most MAX_WORKERS of them, and do one
-comparison at a time. A worker that does not answer is ended and replaced, so no formula can hang or end a run.
+1. a hostile answer costs at most CPU_LIMIT_S of processor time and MEMORY_LIMIT_BYTES: the kernel's timer ends the
+   child wherever it is (math-verify's own limits are switched off: they use SIGALRM, which counts the time of the wall
+   clock, works only in a main thread, and not within one long multiplication);
+2. the verdict on a pair depends neither on what was compared before nor on how busy the machine is.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import json
+import gc
 import logging
 import os
-import select
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from pathlib import Path
+import resource
+import signal
 
-from qerl.base.errors import EngineError
+from qerl.base.isolate import OwnFunctionError, Workers, serve
 
 log = logging.getLogger(__name__)
 
@@ -29,116 +27,17 @@ MAX_WORKERS = min(8, os.cpu_count() or 1)
 # The worker limits processor time itself. This limit is only for a worker that hangs without using any: it is so long
 # that a busy machine does not reach it.
 REPLY_LIMIT_S = 120.0
-START_LIMIT_S = 120.0
 CACHE_SIZE = 20_000  # pays off because the completions of one prompt mostly state the same few answers
 _ATTEMPTS = 2
-_STARTS = 3
+CPU_LIMIT_S = 0.6  # the slowest honest comparison in the tests takes 0.2
+MEMORY_LIMIT_BYTES = 2 * 2**30
+VERDICTS = ("equal", "different", "unparsable", "bad_answer", "timeout")
 
-
-class _NotStartedError(Exception):
-    pass
-
-
-class Worker:
-    """One worker process. Not thread-safe: `_Pool` lends it to one thread at a time."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("math_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            bufsize=0,
-        )
-        if self._read_line(START_LIMIT_S) != "ready":
-            self.close()
-            raise _NotStartedError
-
-    @classmethod
-    def start(cls) -> Worker:
-        """A worker that is ready. One that dies while it starts (memory that ran out for a moment) is started anew."""
-        for attempt in range(1, _STARTS + 1):
-            with contextlib.suppress(_NotStartedError):
-                return cls()
-            log.warning("the process that compares formulas did not start (attempt %d of %d)", attempt, _STARTS)
-        raise EngineError(
-            f"the process that compares formulas did not start within {START_LIMIT_S:.0f} s: run "
-            f"`{sys.executable} -c 'import math_verify'` to see why (math-verify 0.9.0 has to be installed)"
-        )
-
-    def compare(self, gold: str, answer: str) -> str | None:
-        """The verdict of the worker; None if it died or did not answer."""
-        request = json.dumps({"gold": gold, "answer": answer}) + "\n"
-        try:
-            self._process.stdin.write(request.encode())
-        except OSError:
-            return None
-        return self._read_line(REPLY_LIMIT_S)
-
-    def _read_line(self, limit_s: float) -> str | None:
-        poll = select.poll()  # select() fails for the high file descriptors of a process with many open files
-        poll.register(self._process.stdout, select.POLLIN)
-        line = self._process.stdout.readline().decode() if poll.poll(limit_s * 1000) else ""
-        return line.strip() or None
-
-    def close(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-class _Pool:
-    """Up to MAX_WORKERS workers, lent to one thread at a time."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._slots = threading.BoundedSemaphore(MAX_WORKERS)
-        self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-
-    @contextlib.contextmanager
-    def worker(self) -> Iterator[Worker]:
-        """Lend an idle worker or a new one. It goes back to the pool unless the block raises."""
-        with self._slots:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            worker = worker or Worker.start()
-            try:
-                yield worker
-            except BaseException:
-                worker.close()
-                raise
-            with self._lock:
-                self._idle.append(worker)
-
-    def close(self) -> None:
-        """End the idle workers. Does nothing in a forked child, whose copy of this pool belongs to the parent."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            while self._idle:
-                self._idle.pop().close()
-
-
-class _NoReplyError(Exception):
-    pass
-
-
-@functools.cache
-def _pool(pid: int) -> _Pool:
-    """The pool of the process `pid`, which keeps a forked child from using the pipes of its parent."""
-    pool = _Pool()
-    atexit.register(pool.close)
-    return pool
+_workers = Workers("compares formulas", __name__, needs="math_verify", most=MAX_WORKERS)
 
 
 def compare(gold: str, answer: str) -> str:
-    """Whether two formulas are equal as mathematics: one of qerl.data.grading.math_worker.VERDICTS. Thread-safe.
+    """Whether two formulas are equal as mathematics: one of VERDICTS. Thread-safe.
 
     Only "equal" and "different" are kept for the next time: a timeout may be the machine's fault, not the formula's.
     """
@@ -171,16 +70,83 @@ def forget() -> None:
 def _ask(gold: str, answer: str) -> str:
     for _ in range(_ATTEMPTS):
         try:
-            with _pool(os.getpid()).worker() as worker:
-                verdict = worker.compare(gold, answer)
-                if verdict is None:
-                    raise _NoReplyError
-                return verdict
-        except _NoReplyError:
+            return _workers.ask({"gold": gold, "answer": answer}, REPLY_LIMIT_S)["verdict"]
+        except OwnFunctionError:
             log.warning("the process that compares formulas gave no verdict on %r and is replaced", answer[:80])
     return "timeout"
 
 
 def close() -> None:
     """End this process's workers; the next comparison starts new ones."""
-    _pool(os.getpid()).close()
+    _workers.close()
+
+
+# What follows runs in a worker.
+
+# Compared before the first fork, because the LaTeX parser builds its tables and sympy imports its modules only when
+# they are needed, and each child would have to do so again.
+_WARM_UP = (
+    (r"\frac{1}{2}+\pi", r"2\sqrt{3}"),
+    (r"\sqrt{2}", "1.414"),
+    (r"(1,2)", r"(2,1,\frac{\pi}{2})"),
+    (r"[0,1)\cup(2,\infty)", r"(0,1)\cup[2,\infty)"),
+    (r"[0,1]", r"0\le x\le 2"),
+    (r"\{1,2\}", "1,3"),
+    ("x^2+2x+1", "(x+1)^2+y"),
+    ("y=5x", "y=6x"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
+    ("6-5i", "6+5i"),
+    (r"\text{Evelyn}", "Ben"),
+    (r"\log_2 8+\sin x", r"\binom{5}{2}+10!"),
+)
+
+
+def parse_latex(text: str) -> list:
+    """What math-verify reads in a formula: its expressions, then the text itself; nothing if it has no expressions."""
+    from math_verify import LatexExtractionConfig, parse
+
+    parsed = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+    return parsed if any(not isinstance(item, str) for item in parsed) else []
+
+
+def verdict_on(gold: str, answer: str) -> str:
+    """One of VERDICTS: whether two formulas are equal as mathematics."""
+    from math_verify import verify
+
+    gold_parsed = parse_latex(gold)
+    if not gold_parsed:
+        return "bad_answer"
+    answer_parsed = parse_latex(answer)
+    if not answer_parsed:
+        return "unparsable"
+    return "equal" if verify(gold_parsed, answer_parsed, timeout_seconds=None) else "different"
+
+
+def _answer_in_child(request: dict[str, str]) -> str:
+    """The verdict of a child process, which the kernel ends when its time is up."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reader)
+            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # nobody handles SIGPROF, so it ends the process
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+            verdict = verdict_on(request["gold"], request["answer"])
+        except BaseException:  # a hostile formula may raise anything, RecursionError and MemoryError included
+            verdict = "unparsable"
+        os.write(writer, verdict.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        verdict = pipe.read()
+    os.waitpid(pid, 0)
+    return verdict if verdict in VERDICTS else "timeout"
+
+
+def main(descriptor: int) -> None:
+    """Answer requests until the other end is closed."""
+    for gold, answer in _WARM_UP:
+        verdict_on(gold, answer)
+    gc.collect()
+    gc.freeze()
+    serve(descriptor, lambda request: {"verdict": _answer_in_child(request)})

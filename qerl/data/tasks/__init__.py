@@ -204,7 +204,7 @@ def render_prompt(
             "model expects them: use the instruct version of the checkpoint, or put a chat_template.jinja beside its "
             "tokenizer_config.json"
         )
-    from qerl.checkpoint.sandbox import SandboxError, render_chat
+    from qerl.base.sandbox import SandboxError, render_chat
 
     try:
         return render_chat(tokenizer, messages, True, switches, tools)

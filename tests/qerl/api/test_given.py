@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from qerl.api.arguments import GivenFunction, given, given_function, given_rows, write_given_rows
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import OwnFunctionError
+from qerl.base.program import GivenFunction, given, given_function, given_rows, write_given_rows
 from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run_dir.inputs import inputs_of

@@ -14,7 +14,7 @@ from rich.console import Console
 from small_run import numbers, same_adapters, small_config
 
 import qerl
-from qerl.api.arguments import ROWS
+from qerl.base.program import ROWS
 from qerl.config.recipe import save_config
 from training.run import start
 from training.run_dir.log import RunLog

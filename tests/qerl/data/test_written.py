@@ -4,8 +4,8 @@ import pytest
 from row_files import write_jsonl, write_parquet
 
 from qerl.base.errors import DataError
+from qerl.base.sandbox import render_text
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.sandbox import render_text
 from qerl.data.messages import Written, read_message
 from qerl.data.sequences import Renderer
 from qerl.data.tasks import load_examples, messages_of

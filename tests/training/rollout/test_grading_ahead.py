@@ -52,11 +52,11 @@ def compared(monkeypatch):
     completions are graded before it goes on, except for the last batch."""
     math_pool.compare("x", "y")  # start a worker
     math_pool.forget()
-    seen, in_worker, generate = [], math_pool.Worker.compare, TransformersEngine.generate
+    seen, in_worker, generate = [], math_pool._ask, TransformersEngine.generate
 
-    def compare(worker, gold, answer):
+    def compare(gold, answer):
         seen.append((threading.current_thread().name, gold, answer))
-        return in_worker(worker, gold, answer)
+        return in_worker(gold, answer)
 
     def slowly(engine, prompts, sampling, seed, finished, *place):
         def wait(index, completion):
@@ -66,7 +66,7 @@ def compared(monkeypatch):
 
         return generate(engine, prompts, sampling, seed, finished and wait, *place)
 
-    monkeypatch.setattr(math_pool.Worker, "compare", compare)
+    monkeypatch.setattr(math_pool, "_ask", compare)
     monkeypatch.setattr(TransformersEngine, "generate", slowly)
     return seen
 

@@ -1,5 +1,7 @@
 """Comparing formulas: shapes part by part, values at random points; each kind of wrong answer that was accepted."""
 
+import subprocess
+
 import pytest
 
 from qerl.data.grading import math_pool
@@ -72,7 +74,7 @@ def test_wrong_answers_are_refused(gold, answer):
 
 def test_only_verdicts_on_the_formulas_are_kept(monkeypatch):
     verdicts = iter(["timeout", "equal"])
-    monkeypatch.setattr(math_pool.Worker, "compare", lambda worker, gold, answer: next(verdicts))
+    monkeypatch.setattr(math_pool, "_ask", lambda gold, answer: next(verdicts))
     math_pool.forget()
     assert math_pool.compare("p", "q") == "timeout"
     assert math_pool.compare("p", "q") == "equal"
@@ -81,7 +83,7 @@ def test_only_verdicts_on_the_formulas_are_kept(monkeypatch):
 
 
 def test_a_worker_that_dies_while_it_starts_is_started_anew(monkeypatch):
-    begin, programs = math_pool.subprocess.Popen, ["import sys; sys.exit(1)", None]
+    begin, programs = subprocess.Popen, ["import sys; sys.exit(1)", None]
 
     def begin_or_die(command, **options):
         program = programs.pop(0)
@@ -89,6 +91,6 @@ def test_a_worker_that_dies_while_it_starts_is_started_anew(monkeypatch):
 
     math_pool.close()
     math_pool.forget()
-    monkeypatch.setattr(math_pool.subprocess, "Popen", begin_or_die)
+    monkeypatch.setattr(subprocess, "Popen", begin_or_die)
     assert math_pool.compare("x+y", "y+x") == "equal"
     assert not programs

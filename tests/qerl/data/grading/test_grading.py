@@ -19,7 +19,7 @@ from qerl.data.formulas.number import parse_number
 from qerl.data.grading import math_pool
 from qerl.data.grading.extract import MAX_COMPLETION_CHARS, NOTHING, extract
 from qerl.data.grading.grade import compare, grade, grade_many
-from qerl.data.grading.math_worker import VERDICTS
+from qerl.data.grading.math_pool import VERDICTS
 from qerl.data.tasks import get_task
 
 HERE = Path(__file__).parents[3]
@@ -206,17 +206,17 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
 
     math_pool.close()
     math_pool.forget()
-    monkeypatch.setattr(math_pool.subprocess, "Popen", begin_and_note)
+    monkeypatch.setattr(subprocess, "Popen", begin_and_note)
     assert math_pool.compare("x+y", "y+x") == "equal"
     processes[0].send_signal(signal.SIGSTOP)
     monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", 0.2)
     assert math_pool.compare("x+y+1", "1+y+x") == "equal"
-    assert processes[0].poll() == -signal.SIGKILL
+    assert processes[0].wait(9) == -signal.SIGKILL
     assert math_pool.compare("x+y+2", "2+y+x") == "equal"
     assert len(processes) == 2
     assert processes[1].poll() is None
     math_pool.close()
-    assert processes[1].poll() == -signal.SIGKILL
+    assert processes[1].wait(9) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("before", ["", "İ", "İ" * 9, "ß", "\u200b"])

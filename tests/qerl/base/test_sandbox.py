@@ -28,7 +28,7 @@ HOSTILE = {
     "formats": ("{{ '%099999999999d' % 1 }}", "memory|large|big"),
     "power": ("{{ 9 ** (9 ** (9 ** 9)) }}", "processor time|memory|digits|large"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "without end"),
-    "nests": ("{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}", "without end|ended the process|nested"),
+    "nests": ("{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}", "without end|ended its process|nested"),
     "waits": ("{% if messages[0].content == 'a' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
               "{% endfor %}{% endif %}ok", "processor time"),
 }  # fmt: skip
@@ -55,7 +55,7 @@ def test_half_characters_of_stdin_are_replaced(tokenizer):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_without_end_is_one_error(tokenizer, monkeypatch, name):
-    monkeypatch.setattr("qerl.checkpoint.sandbox.CPU_S", 1)
+    monkeypatch.setattr("qerl.base.sandbox.CPU_S", 1)
     template, said = HOSTILE[name]
     monkeypatch.setattr(tokenizer, "chat_template", template)
     began = time.monotonic()
@@ -84,7 +84,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_tokenizer_without_end_is_one_error(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("qerl.checkpoint.sandbox.CPU_S", 1)
+    monkeypatch.setattr("qerl.base.sandbox.CPU_S", 1)
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
     key, value = CHANGES[name]

@@ -1,0 +1,195 @@
+"""Chat templates and tokenizer.json are programs of the model's maker. They run in a process with limits.
+
+A check at load alone would not do: a template may loop only for the messages that it waits for. So every prompt is
+rendered in the worker, by transformers' own function, which adds well under a millisecond per prompt. Encoding the text
+stays here, where the tokenizer is, after tokenizer.json was tried once in the worker.
+
+The worker renders a chat template, or loads a tokenizer.json and encodes a text. The kernel ends it when a request
+takes more processor time than it may; memory is limited too. transformers renders in jinja's sandbox, which keeps a
+template from reaching other objects, but lets it loop, grow a text without end, or compute 9**9**9, which no signal
+interrupts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.base.isolate import OwnFunctionError, Workers, serve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CPU_S = 10  # processor time of a request
+# The kernel limits processor time. This limit is only for a worker that hangs without using any: it is so long that a
+# busy machine does not reach it.
+REPLY_LIMIT_S = 300.0
+MEMORY_BYTES = 2 * 2**30  # beside what the imports take
+LONGEST = 2_000_000  # characters of a prompt, beside those of its messages eight times over
+TOKENIZER_BYTES = 2**28
+PROBE = f"What is {'1' * 64} + 4? {'a' * 64} {' ' * 64}ä中\n" * 4
+MOST_TOKENS = 100 * len(PROBE)
+
+_workers = Workers("renders prompts", __name__, needs="transformers")
+
+
+class SandboxError(Exception):
+    """What a chat template or a tokenizer did instead of giving a text."""
+
+
+def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What the worker replies: a text, and what was asked for beside it. Raises SandboxError."""
+    try:
+        reply = _workers.ask({**request, "cpu_s": CPU_S}, REPLY_LIMIT_S)
+    except OwnFunctionError as error:
+        late = signal.SIGXCPU.name in str(error)
+        raise SandboxError(f"it takes more than {CPU_S} s of processor time" if late else f"it {error}") from error
+    if "error" in reply:
+        raise SandboxError(reply["error"])
+    return reply
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool,
+    switches: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids of the messages in the tokenizer's chat template. Raises SandboxError if the template fails."""
+    text = render_text(tokenizer, messages, add_generation_prompt, tools, switches)
+    text = text.encode(errors="replace").decode()  # a line of stdin that is not UTF-8 holds half characters
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of the messages in the chat template, which is shown the schemas of `tools` and reads `switches` as
+    variables. Raises SandboxError."""
+    return _ask(_request(tokenizer, messages, add_generation_prompt, tools, switches))["text"]
+
+
+def render_marked(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of whole conversations, and what the template has between {% generation %} and {% endgeneration %}, as
+    places of characters. Raises SandboxError."""
+    reply = _ask({**_request(tokenizer, messages, False, tools, switches), "marked": True})
+    return reply["text"], [(start, end) for start, end in reply["marked"]]
+
+
+def _request(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    switches: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    return {
+        "template": tokenizer.get_chat_template(),
+        "messages": [dict(message) for message in messages],
+        "add_generation_prompt": add_generation_prompt,
+        "special": {**tokenizer.special_tokens_map, **(switches or {})},
+        **({"tools": list(tools)} if tools else {}),
+    }
+
+
+def try_tokenizer(file: Path) -> None:
+    """Load a tokenizer.json and encode a text with it. Raises SandboxError if that fails or takes too long."""
+    _ask({"tokenizer": os.path.abspath(file)})  # the worker stays where it was started
+
+
+def render(request: dict[str, Any]) -> dict[str, Any]:
+    """The messages in the chat template, as transformers writes them. Raises ValueError for a text too long."""
+    render_jinja_template = _renderer()
+    _limit(request["cpu_s"])
+    marked = request.get("marked", False)
+    (text,), places = render_jinja_template(
+        [request["messages"]],
+        tools=request.get("tools"),
+        chat_template=request["template"],
+        add_generation_prompt=request["add_generation_prompt"],
+        return_assistant_tokens_mask=marked,
+        **request["special"],
+    )
+    most = LONGEST + 8 * sum(len(str(part)) for part in [*request["messages"], *request.get("tools", ())])
+    if len(text) > most:
+        raise ValueError(f"it makes {len(text)} characters of a few messages, more than the {most} that are allowed")
+    return {"text": text, **({"marked": places[0]} if marked else {})}
+
+
+def probe(request: dict[str, Any]) -> str:
+    """Load a tokenizer.json and encode a text. Raises ValueError if that makes far too many tokens."""
+    from tokenizers import Tokenizer
+
+    _limit(request["cpu_s"])
+    if (size := os.path.getsize(request["tokenizer"])) > TOKENIZER_BYTES:
+        raise ValueError(f"it has {size} bytes, more than any tokenizer.json")
+    count = len(Tokenizer.from_file(request["tokenizer"]).encode(PROBE).ids)
+    if count > MOST_TOKENS:
+        raise ValueError(f"it makes {count} tokens of {len(PROBE)} characters")
+    return ""
+
+
+@functools.cache
+def _renderer() -> Callable[..., Any]:
+    """transformers' function that renders a chat template, without the rest of transformers.
+
+    The two packages around its module are entered without running their `__init__`, which would take 0.6 s of processor
+    time more; the distributions of all packages, which transformers lists for its checks of versions, another 0.2 s.
+    tests/qerl/base/test_sandbox.py compares prompts with those of the whole package.
+    """
+    for name in ("transformers", "transformers.utils"):
+        sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
+    importlib.metadata.packages_distributions = dict
+    return importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
+
+
+def _limit(cpu_s: int) -> None:
+    spent = int(time.process_time()) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu_s, resource.RLIM_INFINITY))
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
+def _unlimited() -> None:
+    for limit in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
+        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return render(request) if "template" in request else {"text": probe(request)}
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+    except RecursionError:
+        return {"error": "it calls itself, or nests, without end"}
+    except BaseException as error:  # of jinja2, or a panic of the tokenizers library, which is no Exception
+        return {"error": (str(error).strip().split("\n")[0] or type(error).__name__)[:500]}
+    finally:
+        _unlimited()
+
+
+def main(descriptor: int) -> None:
+    """Answer requests until the other end is closed."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve(descriptor, _answer)
