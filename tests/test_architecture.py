@@ -56,7 +56,6 @@ ALLOWED_UPWARD = """
     training.policy.start_base -> training.rollout.groups
     training.policy.start_base -> training.run_dir.folder
     training.policy.train_memory -> training.run_dir.folder
-    training.preflight.dry_run -> qerl.cli.plan
     training.rewards.grading -> training.rollout.dynamic_sampling
     training.rewards.grading -> training.rollout.groups
     training.rewards.rewards -> training.rollout.groups

@@ -141,6 +141,13 @@ def show(config: RunConfig, made: Plan, console: SafeConsole, expected: Likely) 
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
 
+def show_plan_at(config: RunConfig, model: str, console: SafeConsole, expected: Likely) -> bool:
+    """Show the plan of a run from the folder `model`, and return whether it would fit."""
+    made = plan_of(config, model=model)
+    show(config, made, console, expected)
+    return not made.problems
+
+
 def tables(made: Plan) -> list[Table]:
     """Memory by phase and by what takes it and, for a run that fits, seconds per step by phase."""
     from rich.table import Table

@@ -299,12 +299,13 @@ def _start(config: RunConfig, name: str, parallel: Parallel) -> TrainResult:
 def _dry_run(config: RunConfig) -> bool:
     """Show what the run would do, and return whether it would fit."""
     from qerl.base.printable import SafeConsole
+    from qerl.cli.plan import show_plan_at
 
     with interrupts_counted():
         logger.info("loading torch and transformers")
         from training.preflight.dry_run import dry_run
 
-    return dry_run(config, SafeConsole())
+    return dry_run(config, SafeConsole(), show_plan_at)
 
 
 def find_resumed(options: TrainOptions, resume: str) -> tuple[Path, int | None]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import starting_model
-from qerl.cli.plan import plan_of, show
 from qerl.data.rows import sources_of
 from qerl.data.tasks import grade, task_of
-from qerl.plan.advice import likely
+from qerl.plan.advice import Likely, likely
 from qerl.plan.plan import validation_count
 from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.start import settle_start
@@ -33,17 +32,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS = 5
+ShowPlan = Callable[["RunConfig", str, "Console", Likely], bool]  # prints a plan and says whether the run would fit
 
 
-def dry_run(config: RunConfig, console: Console) -> bool:
-    """Print plan, data and rewards, and return whether the run would fit.
+def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
+    """Print data, rewards and, by `show_plan`, the plan; return whether the run would fit.
 
     For the first rows the rewards are given the answer itself and an empty completion. Raises the errors that the run
     itself would raise for its model, adapter, data or rewards.
     """
     config, base = settle_start(config, starting_model(config))
     if config.sft is not None:
-        return _dry_run_of_rows(config, base, console)
+        return _dry_run_of_rows(config, base, console, show_plan)
     tokenizer, prompts, environments = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(
@@ -67,12 +67,10 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     finally:
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
-    made = plan_of(config, model=str(local_folder(base.base)))
-    show(config, made, console, likely(config, prompts=lengths))
-    return not made.problems
+    return show_plan(config, str(local_folder(base.base)), console, likely(config, prompts=lengths))
 
 
-def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console) -> bool:
+def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console, show_plan: ShowPlan) -> bool:
     """The same for a run on given conversations: how long they are, and what of the first is learned."""
     tokenizer, rows = read_given(config, base)
     lengths = sorted(len(row.ids) for row in rows.trained)
@@ -87,9 +85,7 @@ def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console) -> boo
         *([f"validation: {len(rows.held_out)} rows, {validation_count(config)} times"] if rows.held_out else []),
     ]
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-    made = plan_of(config, model=str(local_folder(base.base)))
-    show(config, made, console, likely(config))
-    return not made.problems
+    return show_plan(config, str(local_folder(base.base)), console, likely(config))
 
 
 def _validation_text(config: RunConfig, questions: Questions) -> str:

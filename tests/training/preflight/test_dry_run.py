@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from qerl.base.errors import ConfigError, RewardError
 from qerl.cli.main import app
+from qerl.cli.plan import show_plan_at
 from qerl.plan.sizes import read_sizes
 from training.preflight.dry_run import dry_run
 from training.run import start
@@ -36,12 +37,12 @@ def test_the_completion_that_a_reward_failed_on_is_kept_after_a_dry_run(nvfp4_ba
     (tmp_path / "own.py").write_text(code, encoding="utf-8")
     config = small_config(nvfp4_base, tmp_path, f"rewards=[{{name: '{tmp_path / 'own.py'}:wrong'}}]")
     with pytest.raises(RewardError) as raised:
-        dry_run(config, Console(file=StringIO()))
+        dry_run(config, Console(file=StringIO()), show_plan_at)
     saved = Path(re.search(r"\S+failed_reward\.json", str(raised.value))[0])
     assert json.loads(saved.read_text(encoding="utf-8"))
     (tmp_path / "own.py").write_text(code.replace("nan", "1"), encoding="utf-8")
     left = set(tmp_path.iterdir())
-    dry_run(config, Console(file=StringIO()))
+    dry_run(config, Console(file=StringIO()), show_plan_at)
     assert set(tmp_path.iterdir()) <= left  # if rewards work, nothing is left behind
 
 
@@ -80,4 +81,4 @@ def test_for_an_adapter_of_a_known_model_the_base_is_not_needed(tmp_path):
 def test_a_dry_run_refuses_the_same_as_the_run(run_of_three_steps, nvfp4_base, tmp_path, given, error, said):
     base = run_of_three_steps if given == "adapter.rank=8" else nvfp4_base
     with pytest.raises(error, match=said):
-        dry_run(small_config(base, tmp_path, given), Console(file=StringIO()))
+        dry_run(small_config(base, tmp_path, given), Console(file=StringIO()), show_plan_at)

@@ -22,6 +22,7 @@ import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_model, load_tokenizer
+from qerl.cli.plan import show_plan_at
 from qerl.config.recipe import load_config, load_recipe
 from qerl.report.page import render_text
 from qerl.report.read import read_run
@@ -236,7 +237,7 @@ def test_whole_weights_are_learned_through_the_quantizer(base, tmp_path):
 
 def test_a_dry_run_shows_what_is_learned_and_the_plan(nvfp4_base, tmp_path):
     console = Console(file=io.StringIO(), width=200)
-    assert dry_run(small_sft(nvfp4_base, tmp_path), console)
+    assert dry_run(small_sft(nvfp4_base, tmp_path), console, show_plan_at)
     text = console.file.getvalue()
     assert "data: 8 rows of " in text
     assert "learned of row 1: '3 + 4 = 7<|im_end|>'" in text
