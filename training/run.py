@@ -76,6 +76,7 @@ from training.validation.questions import read_questions
 from training.validation.validation import Validation, measure
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
     from trl import GRPOConfig
 
     from qerl.config.schema import RunConfig
@@ -166,8 +167,6 @@ def _train(
     inputs = _inputs(config, given)
     agree_on_inputs(config, base, place, inputs, accept_changes)
     args = trl_config(config, place.run_dir)
-    if not parallel.first:
-        args.report_to = []
     served = base if config.qat is None else packed_base(config, base, place, given.prompts)
     engine = _open_base(config, served) if given.rows is not None else _open_engine(config, served, given)
     policy = policy_on(config, engine, base, parallel)
@@ -317,7 +316,7 @@ def _carry_out(run: Opened) -> TrainResult:
     """Train in the run's directory, and finish it."""
     config, given, run_dir, parallel = run.config, run.given, run.place.run_dir, run.place.parallel
     with (
-        _log(run) as log,
+        _log(run) as (log, trackers),
         stop_on_signals(config.run, config.loss.num_iterations, run_dir, parallel) as stop,
     ):
         if parallel.first:
@@ -330,7 +329,7 @@ def _carry_out(run: Opened) -> TrainResult:
             settle_best(run_dir, best_kept(log.validations, config.validation))
         parts = make_parts(config, given, run.engine, run.policy, run.plan, log, run.teacher)
         validation = _validation(parts, given, stop)
-        trainer = QerlTrainer(parts, run.args, [stop], run.start_step, validation)
+        trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)
         with opened_set_aside():
             steps = train_until_stopped(trainer, stop, run.checkpoint)
@@ -369,19 +368,19 @@ def opened_set_aside() -> Iterator[None]:
 
 
 @contextmanager
-def _log(run: Opened) -> Iterator[RunLog]:
-    """The run's log, with the trackers, of which only the first rank writes; it holds the lock of the run directory."""
+def _log(run: Opened) -> Iterator[tuple[RunLog, list[TrainerCallback]]]:
+    """The run's log and its trackers, of which only the first rank writes; it holds the lock of the run directory."""
     run_dir, config, steps = run.place.run_dir, run.config, run.config.run.steps
     if not run.place.parallel.first:
-        yield NoLog(run_dir, steps)
+        yield NoLog(run_dir, steps), []
         return
     with (
         only_writer(run_dir, run.found),
         terminal_may_go(run_dir),
         open_trackers(config, run_dir, run.start_step) as trackers,
-        RunLog(run_dir, steps, trackers=trackers) as log,
+        RunLog(run_dir, steps, report_to=config.logging.report_to) as log,
     ):
-        yield log
+        yield log, trackers
 
 
 def _open_run_dir(run: Opened) -> None:

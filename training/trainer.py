@@ -282,14 +282,16 @@ class QerlTrainer(GRPOTrainer):
         """Validate between a step's metrics and its checkpoint, and before the first step of this process."""
         step, metrics = self.state.global_step, self._unwritten
         self.control.should_evaluate, self._unwritten = False, None
-        if not metrics:
-            return self.validation.at_start(step)
         found = {}
         try:
-            found = self.validation.run(step)
+            found = self.validation.run(step) if metrics else self.validation.at_start(step)
         finally:  # the step has ended, whatever becomes of its validation
-            self.parts.log.write_step(step, metrics | found)
-        self.validation.decide(step, self.control)
+            if metrics:
+                self.parts.log.write_step(step, metrics | found)
+        if found:  # for the trackers
+            self.callback_handler.on_log(self.args, self.state, self.control, found)
+        if metrics:
+            self.validation.decide(step, self.control)
         return found
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:

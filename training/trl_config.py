@@ -63,7 +63,9 @@ def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
         ignore_data_skip=True,  # the sampler starts at the resumed step itself
         logging_steps=1,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run
-        report_to="none",  # training/run_dir/trackers.py reports
+        report_to="none",  # training/run_dir/trackers.py makes the callbacks
+        project=config.logging.project or "qerl",
+        run_name=config.logging.run_name or run_dir.name,
         disable_tqdm=True,
         eval_on_start=config.validation.every is not None,  # the trainer knows whether that validation is due
         remove_unused_columns=False,

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,8 @@ from qerl.base.errors import CheckpointError
 from qerl.base.files import parse_json, read_lines, replace_text
 from qerl.base.printable import SafeConsole
 from qerl.report.read import completions_step
-from training.run_dir.notebook import NotebookDisplay
 from training.run_dir.progress import Display, completions_table, numbers
-from training.run_dir.trackers import Trackers
+from training.run_dir.trackers import log_table
 from training.run_dir.verdict import sentence, validations
 from training.run_dir.watch import due, findings
 
@@ -85,40 +84,40 @@ class RunLog:
     """Writes the log of one run. It is a context manager around the training loop."""
 
     def __init__(
-        self, run_dir: Path, steps: int, console: Console | None = None, trackers: Trackers | None = None
+        self, run_dir: Path, steps: int, console: Console | None = None, report_to: Sequence[str] = ()
     ) -> None:
+        """`report_to` names the trackers that get samples of completions, too."""
         self.run_dir = run_dir
         self._steps = steps
-        self._trackers = trackers or Trackers()
+        self._report_to = report_to
         self._console = console or SafeConsole(stderr=True)
-        self._display: Display | NotebookDisplay | None = None
+        self._display: Display | None = None
         self._rows: list[dict[str, Any]] = []  # of all steps so far
         self._at_start: dict[str, Any] | None = None  # the validation before the first step
         self._told: dict[str, int] = {}  # kind of warning -> the step at which it was written last
 
     def __enter__(self) -> RunLog:
-        if self._console.is_jupyter:
-            self._display = NotebookDisplay(self._steps)
-        elif self._console.is_terminal and not self._console.is_dumb_terminal:
+        on_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        if on_terminal or self._console.is_jupyter:
             self._display = Display(self._steps, self._console)
-        if self._display is not None:
-            self._display.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_display()
-
-    def _end_display(self) -> None:
         if self._display is not None:
-            self._display.stop()
+            self._display.close()
             self._display = None
 
     def phase(self, name: str) -> None:
         """Show on a terminal what the run is doing from now on: rollout, grading, training, validation, saving."""
         if not (self._console.is_terminal or self._console.is_jupyter):  # it may have gone
-            self._end_display()
+            self.__exit__()
         if self._display is not None:
             self._display.phase(name)
+
+    def _print(self, shown: Any, style: str | None = None) -> None:
+        """Show it, above the bar if there is one."""
+        with self._display.above() if self._display is not None else nullcontext():
+            self._console.print(shown, style=style, highlight=False, markup=False, soft_wrap=isinstance(shown, str))
 
     def start_at(self, step: int) -> None:
         """Drop what a killed run wrote after `step`, so that the files continue as one run."""
@@ -126,10 +125,8 @@ class RunLog:
         self._at_start = next((row for row in kept if row["step"] == 0), None)
         self._rows = [row for row in kept if row["step"] > 0]
         self._rewrite()
-        if self._display is not None and self._rows:
-            self._display.step(self._rows, self._steps)
-        if self._display is not None and (found := self.validations):
-            self._display.validated(found[-1])
+        if self._display is not None:
+            self._display.start_at(step)
         self._keep_warnings(step)
         for file in (self.run_dir / "completions").glob("step-*.jsonl"):
             if (completions_step(file) or 0) > step:
@@ -143,8 +140,10 @@ class RunLog:
             handle.flush()
             os.fsync(handle.fileno())
         self._rows.append(row)
-        self._trackers.log(step, metrics)
-        self._show(step)
+        if self._display is not None:
+            self._display.step(row)
+        else:
+            self._print(f"step {step}/{self._steps}  {numbers(row)}")
         self._show_validation(row)
         self._warn(step)
 
@@ -164,7 +163,6 @@ class RunLog:
             self._at_start = row
         with self._written(step):
             self._rewrite()
-        self._trackers.log(step, metrics)
         self._show_validation(row)
 
     def _all(self) -> list[dict[str, Any]]:
@@ -191,9 +189,10 @@ class RunLog:
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8", errors="replace")
-        self._trackers.table(step, rows)
+        if rows and self._report_to:
+            log_table(self._report_to, step, rows)
         if self._display is not None:
-            self._console.print(completions_table(step, rows))
+            self._print(completions_table(step, rows))
 
     def _warn(self, step: int) -> None:
         """Write and show the warnings that are due at this step."""
@@ -202,10 +201,7 @@ class RunLog:
             row = {"step": step, "kind": finding.kind, "text": finding.text}
             with (self.run_dir / WARNINGS).open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(row) + "\n")
-            style = "yellow" if self._console.is_terminal else None
-            self._console.print(
-                f"warning at step {step}: {finding.text}", style=style, highlight=False, markup=False, soft_wrap=True
-            )
+            self._print(f"warning at step {step}: {finding.text}", "yellow" if self._console.is_terminal else None)
 
     def _keep_warnings(self, step: int) -> None:
         """Drop the warnings after `step`. Earlier ones keep their cool-down."""
@@ -216,18 +212,8 @@ class RunLog:
             self._told = {row["kind"]: row["step"] for row in kept}
 
     def _show_validation(self, row: Mapping[str, Any]) -> None:
-        if not validations([row]):
-            return
-        if self._display is not None:
-            self._display.validated(row)
-        self._console.print(sentence(row), highlight=False, soft_wrap=True)
-
-    def _show(self, step: int) -> None:
-        if self._display is not None:
-            self._display.step(self._rows, self._steps)
-        else:
-            line = f"step {step}/{self._steps}  {numbers(self._rows[-1])}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+        if validations([row]):
+            self._print(sentence(row))
 
 
 class NoLog(RunLog):

@@ -1,25 +1,26 @@
-"""What a terminal shows during a run: its progress, the latest numbers, and from time to time some completions."""
+"""What a terminal or a notebook shows during a run: a bar with the latest numbers, and some completions."""
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from qerl.base.printable import printable
 
-REFRESH_PER_S = 2  # not more often, since drawing takes time from the training thread
-TIMED_STEPS = 10  # the time left is estimated from the mean of the latest steps
+if TYPE_CHECKING:
+    from rich.console import Console
+
 SHOWN_ROWS = 3
 LONGEST = 240  # characters of a prompt or completion
+
+BAR = "{desc} {n_fmt}/{total_fmt} |{bar:12}| {remaining} left{postfix}"
 
 # metric -> (name, format), in the order of the display
 NUMBERS = {
@@ -51,13 +52,40 @@ def numbers(row: Mapping[str, Any], shown: Mapping[str, tuple[str, str]] = NUMBE
     return "  ".join([*found, *of_sources])
 
 
-def time_left(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
-    """The time until step `steps` at the pace of the latest steps, as text; empty before the first step."""
-    times = [row["time/step_s"] for row in rows[-TIMED_STEPS:] if row.get("time/step_s") is not None]
-    if not times:
-        return ""
-    minutes, seconds = divmod(round(sum(times) / len(times) * (steps - rows[-1]["step"])), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+class Display:
+    """A bar that stays at the bottom of the terminal, or in a notebook's cell; what is logged is printed above it."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        # tqdm shows nothing on a terminal that does not tell its size, as in some containers; rich then assumes one.
+        size = {} if console.is_jupyter else {"ncols": console.width - 1, "nrows": console.height}
+        self._bar = tqdm(total=steps, desc="starting", bar_format=BAR, file=console.file, disable=False, **size)
+        self._file = console.file
+        self._above = logging_redirect_tqdm()
+        self._above.__enter__()
+
+    def close(self) -> None:
+        self._above.__exit__(None, None, None)
+        self._bar.close()
+
+    def phase(self, name: str) -> None:
+        """Show what the run is doing from now on."""
+        self._bar.set_description_str(name)
+
+    def start_at(self, step: int) -> None:
+        """Count from the steps that are done."""
+        self._bar.initial = self._bar.n = step
+        self._bar.refresh()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show the metrics of a step."""
+        self._bar.set_postfix_str(numbers(row, NUMBERS | MACHINE_NUMBERS), refresh=False)
+        self._bar.update(row["step"] - self._bar.n)
+
+    @contextmanager
+    def above(self) -> Iterator[None]:
+        """Within it, what is printed to the terminal stands above the bar."""
+        with self._bar.external_write_mode(file=self._file):
+            yield
 
 
 def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
@@ -67,64 +95,6 @@ def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
         rewards = "\n".join(f"{name} {value:.3g}" for name, value in row["rewards"].items() if value is not None)
         table.add_row(*(Text(text) for text in (rewards, _cut(row["prompt"]), _said(row))))
     return table
-
-
-def validation_text(row: Mapping[str, Any]) -> str:
-    """A validation's accuracy, or its reward if it has none, or the loss of held-out rows."""
-    accuracy, loss = row.get("validation/accuracy"), row.get("validation/loss")
-    if loss is not None:
-        return f"loss {loss:.4f}"
-    return f"reward {row['validation/reward']:.3f}" if accuracy is None else f"{accuracy:.1%}"
-
-
-class Display(Progress):
-    """Two lines that stay at the bottom of the terminal; log messages are printed above them."""
-
-    def __init__(self, steps: int, console: Console) -> None:
-        columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(20), _Phase(), TextColumn("{task.fields[left]}")]
-        self._numbers = self._validation = ""  # set first, since super() already renders
-        super().__init__(*columns, console=console, refresh_per_second=REFRESH_PER_S)
-        self._task = self.add_task("", total=steps, phase="starting", since=time.monotonic(), left="")
-        self._handlers: list[logging.StreamHandler] = []
-
-    def start(self) -> None:
-        stream = sys.stderr
-        super().start()  # replaces sys.stderr by a stream that prints above the lines
-        self._handlers = [
-            handler
-            for handler in logging.getLogger().handlers
-            if isinstance(handler, logging.StreamHandler) and handler.stream is stream
-        ]
-        for handler in self._handlers:
-            handler.setStream(sys.stderr)
-
-    def stop(self) -> None:
-        super().stop()
-        for handler in self._handlers:
-            handler.setStream(sys.stderr)
-        self._handlers = []
-
-    def phase(self, name: str) -> None:
-        """Show what the run is doing from now on."""
-        self.update(self._task, phase=name, since=time.monotonic())
-
-    def step(self, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        """Show the last of `rows`, the metrics of the steps so far, and the progress towards `steps`."""
-        self._numbers = numbers(rows[-1], NUMBERS | MACHINE_NUMBERS)
-        self.update(self._task, completed=rows[-1]["step"], left=time_left(rows, steps))
-
-    def validated(self, row: Mapping[str, Any]) -> None:
-        """Show this validation from now on."""
-        self._validation = f"  validation {validation_text(row)} at step {row['step']}"
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield from super().get_renderables()
-        yield Text(self._numbers + self._validation, no_wrap=True, overflow="ellipsis")
-
-
-class _Phase(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.fields['phase']} {time.monotonic() - task.fields['since']:.0f} s", style="cyan")
 
 
 def _said(row: Mapping[str, Any]) -> str:

@@ -6,18 +6,15 @@ import os
 import random
 import signal
 import sys
-import types
 
 import pytest
 import torch
-from rich.console import Console
 from small_run import numbers, same_adapters, small_config
 
 import qerl
 from qerl.base.program import ROWS
 from qerl.config.recipe import save_config
 from training.run import start
-from training.run_dir.log import RunLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,20 +122,3 @@ def test_a_mistake_is_one_line_and_writes_nothing(arguments, line, tmp_path, mon
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_notebook_shows_progress_and_the_reward_s_curve(tmp_path, monkeypatch):
-    shown = []
-    handle = types.SimpleNamespace(update=shown.append)
-    display = types.SimpleNamespace(HTML=str, display=lambda page, **_: shown.append(page) or handle)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    with RunLog(tmp_path, 4, Console(force_jupyter=True, quiet=True)) as log:
-        for step, reward in enumerate((0.0, 1.0, 0.5), start=1):
-            log.phase("rollout")
-            log.write_step(step, {"reward": reward, "note": 1.0})
-        log.write_validation(3, VALIDATED)
-    assert "step 0/4 · starting" in shown[0]
-    assert 'points="0.0,90.0 240.0,0.0 480.0,45.0"' in shown[-1]
-    assert "step 3/4 · ended" in shown[-1]
-    assert "validation 25.0% at step 3" in shown[-1]
