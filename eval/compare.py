@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from eval.result import COMPLETIONS, RESULT, SETTINGS, differences
 from eval.settings import EvalSettings, flag
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError, DataError
-from qerl.base.files import OF_EVALUATION, Shape, no_folder, read_object, read_rows
+from qerl.base.files import no_folder
 from qerl.base.parallel import ALONE, Parallel
+from qerl.base.read_back import OF_EVALUATION, Shape, read_object, read_rows
 from qerl.cli.next_step import after_evaluating, say_next
 from qerl.cli.options import ENGINE_OPTIONS
 from qerl.data.grading.intervals import estimate, wilson

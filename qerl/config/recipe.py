@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import FiniteFloat, ValidationError
 
 from qerl.base.errors import ConfigError
-from qerl.base.files import Shape, read_bytes, read_text, replace_text
+from qerl.base.files import read_bytes, read_text, replace_text
+from qerl.base.read_back import Shape
 from qerl.config import yaml_text
 from qerl.config.keys import Draft, drop_removed_, nearest, shown, to_config_error
 from qerl.config.schema import RunConfig

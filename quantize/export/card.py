@@ -14,8 +14,9 @@ from pathlib import Path
 
 from qerl import formats
 from qerl.base.errors import DataError
-from qerl.base.files import JSON_BYTES, parse_json, read_object, read_rows, read_text, replace_text
+from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
 from qerl.base.printable import quoted
+from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
 from qerl.checkpoint.hub import HUB_ID

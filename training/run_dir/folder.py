@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import ConfigError
-from qerl.base.files import expanded, read_object
+from qerl.base.files import expanded
 from qerl.base.program import ROWS
+from qerl.base.read_back import read_object
 from qerl.checkpoint.adapter_file import BASE
 from qerl.report.read import About
 from training.run_dir.checkpoint import checkpoints

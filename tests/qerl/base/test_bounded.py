@@ -6,7 +6,8 @@ import os
 import pytest
 
 from qerl.base.errors import CheckpointError, DataError
-from qerl.base.files import DEPTH, Shape, parse_json, read_bytes, read_object, read_rows
+from qerl.base.files import DEPTH, parse_json, read_bytes
+from qerl.base.read_back import Shape, read_object, read_rows
 from qerl.checkpoint.adapter_file import CHECKSUMS, read_sums
 from qerl.checkpoint.shards import read_header, read_json, read_tensors
 from qerl.config import yaml_text

@@ -6,7 +6,7 @@ With `-m gpu` our kernels run on this card; this last passed on an H200 on 2026-
 import pytest
 import torch
 
-from qerl.cli.doctor import kernel_check, kernel_checks
+from qerl.cli.doctor_kernels import kernel_check, kernel_checks
 
 
 def test_a_kernel_is_ok_if_it_gives_the_values_of_its_twin():
