@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.compare import OPTIONS, measured, show_results, show_suite
 from eval.settings import EvalSettings
+from eval.show import OPTIONS, measured, show_results, show_suite
 from qerl.base.errors import ConfigError
 from qerl.base.parallel import Parallel
 from qerl.checkpoint.resolve import newest_model

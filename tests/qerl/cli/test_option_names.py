@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import qerl.cli.main
-from eval.compare import OPTIONS as EVAL
+from eval.show import OPTIONS as EVAL
 from qerl.base import errors
 from qerl.base.errors import CheckpointError, ConfigError, EngineError, Key
 from qerl.checkpoint.load import load_tokenizer
