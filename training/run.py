@@ -43,7 +43,6 @@ from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
 from training.distill.teacher import find_teacher
 from training.parts import Given, TrainingParts, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
-from training.policy.start_base import start_base
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import (
     check_activations,
@@ -60,11 +59,12 @@ from training.preflight.checks import (
 from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
-from training.run_dir.folder import check_shared, new_run_dir, only_writer, written
+from training.run_dir.folder import check_shared, new_run_dir, only_writer, read_about, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of_run, note_inputs, qat_record, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.result import TrainResult, finished, settle_best
 from training.run_dir.resume import base_to_resume, check_same_base, config_to_resume, note_base_, prolong_, rewind_
+from training.run_dir.start_base import start_base
 from training.run_dir.stop import Stop, stop_on_signals, train_until_stopped
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
@@ -304,7 +304,7 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
 def settled_plan(config: RunConfig, base: ModelRef, place: Place, policy: Policy, engine: Engine) -> MicroBatchPlan:
     """The plan that the run began with, or a new one by the memory that is free now; of ranks the smallest."""
     parallel = place.parallel
-    plan = recorded_plan(place.run_dir, config.run.micro_batch_tokens) if parallel.first else None
+    plan = recorded_plan(read_about(place.run_dir), config.run.micro_batch_tokens) if parallel.first else None
     if (plan := parallel.broadcast(plan)) is not None:
         return plan
     entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib

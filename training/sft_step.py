@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qerl.base.philox import derive_seed
 from qerl.engine.update import deliver
-from training.rollout.groups import derive_seed
 from training.rollout.prompts import StepPrompts
 from training.sft.rows import Row, batch_of
 from training.step import Collected

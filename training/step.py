@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from qerl.base.philox import derive_seed
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
 from training.loss.correction import Mismatch, importance_weights
@@ -35,7 +36,7 @@ from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
-from training.rollout.groups import derive_seed, group_metrics, length_metrics, logged_means, sampled_metrics
+from training.rollout.groups import group_metrics, length_metrics, logged_means, sampled_metrics
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
 
 if TYPE_CHECKING:

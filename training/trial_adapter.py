@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qerl.base.philox import derive_seed
 from qerl.engine.interface import SamplingParams
 from qerl.engine.update import AdapterUpdate, deliver
 from training.loss.batch import experts_of_rows, padded_left, padded_right
 from training.loss.gates import Trial
-from training.rollout.groups import derive_seed
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion

@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon et al., SC 2011) in plain torch: random words that depend on a counter and a key alone.
+"""Seeds, and Philox4x32-10 (Salmon et al., SC 2011) in plain torch: words that follow from a counter and a key.
 
 The Triton kernels draw the same words by `tl.randint4x`. We compute Philox ourselves because torch 2.11 has it only on
 CUDA, and does not let one choose the counter.
@@ -6,6 +6,7 @@ CUDA, and does not let one choose the counter.
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,12 @@ WORD = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+def derive_seed(seed: int, step: int, purpose: str) -> int:
+    """A 63-bit seed for one purpose at one step, so that no two uses share a stream."""
+    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class Words(NamedTuple):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
 FP8 = formats.FP8_BLOCK.name
+CALIBRATION = "qat.quant_cfg.calibration.data"  # the name of the key with the rows for static scales
 FFN_ONLY = ["lm_head", "re:.*self_attn.*"]
 PRESETS: dict[str, dict[str, object]] = {
     "nvfp4_w4a16": {},

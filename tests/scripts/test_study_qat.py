@@ -19,9 +19,9 @@ from qerl.engine.update import WeightsUpdate
 from qerl.formats.fp8.linear import FP8Linear
 from qerl.model.master import master_of, multiply_by_masters_
 from scripts.bench.watch import different
-from training.policy import start_base
 from training.policy.policy import WeightsPolicy
 from training.run import start
+from training.run_dir import start_base
 from training.run_dir.log import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]

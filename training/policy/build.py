@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.parallel import ALONE, Parallel
+from qerl.base.philox import derive_seed
 from qerl.checkpoint.adapter import (
     A_SUFFIX,
     adapter_tensors,
@@ -40,7 +41,6 @@ from qerl.model.products import decoded, set_recipe_
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
 from training.policy.policy import AdapterPolicy, PackedInPolicy, WeightsPolicy
 from training.policy.shards import Shards
-from training.rollout.groups import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.base.philox import WORD, Words, philox
-from training.rollout.groups import derive_seed
+from qerl.base.philox import WORD, Words, derive_seed, philox
 
 LANES = 1024  # counters per program; each gives the 16 random bits of eight numbers, which lie this far apart
 BLOCK = 8 * LANES

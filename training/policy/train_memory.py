@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +17,6 @@ from qerl.model.packed_attention import hidden_states, packed_attention_of
 from qerl.model.packing import pack
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from qerl.plan.sizes import sizes_of
-from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -74,9 +72,9 @@ def _shapes(policy: Policy, wishes: Wishes, rank: int) -> Shapes:
     )
 
 
-def recorded_plan(run_dir: Path, micro_batch_tokens: int | None) -> MicroBatchPlan | None:
-    """The plan in run.json; None if there is none, or if the recipe now asks for other `micro_batch_tokens`."""
-    about = read_about(run_dir)
+def recorded_plan(about: Mapping[str, Any], micro_batch_tokens: int | None) -> MicroBatchPlan | None:
+    """The plan in `about`, what run.json holds; None if there is none, or if the recipe now asks for other
+    `micro_batch_tokens`."""
     if "micro_batches" not in about:
         return None
     record = about["micro_batches"]

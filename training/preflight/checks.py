@@ -29,6 +29,7 @@ from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
+from qerl.config.quant import CALIBRATION
 from qerl.config.rules import vllm_only
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
@@ -132,7 +133,6 @@ def _wandb_has_key() -> bool:
         return False
 
 
-CALIBRATION = "qat.quant_cfg.calibration.data"
 PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
 
 

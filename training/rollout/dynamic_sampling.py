@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.base.philox import derive_seed
 from training.loss.advantages import rewards_differ
-from training.rollout.groups import GradedGroup, derive_seed
+from training.rollout.groups import GradedGroup
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ What a step's rollouts say in numbers: lengths, groups, rewards of all that was 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
     from qerl.engine.interface import Completion
     from qerl.episodes.driven import Episode
     from training.rewards.grading import Logged
-
-
-def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """A 63-bit seed for one purpose at one step, so that no two uses share a stream."""
-    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from training.rollout.groups import derive_seed
+from qerl.base.philox import derive_seed
 
 if TYPE_CHECKING:
     from qerl.config.noise import NoiseConfig

@@ -39,11 +39,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.base.errors import DataError
+from qerl.base.philox import derive_seed
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import Renderer
 from qerl.data.tasks import for_environment, load_examples, messages_of, task_of
-from training.rollout.groups import Prompt, derive_seed
+from training.rollout.groups import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl.base.errors import EngineError
+from qerl.base.philox import derive_seed
 from qerl.engine.interface import Engine, Finished, SamplingParams
 from qerl.engine.update import deliver
 from qerl.episodes.driven import Start
 from qerl.episodes.play import Environments, episode_metrics, play, row_of
 from qerl.model.norms import block_norms, set_norm_noise_
 from training.policy.train_memory import begin_phase, card_memory
-from training.rollout.groups import Group, Prompt, Sample, derive_seed, grouped
+from training.rollout.groups import Group, Prompt, Sample, grouped
 from training.rollout.noise import NoiseSchedule, StepNoise
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
+from qerl.config.quant import CALIBRATION
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.formats import BF16
 from qerl.plan.trained import masters_dtype
-from training.preflight.checks import CALIBRATION
 from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
