@@ -181,7 +181,7 @@ class QerlTrainer(GRPOTrainer):
         step = self.state.global_step
         if self._collected is None or step % self.parts.config.loss.num_iterations == 0:
             if self._samples:
-                self._collected = collect(self.parts, generation_batch, Moment(step, self.state.log_history))
+                self._collected = collect(self.parts, generation_batch, Moment(step))
             else:
                 self._collected = collect_rows(self.parts, generation_batch, step)
             self.state.num_input_tokens_seen += self._collected.tokens

@@ -38,10 +38,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands: `step` optimizer steps are done, whose metrics are in `history`."""
+    """Where a run stands: `step` optimizer steps are done."""
 
     step: int
-    history: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
