@@ -21,17 +21,21 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from qerl.api.arguments import (
     Function,
     Functions,
+    brings_prompts,
     check_keywords,
+    environment_keys,
+    given_environments,
     grader_of,
     is_path,
+    is_sources,
     model_name,
     plain_rows,
     rewards_of,
+    sources_of,
 )
 from qerl.api.arguments import GivenRows as Rows
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
-from qerl.api.sources import brings_prompts, environment_keys, given_environments, is_sources, sources_of
 from qerl.base.errors import ConfigError
 from qerl.base.program import PYTHON, given
 from qerl.base.program import ROWS as ROWS_of_given

@@ -18,7 +18,6 @@ import os
 import re
 import socket
 import threading
-import zlib
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -169,7 +168,6 @@ def check_headers(who: str, given: object) -> Headers:
 RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried too
 LONGEST_PAUSE_S = 30.0
 SHOWN = 80  # characters of an answer that an error shows
-MOST_MEMBERS = 1000  # gzip members of an answer: each may be empty, and costs time
 THREAD = "reward-server"
 
 logger = logging.getLogger(__name__)
@@ -205,7 +203,7 @@ class Server:
     timeout_s: float  # of one exchange, from the connection to the last byte
     retries: int
     backoff_s: float
-    largest: int  # bytes of an answer, as sent and decompressed
+    largest: int  # bytes of an answer
 
     @property
     def proxies(self) -> bool:
@@ -330,60 +328,20 @@ async def _exchange(client: httpx.AsyncClient, server: Server, body: bytes) -> b
 
 
 async def _body(response: httpx.Response, server: Server) -> bytes:
-    """The decompressed body. httpx would decompress a whole part at once, however large it becomes."""
-    largest = server.largest
+    """The body. A compressed one is refused: it was not asked for, and httpx would unpack it whatever its size."""
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
+    if encoding not in ("", "identity"):
         raise _FinalError(
             f"answered in Content-Encoding {shown(encoding, server.headers)}, though asked for plain JSON"
         )
-    unpack = None if encoding in ("", "identity") else _Unpack(largest)
-    parts, size, sent = [], 0, 0
-    async for raw in response.aiter_raw():
-        sent += len(raw)
-        part = raw if unpack is None else unpack(raw)
+    parts, size = [], 0
+    async for part in response.aiter_raw():
         size += len(part)
-        if max(sent, size) > largest:
-            raise _too_long(largest)
+        if size > server.largest:
+            raise _FinalError(f"answered more than {server.largest / 2**20:g} MiB, the most that qerl reads")
         parts.append(part)
         await asyncio.sleep(0)  # the deadline is looked at here, even if the next part has already come
-    if unpack is not None and not unpack.whole and sent:
-        raise _UnavailableError("broke off (its compressed answer is incomplete)")
     return b"".join(parts)
-
-
-class _Unpack:
-    """Decompress gzip or zlib part by part, never to more than `largest` bytes in all."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest, self._left, self._members = largest, largest, 1
-        self._decoder = zlib.decompressobj(wbits=47)  # gzip or zlib, whichever the first bytes say
-
-    @property
-    def whole(self) -> bool:
-        return self._decoder.eof
-
-    def __call__(self, data: bytes) -> bytes:
-        parts = []
-        while data:
-            if self._decoder.eof:
-                self._members += 1
-                if self._members > MOST_MEMBERS:
-                    raise _FinalError(f"answered gzip of more than {MOST_MEMBERS} members")
-                self._decoder = zlib.decompressobj(wbits=47)
-            try:
-                parts.append(self._decoder.decompress(data, self._left + 1))
-            except zlib.error as error:
-                raise _FinalError(f"answered what cannot be decompressed ({error})") from error
-            self._left -= len(parts[-1])
-            if self._left < 0:
-                raise _too_long(self._largest)
-            data = self._decoder.unused_data or self._decoder.unconsumed_tail
-        return b"".join(parts)
-
-
-def _too_long(largest: int) -> _FinalError:
-    return _FinalError(f"answered more than {largest / 2**20:g} MiB (compressed or not), the most that qerl reads")
 
 
 def _retry_after_s(value: str | None) -> float | None:

@@ -1,7 +1,7 @@
 """A process for code that is not ours: whatever it does, it can be ended from outside, and what ended it becomes words.
 
 A process reads requests (bytes) from a socket and answers with JSON. `Process` is one whose code is the user's: a
-function (qerl/base/own_function.py) or environments (qerl/episodes/worker.py). `Workers` are a few that do what a
+function (qerl/base/own_function.py) or environments (qerl/episodes/runner.py). `Workers` are a few that do what a
 file of others says, within limits that they set themselves: chat templates and tokenizers (qerl/base/sandbox.py), and
 formulas (qerl/data/grading/math_pool.py). What a function of the user's may return stands here too.
 """

@@ -24,11 +24,10 @@ from types import ModuleType
 from typing import Any
 
 from qerl.config.names import ENVIRONMENTS
-from qerl.episodes.calculator import calculate
 from qerl.episodes.driven import Driven, Schema, Stepped, Tooled, methods_of
 from qerl.episodes.endpoint import Programmed, is_program, schemas_of
 from qerl.episodes.remote import Remote
-from qerl.episodes.word_game import WordGame
+from qerl.episodes.shipped import WordGame, calculate
 
 
 @dataclass(frozen=True)

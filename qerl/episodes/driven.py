@@ -1,17 +1,7 @@
-"""Episodes of any kind in one form.
+"""The one form that every kind of environment takes: reset with a row, step with what the model wrote, end.
 
-The values that pass between the model, its environment and what samples. A leaf module: it imports nothing of ours.
-
-A message is a mapping with `role` and `content`; that of a tool has the tool's `name` too.
-
-The value of a user's coroutine, on one event loop that the episodes of a process share.
-
-Libraries keep locks and connections for as long as the process lives, and these work on the loop that they were first
-used on. With a loop for each call the second of two episodes waited forever (verifiers 0.4), and a client opened in
-`reset` could not be used in `step`. A coroutine that blocks holds up the others of its loop; those that it keeps from
-starting get loops of their own.
-
-The one form that every kind of environment takes: reset with a row, step with what the model wrote, end.
+Here stand also the values that pass between the model, its environment and what samples. A message is a mapping with
+`role` and `content`; a tool's message has the tool's `name` too.
 
 `Stepped` drives a class of the user's own, which has `reset` and `step`:
 
@@ -147,7 +137,13 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def awaited(returned: Any) -> Any:
-    """What `returned` ends with if it can be awaited, and `returned` as it is if not. Raises what it raised."""
+    """What `returned` ends with if it can be awaited, and `returned` as it is if not. Raises what it raised.
+
+    Coroutines run on one event loop that the episodes of a process share. Libraries keep locks and connections for as
+    long as the process lives, and these work on the loop that they were first used on. With a loop for each call the
+    second of two episodes waited forever (verifiers 0.4), and a client opened in `reset` could not be used in `step`.
+    A coroutine that blocks holds up the others of its loop; those that it keeps from starting get loops of their own.
+    """
     if not inspect.isawaitable(returned):
         return returned
     began, claim = threading.Event(), threading.Lock()

@@ -1,6 +1,4 @@
-"""Agents that call a chat endpoint.
-
-Messages -> token ids by the model's chat template, and the model's token ids -> text and tool calls.
+"""Messages -> token ids by the model's chat template, and back; and agents that ask the model over OpenAI's protocol.
 
 Nothing is tokenized again. A prompt is rendered once; after that only what an environment says is rendered, as what
 follows a turn of the assistant in the template. The turn itself stays the tokens that were sampled.

@@ -1,34 +1,33 @@
-"""Episodes in processes of their own.
+"""Where environments run: questions go out, and answers come back in the order in which the calls end.
 
-Many instances of an environment, one in each episode; every call runs in a thread of its own.
-
-A host answers requests, which are mappings, by mappings of plain values, in the order in which calls end. So it can
-stand in this process or behind a pipe (qerl/episodes/worker.py) alike.
+A host holds many instances of an environment, one in each episode, and every call runs in a thread of its own. It
+answers requests, which are mappings, by mappings of plain values. So it can stand in this process or behind a pipe.
 
     {"id": 7, "do": "reset", "episode": 3, "row": {...}, "seed": 1}     {"id": 7, "messages": [...], ...}
     {"id": 8, "do": "step", "episode": 3, "action": Action}             {"id": 8, "messages": [...], "done": false, ...}
     {"id": 9, "do": "end", "episode": 3}                                {"id": 9, "reward": 1.0}
     {"id": 10, "do": "drop", "episode": 3}                              (none)
 
-Each episode gets an instance of its own, which a step that says that it is done ends as well.
-
-Where environments run, seen from the rollout: questions go out, answers come back in the order in which they end.
+An episode's instance also ends with a step that says that it is done.
 
 What ships with qerl, and a server behind a URL, is asked from threads of this process. Code of the user's runs in
-processes of its own, for the reasons that qerl/base/own_function.py gives; each hosts its share of the episodes. A call
-that does not return in time ends its own episode. Its thread cannot be ended, so its process is, once the rollout is
-over.
+processes of its own (`main` runs there), for the reasons that qerl/base/own_function.py gives; each hosts its share of
+the episodes. A call that does not return in time ends its own episode. Its thread cannot be ended, so its process is,
+once the rollout is over.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -228,7 +227,7 @@ class _OwnProcess:
 
     def _start(self) -> dict[str, Any]:
         """Start the process and let it load the source. Raises UnfitError."""
-        process = Process(f"environment {self._source}", "qerl.episodes.worker")
+        process = Process(f"environment {self._source}", __name__)
         try:
             loaded = process.ask(pickle.dumps(self._source), LOAD_S)
         except OwnFunctionError as error:
@@ -260,3 +259,31 @@ class _OwnProcess:
     def _fail(self, numbers: list[int], said: str) -> None:
         for number in numbers:
             self._answers.put({"id": number, "raised": said})
+
+
+def main(descriptor: int) -> None:
+    """Host the source that the first request names: answer requests until the other end is closed. Then end, with all
+    that was started here."""
+    connection = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+
+    def send(answer: dict[str, Any]) -> None:
+        connection.send_bytes(json.dumps(answer, default=str).encode())
+
+    source = pickle.loads(connection.recv_bytes())
+    try:
+        built = build(source)
+    except UnfitError as error:
+        send({"unfit": str(error)})
+        return
+    except BaseException as error:
+        why = f"{type(error).__name__}: {one_line(error)}"
+        send({"unfit": f"environment {source} cannot be loaded ({why}): correct its file, or name another one"})
+        return
+    send({"schemas": list(built.schemas), "files": list(built.files)})
+    host = Host(built.make, send, built.files[0] if built.files else None)
+    try:
+        while True:
+            host.take(pickle.loads(connection.recv_bytes()))
+    except (EOFError, OSError):
+        os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 import tracemalloc
-import zlib
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -24,7 +23,6 @@ EXAMPLES = [Example("2+16?", "18", "a"), Example("1+2?", "3", "b")]
 FIXED = fixed_columns(get_task("gsm8k"), 100)
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-GZIP = OK + b"Content-Encoding: gzip\r\n\r\n"
 KEY = "sk-very-secret-0123456789"
 
 
@@ -85,10 +83,6 @@ def forever(part, before=b"", pause_s=0.0):
     return talk
 
 
-def bombs(part):
-    return answer(part, b"Content-Encoding: gzip")
-
-
 def wanted(url, **args):
     """The rewards of a recipe."""
     return [RewardConfig(name=url, args={"backoff_s": 0.01, "timeout_s": 20, "retries": 0, **args})]
@@ -131,19 +125,14 @@ def test_an_exchange_without_end_ends_at_its_deadline(talk, tmp_path):
             forever(b"10000\r\n" + b" " * 65536 + b"\r\n", CHUNKED),
             "more than 16 MiB",
         ),
-        (bombs(gzip.compress(bytes(200 * 2**20), 9)), "answered more than 16 MiB (compressed or not)"),
-        (answer(zlib.compress(bytes(100 * 2**20), 9), b"Content-Encoding: deflate"), "answered more than 16 MiB"),
-        (bombs(gzip.compress(b"") * 100_000), "answered gzip of more than 1000 members"),
         (
-            forever(gzip.compress(b""), GZIP),
-            "answered gzip of more than 1000 members",
+            answer(gzip.compress(b"[1, 2]"), b"Content-Encoding: gzip"),
+            "in Content-Encoding gzip, though asked for plain",
         ),
-        (bombs(gzip.compress(b"[0.5, 0.5]")[:-9]), "broke off (its compressed answer is incomplete)"),
-        (bombs(b"[0.5, 0.5]"), "answered what cannot be decompressed"),
         (answer(b"x", b"Content-Encoding: zstd"), "answered in Content-Encoding zstd, though asked for plain JSON"),
         (b"HTTP/1.1 500 \x1b[31mred\r\nContent-Length: 4\r\n\r\n\x1b[2J", "answered 500"),
     ],
-    ids=["headers", "body", "chunks", "gzip", "deflate", "members", "endless", "cut", "plain", "zstd", "escapes"],
+    ids=["headers", "body", "chunks", "gzip", "zstd", "escapes"],
 )
 def test_an_answer_is_bounded_in_bytes(talk, says, tmp_path):
     tracemalloc.start()
@@ -155,14 +144,6 @@ def test_an_answer_is_bounded_in_bytes(talk, says, tmp_path):
         tracemalloc.stop()
     assert says in str(error.value)
     assert str(error.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    "body", [gzip.compress(b"[0.5,") + gzip.compress(b" 0.5]"), zlib.compress(b"[1, 2]")], ids=["gzip", "zlib"]
-)
-def test_a_compressed_answer_is_read(body, tmp_path):
-    with raw_server(bombs(body)) as (url, _):
-        grade_two(url, tmp_path)
 
 
 @pytest.mark.parametrize("form", ["number", "date"])

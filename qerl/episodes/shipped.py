@@ -1,10 +1,15 @@
-"""The tool `calculate`: arithmetic on numbers, with + - * / and brackets. Nothing else of Python is evaluated."""
+"""The tool and the environment that ship with qerl.
+
+`calculate` is arithmetic on numbers, with + - * / and brackets; nothing else of Python is evaluated. In the word game
+the model guesses a word of the row's list, and hears whether the answer comes before or after it.
+"""
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 LONGEST = 200  # characters
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -43,3 +48,18 @@ def _value(node: ast.expr) -> float:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     raise ValueError("only numbers, + - * / and brackets can be computed")
+
+
+class WordGame:
+    """The reward is 1 for the word and 0 at the end of the turns; a guess that is no word of the list earns nothing."""
+
+    def reset(self, example: Mapping[str, Any]) -> None:
+        """The row's question lists the words, and its answer is the one to find."""
+        self._secret = example["answer"]
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Take a guess; returns (hint, reward, done)."""
+        guess = action.strip().rstrip(".").lower()
+        if guess == self._secret:
+            return "", 1.0, True
+        return ("before" if self._secret < guess else "after"), 0.0, False
