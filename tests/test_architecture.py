@@ -41,9 +41,6 @@ ALLOWED_UPWARD = """
     eval.compare -> qerl.cli.options
     eval.settings -> qerl.cli.options
     eval.settings -> qerl.cli.train
-    qerl.checkpoint.adapter -> qerl.plan.sizes
-    qerl.checkpoint.load -> qerl.plan.sizes
-    qerl.checkpoint.source -> qerl.plan.sizes
     qerl.data.rows -> qerl.checkpoint.hub
     qerl.data.sequences -> qerl.episodes.endpoint
     training.loss.batch -> training.distill.divergence

@@ -30,8 +30,9 @@ from qerl.base.files import replace_text
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.base.program import write_given_rows
 from qerl.checkpoint.adapter_file import BASE, weights_digest
+from qerl.checkpoint.folder import beside
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model, teacher_beside
+from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model
 from qerl.config.recipe import save_config
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.open import open_engine
@@ -124,7 +125,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     check_same(parallel, {"recipe": config.model_dump()})
-    config, base = settle_start(config, starting_model(config))
+    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.qat is not None))
     config = parallel.broadcast(settle_qat(config, base, parallel.size) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
@@ -140,7 +141,7 @@ def resume(
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
     `steps` in all, if that is given; on its base at `model`, if that has moved. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
-    config = teacher_beside(config_to_resume(run_dir, step, steps, model)[0], run_dir)
+    config = _teacher_beside(config_to_resume(run_dir, step, steps, model)[0], run_dir)
     if step is not None and parallel.first:
         rewind_(run_dir, step)
     checkpoint = parallel.broadcast(newest_checkpoint(run_dir) if parallel.first else None)
@@ -156,6 +157,14 @@ def resume(
     logger.info("resuming %s after step %d", run_dir, done)
     config, base = start_to_resume(config, base_to_resume(run_dir, config), run_dir)
     return _train(config, base, Place(run_dir, run_dir.name, parallel), checkpoint, accept_changes)
+
+
+def _teacher_beside(config: RunConfig, run: Path) -> RunConfig:
+    """The recipe of a run that continues, whose teacher may be named by a path from where the run was started."""
+    if config.distill is None or config.distill.teacher is None:
+        return config
+    distill = config.distill.model_copy(update={"teacher": beside(run, config.distill.teacher)})
+    return config.model_copy(update={"distill": distill})
 
 
 def _train(

@@ -44,11 +44,11 @@ from qerl.checkpoint.adapter_file import (
     to_peft,
 )
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
+from qerl.checkpoint.experts import ModelShapes, shapes_of
 from qerl.checkpoint.folder import EMBEDDED, beside, quantized_from
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.names import PROJECTIONS
-from qerl.plan.sizes import ModelSizes, sizes_of
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
     An adapter that names another base only causes a warning. A model can go by several names; but a different model of
     the same size would pass the check as well.
     """
-    sizes = sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
+    shapes = shapes_of(read_json(Path(local_folder(base)) / "config.json"), base)
     layers = defaultdict(set)  # by kind of linear or norm, the layers that the adapter has it for
     for name, tensor in tensors.items():
         parts = name.split(".")
@@ -93,10 +93,10 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
         kind = f"experts.{leaf}" if is_of_experts(name) else leaf
         layers[kind].add(next((int(part) for part in parts if part.isdigit()), -1))
         if is_of_experts(name):
-            own = _of_experts(leaf, sizes.decoder)
+            own = _of_experts(leaf, shapes.decoder)
             expected = own and _expert_factor_shape(name, own, tensor)
         else:
-            own = sizes.projections.get(leaf) if factor else (sizes.hidden,)
+            own = shapes.projections.get(leaf) if factor else (shapes.hidden,)
             expected = _factor_shape(name, own, tensor) if factor and own else own
         if tuple(tensor.shape) != expected:
             there = "missing" if own is None else " x ".join(map(str, own))
@@ -104,7 +104,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
                 f"{adapter} is of another base than {base}: its {name} is {tuple(tensor.shape)} and the base's "
                 f"{leaf} {there}; give the base it was trained on"
             )
-    _check_layers(adapter, base, layers, sizes)
+    _check_layers(adapter, base, layers, shapes)
     named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
     if named and not _names(beside(adapter, named)) & _names(base):
         logger.warning(
@@ -142,9 +142,9 @@ def _expert_factor_shape(name: str, own: tuple[int, int, int], tensor: torch.Ten
     return *outer, rows, columns
 
 
-def _layers_with(kind: str, sizes: ModelSizes) -> set[int]:
+def _layers_with(kind: str, shapes: ModelShapes) -> set[int]:
     """The layers that have a kind of linear or norm."""
-    every, sparse = set(range(sizes.layers)), set(sizes.decoder.sparse)
+    every, sparse = set(range(shapes.layers)), set(shapes.decoder.sparse)
     if kind.startswith("experts."):
         return sparse
     return every - sparse if kind in OF_EXPERTS else every
@@ -168,8 +168,8 @@ def _way_out(adapter: Path) -> str:
     return f"`{line}` makes one model of base and adapter, where the base has a place for all of it"
 
 
-def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], sizes: ModelSizes) -> None:
-    count = sizes.layers
+def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], shapes: ModelShapes) -> None:
+    count = shapes.layers
     found, own = set().union(*layers.values()), set(range(count))
     if found < own and _of_some_layers(adapter, base, found):
         there = ", ".join(map(str, sorted(found)[:4])) + (", ..." if len(found) > 4 else "")
@@ -183,12 +183,12 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], size
             "the base it was trained on"
         )
     for leaf, there in layers.items():
-        if more := sorted(there - _layers_with(leaf, sizes)):
+        if more := sorted(there - _layers_with(leaf, shapes)):
             raise CheckpointError(
                 f"{adapter} is of another base than {base}: it has {leaf} in layer {', '.join(map(str, more[:4]))}, "
                 "and the base does not; give the base it was trained on"
             )
-        if missing := sorted(_layers_with(leaf, sizes) - there):
+        if missing := sorted(_layers_with(leaf, shapes) - there):
             raise CheckpointError(
                 f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
                 f"that have a kind of linear or norm in all layers or in none; {_way_out(adapter)}"

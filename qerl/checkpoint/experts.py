@@ -1,8 +1,6 @@
-"""The linears of a checkpoint, and the experts among them.
+"""What a model consists of, from its config.json: the linears of its layers, and a router with experts in some of them.
 
-The linears of a decoder layer, and which of them read the same input, so that engines multiply by them at once.
-
-What a decoder's layers consist of, from its config.json: dense MLPs, or a router with experts in some of them.
+Linears that read the same input (`FUSED`) are multiplied by at once in engines, and share a scale.
 
     model.layers.3.mlp.gate.weight                       the router, (experts, hidden); it always stays in 16 bits
     model.layers.3.mlp.experts.17.gate_proj.weight       an expert's linears: gate, up and down
@@ -17,9 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 
 # llm-compressor gives those that are fused the same global scale (llmcompressor 0.14, observers/helpers.py,
@@ -29,6 +28,18 @@ FUSED = (QKV, ("o_proj",), GATE_UP, ("down_proj",))
 W1_W3 = ("w1", "w3")  # what Mixtral calls gate and up
 ATTENTION = tuple(f"self_attn.{name}" for name in (*QKV, "o_proj"))
 DENSE_MLP = tuple(f"mlp.{name}" for name in (*GATE_UP, "down_proj"))
+HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")  # the beginning of model_type in config.json
+MOST = {  # bounds far beyond every published model: a larger number would only fill memory with an empty model
+    "num_hidden_layers": 1000,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**24,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+    "max_position_embeddings": 2**31,
+}
+REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 def projections(layers: int) -> list[str]:
@@ -79,7 +90,7 @@ FUSED_GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # in 
 LINEARIZED = ("gate_proj", "up_proj", "down_proj")
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
-MOST = {"experts": 2**12, "chosen": 2**8, "width": 2**20}  # bounds beyond every published model
+MOST_EXPERTS = {"experts": 2**12, "chosen": 2**8, "width": 2**20}  # bounds beyond every published model
 
 
 @dataclass(frozen=True)
@@ -270,7 +281,7 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
         "width": (family.width_key, config.get(family.width_key)),
     }
     for what, (key, value) in values.items():
-        if type(value) is not int or not 1 <= value <= MOST[what]:
+        if type(value) is not int or not 1 <= value <= MOST_EXPERTS[what]:
             raise _odd(name, key, value)
     experts, chosen, width = (value for _, value in values.values())
     if chosen > experts:
@@ -302,3 +313,107 @@ def _odd(name: str, key: str, value: object) -> CheckpointError:
     return CheckpointError(
         f"{name}: config.json has {key} {value!r:.60}, which cannot be: copy the file from the original model"
     )
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What a model consists of, according to its config.json."""
+
+    layers: int
+    hidden: int
+    projections: dict[str, tuple[int, int]]  # the linears of a decoder layer with a dense MLP: name -> (out, in)
+    vocabulary: int
+    tied: bool
+    kv_heads: int
+    head_dim: int
+    positions: int | None = None  # the longest context; None if config.json does not say
+    head_norms: bool = False  # whether queries and keys have norms of their own
+    four_bit_inputs: bool = False  # packed linears round their input to 4 bits
+    decoder: Decoder = field(default_factory=lambda: Decoder(0))  # which layers have experts
+
+
+def check_uncapped(config: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError for a model that caps its logits: neither our attention nor our losses do that."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise CheckpointError(
+                f"{name}: {config.get('model_type')} caps its logits ({key}: {config[key]}), which qerl does not "
+                "compute: give a Qwen2, Qwen3, Llama or Mistral model"
+            )
+
+
+def check_numbers(config: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError if a size in config.json is no whole number above 0, or larger than any model's."""
+    for key, most in MOST.items():
+        value = config.get(key)
+        if key not in config or (value is None and key not in REQUIRED):
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            what = "is more than any model has" if type(value) is int and value > most else "is no whole number above 0"
+            raise CheckpointError(
+                f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
+            )
+    if config.get("sliding_window") == 0 and _has_window(config):
+        raise CheckpointError(
+            f"{name}: config.json has sliding_window 0, with which no token sees any: write null for no window, or "
+            "copy the file from the original model"
+        )
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Whether the model reads sliding_window: Llama never does, Qwen where use_sliding_window says so."""
+    kind = str(config.get("model_type"))
+    return bool(config.get("use_sliding_window", not kind.startswith(("qwen", "llama"))))
+
+
+def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
+    """The shapes that the keys of config.json give.
+
+    Raises CheckpointError if one is missing or is not a whole number above 0.
+    """
+    config = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+    check_uncapped(config, name)
+    for key in REQUIRED:
+        if key not in config:
+            raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
+    check_numbers(config, name)
+    hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    if head_dim < 1 or heads % kv_heads:
+        raise CheckpointError(
+            f"{name}: config.json has hidden_size {hidden}, {heads} attention heads and {kv_heads} of keys and values, "
+            "which do not divide one another: copy the file from the original model"
+        )
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    return ModelShapes(
+        layers=layers,
+        hidden=hidden,
+        projections={
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        },
+        vocabulary=vocabulary,
+        tied=bool(config.get("tie_word_embeddings")),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        positions=config.get("max_position_embeddings"),
+        head_norms=str(config.get("model_type")).startswith(HEAD_NORMED),
+        four_bit_inputs=_rounds_inputs(config.get("quantization_config")),
+        decoder=decoder_of(config, name),
+    )
+
+
+def _rounds_inputs(quantization: Any) -> bool:
+    """Whether a quantization_config says that inputs are rounded to 4 bits."""
+    if not isinstance(quantization, Mapping):
+        return False
+    for each in formats.all_formats():
+        if each.four_bit_inputs and each.recognises(quantization):
+            return each.activations(quantization) in ("dynamic", "static")
+    return False

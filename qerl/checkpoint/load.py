@@ -26,13 +26,12 @@ from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.sandbox import try_tokenizer
 from qerl.checkpoint.activations import INPUT_SCALE, check_experts, kind_of_activations, place_activations_
-from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, decoder_of
+from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
 from qerl.checkpoint.hub import check_links, download_model
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import DTYPE_BYTES, KEY, TensorInfo, has_own_head, read_json, read_tensors
 from qerl.formats.base import Format
-from qerl.plan.sizes import check_numbers
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
@@ -64,10 +63,6 @@ from qerl.checkpoint.folder import (
 from qerl.checkpoint.hub import check_links, config_folder, is_hub_id
 from qerl.checkpoint.shards import weight_files
 from qerl.formats.base import Format
-
-if TYPE_CHECKING:
-    from qerl.config.schema import RunConfig
-
 
 logger = logging.getLogger(__name__)
 
@@ -390,13 +385,12 @@ def describe(ref: ModelRef) -> str:
     return ", ".join(parts)
 
 
-def starting_model(config: RunConfig, run: Path | None = None) -> ModelRef:
+def starting_model(base: str, format: str, masters: bool, run: Path | None = None) -> ModelRef:
     """What `model.base` names, for a new run or for one that continues in `run`; its format is that of the engine.
 
     Raises QerlError for a model that is not there, or that this kind of training cannot start from.
     """
-    base, format = config.model.base, config.model.format
-    if config.qat is None:
+    if not masters:
         return resolve_model(base, format) if run is None else resolve_base_of_run(base, format, run)
     found = resolve_model(base if run is None else beside(run, base))
     if found.kind == "base16":
@@ -419,12 +413,11 @@ def starting_model(config: RunConfig, run: Path | None = None) -> ModelRef:
 BF16 = formats.BF16.name
 
 
-def teacher_model(config: RunConfig, base: ModelRef) -> ModelRef:
-    """What `distill.teacher` names, or the 16-bit model that the student's `base` is or was made from.
+def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
+    """What `given` (distill.teacher) names, or the 16-bit model that the student's `base` is or was made from.
 
     Raises QerlError for a model that is not there or is no whole 16-bit one.
     """
-    given = config.distill.teacher
     if given is None:
         return _own(base.base)
     found = resolve_model(given)
@@ -439,14 +432,6 @@ def teacher_model(config: RunConfig, base: ModelRef) -> ModelRef:
         label = formats.get(found.format).label
         raise ConfigError(f"distill.teacher {given} holds {label} weights, and a teacher is a 16-bit model: {remedy}")
     return found
-
-
-def teacher_beside(config: RunConfig, run: Path) -> RunConfig:
-    """The recipe of a run that continues, whose teacher may be named by a path from where the run was started."""
-    if config.distill is None or config.distill.teacher is None:
-        return config
-    distill = config.distill.model_copy(update={"teacher": beside(run, config.distill.teacher)})
-    return config.model_copy(update={"distill": distill})
 
 
 def _own(base: str) -> ModelRef:
@@ -469,20 +454,21 @@ def _no_whole_model(given: str, kind: str, command: str) -> str:
 
 def run_of(ref: ModelRef) -> Path | None:
     """The run directory that the model or its adapter belongs to, recognized by its files; None if it has none."""
-    if ref.adapter is None:
-        return ref.run
-    folders = [ref.adapter, *ref.adapter.resolve().parents[:3]]
-    runs = [folder for folder in folders if all((folder / f).is_file() for f in ("config.yaml", "metrics.jsonl"))]
-    return runs[0] if runs else None
+    return ref.run if ref.adapter is None else run_of_adapter(ref.adapter)
+
+
+def run_of_adapter(adapter: Path) -> Path | None:
+    """The run directory that an adapter lies in (`adapter/`, `best/` or `checkpoints/step-N/`), by its files."""
+    return next((folder for folder in adapter.resolve().parents[:3] if resting_kind(folder) == "run"), None)
 
 
 def switches_for(run: Path | None, asked: Mapping[str, object] | None) -> Mapping[str, object]:
     """The variables of the chat template that were asked for; for None those that the run trained with, if any."""
     if asked is not None or run is None:
         return asked or {}
-    from qerl.config.recipe import load_config
+    from qerl.config.recipe import read_config
 
-    switches = load_config(run / "config.yaml").data.chat_template_kwargs
+    switches = read_config(run / "config.yaml")[0].get("data", {}).get("chat_template_kwargs") or {}
     if switches:
         logger.info("chat template with %s, as it trained", switches)
     return switches

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import export_line, through_quantizer
-from qerl.checkpoint.experts import TITLES, Decoder, decoder_of, fused, matching
+from qerl.checkpoint.experts import TITLES, Decoder, check_numbers, check_uncapped, decoder_of, fused, matching
 from qerl.checkpoint.folder import WORDS, kind_of
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.load import COMPUTED
@@ -39,7 +39,6 @@ from qerl.checkpoint.shards import (
     with_own_head,
 )
 from qerl.formats.base import Format
-from qerl.plan.sizes import check_numbers, check_uncapped
 
 if TYPE_CHECKING:
     import torch

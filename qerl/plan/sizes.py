@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import is_path, no_folder
-from qerl.checkpoint.experts import FUSED, QKV, Decoder, decoder_of
+from qerl.checkpoint.experts import FUSED, QKV, ModelShapes, shapes_of
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
@@ -90,7 +90,6 @@ QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3
 LLAMA3 = {"max_position_embeddings": 131072}
 TIED = {"tie_word_embeddings": True}
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")  # the beginning of model_type in config.json
 
 
 ATTENTION = (*QKV, "o_proj")
@@ -117,20 +116,8 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelSizes(ModelShapes):
     """How many weights a model has where, and what follows from that."""
-
-    layers: int
-    hidden: int
-    projections: dict[str, tuple[int, int]]  # the linears of a decoder layer with a dense MLP: name -> (out, in)
-    vocabulary: int
-    tied: bool
-    kv_heads: int
-    head_dim: int
-    positions: int | None = None  # the longest context; None if config.json does not say
-    head_norms: bool = False  # see `has_head_norms`
-    four_bit_inputs: bool = False  # packed linears round their input to 4 bits
-    decoder: Decoder = field(default_factory=lambda: Decoder(0))  # which layers have experts
 
     @property
     def body(self) -> int:
@@ -222,24 +209,6 @@ class ModelSizes:
         return self.layers - (0 if projection in ATTENTION else len(self.decoder.sparse))
 
 
-def has_head_norms(model_type: object) -> bool:
-    """Whether models of this family have norms on queries and keys."""
-    return str(model_type).startswith(HEAD_NORMED)
-
-
-MOST = {  # bounds far beyond every published model: a larger number would only fill memory with an empty model
-    "num_hidden_layers": 1000,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "vocab_size": 2**24,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**13,
-    "max_position_embeddings": 2**31,
-}
-REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-
-
 def read_sizes(base: str) -> ModelSizes:
     """The sizes of a model folder, of a known model by its hub id, or of the base of a run or an adapter.
 
@@ -261,91 +230,9 @@ def read_sizes(base: str) -> ModelSizes:
     return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
 
 
-def check_uncapped(config: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError for a model that caps its logits: neither our attention nor our losses do that."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(key) is not None:
-            raise CheckpointError(
-                f"{name}: {config.get('model_type')} caps its logits ({key}: {config[key]}), which qerl does not "
-                "compute: give a Qwen2, Qwen3, Llama or Mistral model"
-            )
-
-
-def check_numbers(config: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError if a size in config.json is no whole number above 0, or larger than any model's."""
-    for key, most in MOST.items():
-        value = config.get(key)
-        if key not in config or (value is None and key not in REQUIRED):
-            continue
-        if type(value) is not int or not 1 <= value <= most:
-            what = "is more than any model has" if type(value) is int and value > most else "is no whole number above 0"
-            raise CheckpointError(
-                f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
-            )
-    if config.get("sliding_window") == 0 and _has_window(config):
-        raise CheckpointError(
-            f"{name}: config.json has sliding_window 0, with which no token sees any: write null for no window, or "
-            "copy the file from the original model"
-        )
-
-
-def _has_window(config: Mapping[str, Any]) -> bool:
-    """Whether the model reads sliding_window: Llama never does, Qwen where use_sliding_window says so."""
-    kind = str(config.get("model_type"))
-    return bool(config.get("use_sliding_window", not kind.startswith(("qwen", "llama"))))
-
-
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
-    """The sizes that the keys of config.json give.
-
-    Raises CheckpointError if one is missing or is not a whole number above 0.
-    """
-    config = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
-    check_uncapped(config, name)
-    for key in REQUIRED:
-        if key not in config:
-            raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
-    check_numbers(config, name)
-    hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    if head_dim < 1 or heads % kv_heads:
-        raise CheckpointError(
-            f"{name}: config.json has hidden_size {hidden}, {heads} attention heads and {kv_heads} of keys and values, "
-            "which do not divide one another: copy the file from the original model"
-        )
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    return ModelSizes(
-        layers=layers,
-        hidden=hidden,
-        projections={
-            "q_proj": (queries, hidden),
-            "k_proj": (keys, hidden),
-            "v_proj": (keys, hidden),
-            "o_proj": (hidden, queries),
-            "gate_proj": (width, hidden),
-            "up_proj": (width, hidden),
-            "down_proj": (hidden, width),
-        },
-        vocabulary=vocabulary,
-        tied=bool(config.get("tie_word_embeddings")),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        positions=config.get("max_position_embeddings"),
-        head_norms=has_head_norms(config.get("model_type")),
-        four_bit_inputs=_rounds_inputs(config.get("quantization_config")),
-        decoder=decoder_of(config, name),
-    )
-
-
-def _rounds_inputs(quantization: Any) -> bool:
-    """Whether a quantization_config says that inputs are rounded to 4 bits."""
-    if not isinstance(quantization, Mapping):
-        return False
-    for each in formats.all_formats():
-        if each.four_bit_inputs and each.recognises(quantization):
-            return each.activations(quantization) in ("dynamic", "static")
-    return False
+    """The sizes that the keys of config.json give; see `shapes_of`."""
+    return ModelSizes(**vars(shapes_of(config, name)))
 
 
 SCALES = ("k_scale", "v_scale")

@@ -21,9 +21,9 @@ from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.peft_folder import loading, trained_on
+from qerl.checkpoint.resolve import run_of_adapter
 from qerl.config.recipe import read_config
 from qerl.report.read import About, Metrics
-from quantize.export.effect import run_of
 from quantize.export.report import ExportReport, MergeReport
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
 
 def card_text(report: MergeReport, adapter: Path) -> str:
     """The model card: metadata and text."""
-    run = run_of(adapter)
+    run = run_of_adapter(adapter)
     results = read_results(run) if run else []
     parts = [_title(report), _measured(report), _loading(report)]
     if run is not None:

@@ -23,7 +23,7 @@ from qerl import formats
 from qerl.base.errors import DataError, QerlError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.resolve import ModelRef, resolve_model
+from qerl.checkpoint.resolve import ModelRef, resolve_model, run_of_adapter
 from qerl.config.recipe import load_config
 from qerl.data.rows import local_rows
 from qerl.data.tasks import load_examples, messages_of, render_prompt
@@ -112,7 +112,7 @@ def load_prompts(
     """
     if file is not None:
         return _rendered(tokenizer, questions_in(file)[:count]), str(file)
-    run = run_of(ref.adapter)
+    run = run_of_adapter(ref.adapter)
     if run is not None:
         saved = [tokenizer.encode(text, add_special_tokens=False) for text in _saved_prompts(run)]
         found = [*saved, *_task_prompts(tokenizer, run, count - len(saved))][:count]
@@ -127,12 +127,6 @@ def questions_in(file: Path) -> list[str]:
     if not questions:
         raise DataError(f"{file} has no row with a `question`: write jsonl or csv with such a column")
     return questions
-
-
-def run_of(adapter: Path) -> Path | None:
-    """The run directory that an adapter lies in (`adapter/` or `checkpoints/step-N/`)."""
-    parents = adapter.resolve().parents[:2]
-    return next((p for p in parents if (p / "config.yaml").is_file() and (p / "metrics.jsonl").is_file()), None)
 
 
 def _saved_prompts(run: Path) -> list[str]:

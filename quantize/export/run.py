@@ -35,13 +35,12 @@ from qerl.checkpoint.export import Masters, check_push, push, read_trained, writ
 from qerl.checkpoint.folder import REPORT, resting_kind
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT, check_space, check_target, staged_folder, write_json
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base
-from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
+from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model, run_of_adapter
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
 from quantize.export.adapter import HOLDS_START, AdapterStart, start_in_merge
 from quantize.export.base import Adapter, check_original, choose_base, read_base
 from quantize.export.card import export_card_text, write_card
-from quantize.export.effect import run_of
 from quantize.export.options import (
     ONLY_QERL,
     TARGETS,
@@ -124,7 +123,7 @@ def _packed_run(options: ExportOptions) -> tuple[ExportOptions, Path] | None:
     run, step = Path(options.adapter).expanduser(), options.step
     if not (run.is_dir() and resting_kind(run) == "run" and through_quantizer(run)):
         adapter = adapter_folder(options.adapter)
-        run = run_of(adapter)
+        run = run_of_adapter(adapter)
         if run is None or not through_quantizer(run):
             return None
         step = _step_of(adapter) if step is None else step

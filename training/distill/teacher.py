@@ -87,7 +87,7 @@ def find_teacher(
 
     Raises QerlError for a model that cannot teach it; nothing is loaded but tokenizers.
     """
-    found = teacher_model(config, base)
+    found = teacher_model(config.distill.teacher, base)
     folder = local_folder(found.base, config.model.trust_remote_code)
     theirs = load_tokenizer(folder, config.model.trust_remote_code)
     check_tokenizers(tokenizer, theirs, found.base)

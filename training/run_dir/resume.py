@@ -180,7 +180,7 @@ def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
     """
     base = config.model.base
     try:
-        found = starting_model(config, run_dir)
+        found = starting_model(config.model.base, config.model.format, config.qat is not None, run_dir)
     except CheckpointError as error:
         if not is_path(base) or expanded(beside(run_dir, base)).exists():
             raise
