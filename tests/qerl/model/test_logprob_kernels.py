@@ -1,7 +1,7 @@
 """The kernels over logits against float64 and against their twin. Last run on an H200 on 2026-11-22.
 
 Without a card but with triton installed, run them by
-`TRITON_INTERPRET=1 pytest -m gpu tests/training/policy/test_logprob_kernels.py`.
+`TRITON_INTERPRET=1 pytest -m gpu tests/qerl/model/test_logprob_kernels.py`.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Copies of rows and the sums of their gradients: values by hand, autograd, and the kernel against its twin.
 
 The tests of the kernel last ran on an H200 on 2026-11-22. Without a card but with triton installed, run them by
-`TRITON_INTERPRET=1 pytest -m gpu tests/training/policy/test_copies.py`.
+`TRITON_INTERPRET=1 pytest -m gpu tests/qerl/model/test_copies.py`.
 """
 
 import os
