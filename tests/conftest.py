@@ -35,7 +35,6 @@ SLOW = (  # files that begin first, the slowest of all before the others, so tha
     "test_grading.py",
     "test_episodes_run.py",
     "test_distillation.py",
-    "test_study_noise.py",
     "test_carry_over.py",
     "test_grading_ahead.py",
     "test_metrics_page.py",

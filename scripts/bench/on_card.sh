@@ -14,10 +14,6 @@
 #     qatsmall 460 s  weights (NVFP4, FP8) and adapters through the quantizer on the embedded model: bytes, exports in
 #                     stock vLLM, evaluations; gradients in FP8; distillation
 #     arith     80 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
-#     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
-#                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  500 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 480 steps of 128 prompts
-#                     (DISTILL_STEPS, DISTILL_PROMPTS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
 #     real     580 s  SmolLM2-135M-Instruct: its bases, how far they are from 16 bits on texts (REAL_TEXTS="NAME=FILE ..."), and
 #                     what reinforcement learning makes of them: REAL_JOBS="ARM:RATES:SEEDS ...", REAL_MINUTES, REAL_PARALLEL,
 #                     REAL_VARIANT=sparse; REAL_PARTS is the folder of the model's parts (scripts/models/real_model.py); another
@@ -63,8 +59,6 @@
 #     fp8step  520 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
 #     fp8train 260 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A over 16 bits by tensorwise
 #                     products
-#     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
-#                     and whole weights; another call with the same CHECKPOINTS goes on
 #     attention 70 s  attention of decode steps at 7B, keys and values in 8 and in 16 bits, beside FlashAttention; its tests
 #     fp8kv    240 s  FP8 keys and values, calibrated: agreement at 7B, and decode speed of 48 sequences of 4096 tokens beside
 #                     16 bits, in turns
@@ -212,26 +206,6 @@ batch_qatsmall() {
 }
 
 batch_arith() { arith "$checkpoints/arith-21m"; }
-
-batch_qatstudy() {
-    local model="$checkpoints/arith-21m" results="$checkpoints/study-qat-21m.json"
-    arith "$model"
-    run study-qat-21m 580 "$python" scripts/study/study_qat.py run --base "$model" --seeds 0 1 2 --steps 50 --parallel 18 \
-        --weights-rates ${QATSTUDY_RATES:-1e-4 3e-4} --memory-gib 6.5 --test-rows 768 --validation-rows 256 --minutes 5.5 \
-        --work "$checkpoints/study-qat" --out "$results"
-    cp "$results" "$model/pretrain.json" "$out/"
-}
-
-batch_distill() {
-    local model="$checkpoints/arith-21m"
-    arith "$model"
-    local study=("$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12)
-    local rate name
-    for rate in ${DISTILL_RATES:-2e-5}; do
-        name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
-        run "study-$name" 590 "${study[@]}" --prompts "${DISTILL_PROMPTS:-128}" --steps "${DISTILL_STEPS:-480}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
-    done
-}
 
 mps() { # let processes on this card compute at the same time: 12 runs then take 130 s, and without it over 600
     local daemon
@@ -498,14 +472,6 @@ batch_fp8train() {
         --set train.fp8_recipe=tensorwise
 }
 
-batch_fp8study() {
-    local model="$checkpoints/arith-21m" results="$checkpoints/study-fp8-21m.json"
-    arith "$model"
-    run study-fp8-21m 580 "$python" scripts/study/study_fp8.py run --base "$model" --seeds 0 1 2 --steps 50 --parallel 18 \
-        --arms bf16 fp8 bf16_weights fp8_both fp8_rollout --weights-rates ${FP8STUDY_RATES:-1e-4} --memory-gib 6.5 \
-        --test-rows 768 --validation-rows 256 --minutes 6.5 --work "$checkpoints/study-fp8" --out "$results"
-    cp "$results" "$model/pretrain.json" "$out/"
-}
 
 LONG=(--sequences 48 --prompt-tokens 4096 --new-tokens 257 --cached-prompts)
 
@@ -739,7 +705,7 @@ batch_curves() {
     local model="$checkpoints/arith-21m"
     arith "$model"
     [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli.main quantize --model "$model" --out "$model-4"
-    run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/study/study_noise.yaml --model "$model-4" \
+    run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/checks/check_curves.yaml --model "$model-4" \
         --steps 30 --parallel 6 --set rollout.memory=7 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
         --out "$out/curves-21m.json" --picture "$out/curves-21m.png"
 }

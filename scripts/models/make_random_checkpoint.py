@@ -78,7 +78,7 @@ SHAPES = {
         **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
         **_sizes(512, 1024, 2, 8, 2),
     },
-    "small-qwen3-moe-128": {  # as many experts as Qwen3-30B-A3B, for scripts/study/replay_mismatch.py
+    "small-qwen3-moe-128": {  # as many experts as Qwen3-30B-A3B
         **QWEN3,
         **{"model_type": "qwen3_moe", "vocab_size": 1000, "norm_topk_prob": True, "head_dim": 64},
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64},

@@ -4,9 +4,9 @@ Masters do not lie on ties, so that the size of a first step is what the learnin
 A 16-bit weight has so few digits that it often lies exactly between two codes, and the largest of a block exactly
 between two block scales. An update then moves it to the other side however small it is: with the embedded model in
 bfloat16 and any learning rate, 4% of what NVFP4 decodes to changes at once, along the gradient of one batch
-(scripts/study/first_step.py). So a master begins a random piece nearer to the value that its weight was packed to. It
-stays so near to the 16-bit weight that it rounds to it, and what is packed first has the same bits. Masters in bfloat16
-cannot leave ties, but random rounding lets few of them move at a time.
+(tag studies-2026-11). So a master begins a random piece nearer to the value that its weight was
+packed to. It stays so near to the 16-bit weight that it rounds to it, and what is packed first has the same bits.
+Masters in bfloat16 cannot leave ties, but random rounding lets few of them move at a time.
 """
 
 from __future__ import annotations
