@@ -3,7 +3,7 @@
 `python -m eval.aime25 --model M` is `qerl eval aime25 --model M`.
 """
 
-from eval.command import main
+from qerl.cli.evaluate import main
 
 if __name__ == "__main__":
     main("aime25")

@@ -3,7 +3,7 @@
 `python -m eval.arith --model M` is `qerl eval arith --model M`.
 """
 
-from eval.command import main
+from qerl.cli.evaluate import main
 
 if __name__ == "__main__":
     main("arith")

@@ -3,7 +3,7 @@
 `python -m eval.gsm8k --model M` is `qerl eval gsm8k --model M`.
 """
 
-from eval.command import main
+from qerl.cli.evaluate import main
 
 if __name__ == "__main__":
     main("gsm8k")

@@ -3,7 +3,7 @@
 `python -m eval.math500 --model M` is `qerl eval math500 --model M`.
 """
 
-from eval.command import main
+from qerl.cli.evaluate import main
 
 if __name__ == "__main__":
     main("math500")

@@ -86,7 +86,7 @@ def evaluate(
 
 
 def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
-    from eval.command import measure
+    from qerl.cli.evaluate import measure
     from qerl.cli.launch import one_card_each
 
     with one_card_each(gpu) as parallel:

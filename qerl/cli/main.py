@@ -25,7 +25,7 @@ from qerl.cli.terminal import run_command
 from qerl.cli.train import distill, sft, task_values, train, with_resume_value
 
 try:
-    from eval.command import compare_results, evaluate
+    from qerl.cli.evaluate import compare_results, evaluate
     from qerl.cli.quantize import export_command, merge_command, quantize_command
 except ImportError:  # names that other projects use too
     refuse_clashes()

@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from eval.command import evaluate, main, task_app
 from eval.settings import EvalSettings, parse_pass_k
 from qerl.base.errors import ConfigError
+from qerl.cli.evaluate import evaluate, main, task_app
 from qerl.cli.options import command_of
 
 TASKS = ("gsm8k", "math500", "amc23", "aime24", "aime25", "arith")
@@ -29,7 +29,7 @@ def help_of(app, *arguments):
 
 def test_help_needs_no_torch():
     code = (
-        "import sys; from eval.command import task_app\n"
+        "import sys; from qerl.cli.evaluate import task_app\n"
         "try: task_app('gsm8k')(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'datasets', 'peft', 'vllm', 'sympy'} & set(sys.modules)\n"

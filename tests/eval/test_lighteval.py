@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from eval.command import main
 from eval.lighteval_suite import run_suite
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
+from qerl.cli.evaluate import main
 
 TASKS = """
 from lighteval.metrics.metrics import Metrics

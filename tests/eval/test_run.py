@@ -12,12 +12,12 @@ import torch
 from eval_factory import ANSWERS, CONTEXT, build_model, make_adapter, make_run, pack_model
 
 import eval.run
-from eval.command import main
 from eval.plan import batch_seed, make_plan, plan_batches
 from eval.result import COMPLETIONS, RESULT
 from eval.run import engine_options, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError
+from qerl.cli.evaluate import main
 from qerl.config.recipe import load_recipe, save_config
 
 

@@ -7,11 +7,11 @@ import pytest
 from eval_factory import build_model
 from ranks import evaluate, ranks
 
-from eval.command import evaluate as evaluate_command
 from eval.result import COMPLETIONS, RESULT
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
+from qerl.cli.evaluate import evaluate as evaluate_command
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,8 @@ ORDER = (
     ("qerl.cli",),
     ("qerl.api",),
 )
+# `python -m eval.gsm8k` is a command, and starts what `qerl eval gsm8k` starts.
+COMMANDS = tuple(f"eval.{task}" for task in ("aime24", "aime25", "amc23", "arith", "gsm8k", "math500"))
 FLOOR = {folder: floor for floor, folders in enumerate(ORDER) for folder in folders}
 
 
@@ -73,6 +75,8 @@ def imported(module):
 def goes_up(module, other):
     """Whether `module` may not import `other`: it is in a higher folder, or in another one of the same line."""
     here, there = folder_of(module), folder_of(other)
+    if module in COMMANDS:
+        return False
     return here != there and FLOOR[there] >= FLOOR[here]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import qerl.cli.main
-from eval.show import OPTIONS as EVAL
 from qerl.base import errors
 from qerl.base.errors import CheckpointError, ConfigError, EngineError, Key
 from qerl.checkpoint.load import load_tokenizer
 from qerl.cli.chat import OPTIONS as CHAT
+from qerl.cli.evaluate import OPTIONS as EVAL
 from qerl.cli.options import options_named
 from qerl.config.keys import describe_config
 from qerl.data.tasks import render_prompt
