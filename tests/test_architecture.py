@@ -39,15 +39,10 @@ ALLOWED_UPWARD = """
     eval.settings -> qerl.cli.train
     qerl.data.rows -> qerl.checkpoint.hub
     qerl.data.sequences -> qerl.episodes.endpoint
-    training.loss.batch -> training.distill.divergence
-    training.loss.batch -> training.rollout.groups
-    training.policy.packed_policy -> training.distill.divergence
-    training.policy.packed_policy -> training.distill.teacher
     training.rewards.grading -> training.rollout.dynamic_sampling
     training.rewards.grading -> training.rollout.groups
     training.rewards.rewards -> training.rollout.groups
     training.rewards.rewards -> training.run_dir.log
-    training.run_dir.stop -> training.trainer
     training.validation.validation -> training.parts
     training.validation.validation -> training.ranks
 """

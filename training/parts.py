@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from qerl.engine.loaded_base import LoadedBase
     from qerl.episodes.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan
-    from training.distill.teacher import FoundTeacher, Teacher
+    from training.policy.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
     from training.rollout.groups import Prompt
     from training.run_dir.log import RunLog

@@ -41,9 +41,9 @@ from qerl.plan.advice import check_ranks
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import checkpoint_bytes, trainer_bytes, wishes_of
 from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
-from training.distill.teacher import find_teacher
 from training.parts import Given, TrainingParts, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
+from training.policy.teacher import find_teacher
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import (
     check_activations,
@@ -66,7 +66,7 @@ from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.result import TrainResult, finished, settle_best
 from training.run_dir.resume import base_to_resume, check_same_base, config_to_resume, note_base_, prolong_, rewind_
 from training.run_dir.start_base import start_base
-from training.run_dir.stop import Stop, stop_on_signals, train_until_stopped
+from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_signals
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
 from training.run_dir.verdict import best_kept, ending
@@ -82,8 +82,8 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
-    from training.distill.teacher import Teacher
     from training.policy.policy import Policy
+    from training.policy.teacher import Teacher
     from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
@@ -351,6 +351,17 @@ def _carry_out(run: Opened) -> TrainResult:
             given.environments.close()
         ended = validation is not None and validation.ended(steps)
         return replace(finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
+
+
+def train_until_stopped(trainer: QerlTrainer, stop: Stop, checkpoint: Path | None) -> int:
+    """Train from `checkpoint`; returns the step that the run has reached and saved."""
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except OutOfTimeError:
+        return stop.save_abandoned(trainer.state, trainer.save_now, trainer.parts.policy.shards is not None)
+    except EndedError:
+        pass
+    return trainer.state.global_step
 
 
 def _validation(parts: TrainingParts, given: Given, stop: Stop) -> Validation | None:

@@ -8,9 +8,9 @@
 calls the first where TRL asks for a step's inputs and the second where it asks for their loss. A rollout may serve
 several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
 
-A run that distills (training/distill) takes the same way with another loss: a teacher reads each packed row first, and
-the loss is the divergence from it. Rewards are then only logged. A run on given conversations (training/sft) samples
-nothing and takes the second half, `backward`, alone.
+A run that distills takes the same way with another loss: a teacher (training/policy/teacher.py) reads each packed row
+first, and the loss is the divergence from it. Rewards are then only logged. A run on given conversations samples
+nothing: training/sft_step.py collects its rows, and `backward` is the same.
 
 Of several ranks (training/ranks.py) each samples its share of the prompts and trains on its share of the micro-batches.
 
@@ -29,7 +29,7 @@ import torch
 
 from qerl.base.philox import derive_seed
 from training.loss.advantages import group_advantages
-from training.loss.batch import Batch, LossInputs, padded_batch
+from training.loss.batch import Batch, LossInputs, experts_of_rows, padded_left, padded_right
 from training.loss.correction import Mismatch, importance_weights
 from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
 from training.policy.train_memory import make_gradients_, training_memory
@@ -161,6 +161,28 @@ def grade(parts: Parts, rollout: Rollout, moment: Moment) -> Graded:
     parts.log.phase("grading")
     with parts.times.phase("reward"):
         return parts.grader.grade(rollout.groups, moment.step)
+
+
+def padded_batch(
+    groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, pad_id: int, mask_truncated: bool
+) -> Batch:
+    """The groups' completions as rows, group after group, on the CPU."""
+    prompts = [torch.tensor(g.group.prompt_of(sample)) for g in groups for sample in g.group.samples]
+    samples = [sample for g in groups for sample in g.group.samples]
+    completions = [torch.tensor(sample.token_ids) for sample in samples]
+    kept_B = torch.tensor([not (mask_truncated and sample.truncated) for sample in samples])
+    completion_mask_B_T = padded_right([torch.ones_like(ids) for ids in completions], 0) * kept_B[:, None]
+    loss_mask_B_T = padded_right([torch.tensor(sample.loss_mask, dtype=torch.long) for sample in samples], 0)
+    return Batch(
+        prompt_ids_B_L=padded_left(prompts, pad_id),
+        prompt_mask_B_L=padded_left([torch.ones_like(ids) for ids in prompts], 0),
+        completion_ids_B_T=padded_right(completions, pad_id),
+        completion_mask_B_T=completion_mask_B_T,
+        loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,
+        advantages_B=advantages_P_G.flatten(),
+        sampling_logprobs_B_T=padded_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
+        experts=experts_of_rows(samples, [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]),
+    )
 
 
 def score(parts: Parts, batch: Batch) -> Batch:

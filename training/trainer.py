@@ -200,7 +200,7 @@ class QerlTrainer(GRPOTrainer):
         if not self._samples:
             return Objective(sft_loss, "dapo")
         if self.parts.teacher is not None:
-            from training.distill.divergence import distillation_loss
+            from training.loss.divergence import distillation_loss
 
             return Objective(distillation_loss, "dapo")
         return Objective(self.loss_of, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)

@@ -202,7 +202,7 @@ batch_pack() {
 
 batch_qatsmall() {
     tests qatsmall 520 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
-    tests distillsmall 200 tests/training/distill/test_distillation_gpu.py
+    tests distillsmall 200 tests/training/test_distillation_gpu.py
 }
 
 batch_arith() { arith "$checkpoints/arith-21m"; }

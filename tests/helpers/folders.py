@@ -25,7 +25,6 @@ ORDER = (
     ("training.rollout",),
     ("training.run_dir",),
     ("training.validation",),
-    ("training.distill",),
     ("training.preflight",),
     ("training", "quantize"),
     ("eval",),

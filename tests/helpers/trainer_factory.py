@@ -9,12 +9,12 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.data.tasks import get_task
 from qerl.plan.plan import wishes_of
-from training.distill.teacher import find_teacher
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
+from training.policy.teacher import find_teacher
 from training.policy.train_memory import plan_run
 from training.preflight.checks import sizes_at
 from training.rewards.rewards import build_rewards, fixed_columns

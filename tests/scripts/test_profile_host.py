@@ -59,7 +59,7 @@ def test_a_step_of_a_run(nvfp4_base, tmp_path, monkeypatch, capsys):
     assert phases == pytest.approx(1e3 * counted, rel=0.25, abs=50)
     said = capsys.readouterr().out
     assert "[rollout]" in said
-    assert "training.loss.batch.padded_batch" in said
+    assert "training.step.padded_batch" in said
 
 
 def test_a_step_needs_one_after_it(monkeypatch, capsys):

@@ -17,10 +17,10 @@ import training.trainer
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors
 from training.loss.advantages import group_advantages
-from training.loss.batch import padded_batch
 from training.loss.correction import Mismatch
 from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 from training.run import start
+from training.step import padded_batch
 
 RATIO = torch.tensor([[1.5, 0.5, 1.0, 1.25], [1.5, 0.5, 1, 1], [2.0, 1.0, 0.9, 1], [0.7, 1, 1, 1]])
 A = ADVANTAGES[:, None]  # 1, -1, 0.7, -0.7

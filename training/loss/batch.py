@@ -17,8 +17,7 @@ from qerl.engine.interface import of_length
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion
-    from training.distill.divergence import Divergences
-    from training.rollout.groups import GradedGroup, Sample
+    from training.loss.divergence import Divergences
 
 
 @dataclass(frozen=True)
@@ -80,30 +79,8 @@ class LossInputs:
     divergences: Divergences | None = None  # each (B, T): from the teacher, of a run that distills
 
 
-def padded_batch(
-    groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, pad_id: int, mask_truncated: bool
-) -> Batch:
-    """The groups' completions as rows, group after group, on the CPU."""
-    prompts = [torch.tensor(g.group.prompt_of(sample)) for g in groups for sample in g.group.samples]
-    samples = [sample for g in groups for sample in g.group.samples]
-    completions = [torch.tensor(sample.token_ids) for sample in samples]
-    kept_B = torch.tensor([not (mask_truncated and sample.truncated) for sample in samples])
-    completion_mask_B_T = padded_right([torch.ones_like(ids) for ids in completions], 0) * kept_B[:, None]
-    loss_mask_B_T = padded_right([torch.tensor(sample.loss_mask, dtype=torch.long) for sample in samples], 0)
-    return Batch(
-        prompt_ids_B_L=padded_left(prompts, pad_id),
-        prompt_mask_B_L=padded_left([torch.ones_like(ids) for ids in prompts], 0),
-        completion_ids_B_T=padded_right(completions, pad_id),
-        completion_mask_B_T=completion_mask_B_T,
-        loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,
-        advantages_B=advantages_P_G.flatten(),
-        sampling_logprobs_B_T=padded_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
-        experts=experts_of_rows(samples, [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]),
-    )
-
-
-def experts_of_rows(samples: Sequence[Sample | Completion], lengths: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
-    """The experts that were chosen for each sample's tokens, for so many tokens; None if nobody recorded any."""
+def experts_of_rows(samples: Sequence[Completion], lengths: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
+    """The experts that were chosen for each completion's tokens, for so many tokens; None if nobody recorded any."""
     known = next((sample.experts for sample in samples if sample.experts is not None), None)
     if known is None:
         return None

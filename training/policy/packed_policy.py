@@ -20,14 +20,14 @@ from qerl.model.packed_attention import (
     packed_attention_of,
 )
 from qerl.model.packing import pack, row_lengths, split_by_tokens
-from training.distill.divergence import Divergences, token_divergences
+from training.loss.divergence import Divergences, token_divergences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.model.packing import PackedRow
     from qerl.plan.micro_batch_plan import MicroBatchPlan
-    from training.distill.teacher import Teacher
+    from training.policy.teacher import Teacher
 
 
 class PackedPolicy:

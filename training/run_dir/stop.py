@@ -14,7 +14,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,9 @@ from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, damage
 if TYPE_CHECKING:
     from types import FrameType
 
+    from transformers import TrainerState
+
     from qerl.config.schema import LoopConfig
-    from training.trainer import QerlTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AGAIN_S = 5.0  # until the step is interrupted again: Python drops an exception that is raised in a finalizer
 
 
-class _OutOfTimeError(BaseException):
+class OutOfTimeError(BaseException):
     """Leaves a step that does not end in time. No library takes it for an error of its own."""
 
 
@@ -152,25 +153,25 @@ class Stop(TrainerCallback):
 
     def _leave_if_late(self) -> None:
         if self._interruptible and self._deadline is not None and time.monotonic() >= self._deadline:
-            raise _OutOfTimeError
+            raise OutOfTimeError
 
-    def save_abandoned(self, trainer: QerlTrainer) -> int:
+    def save_abandoned(self, state: TrainerState, save_now: Callable[[], None], shared: bool) -> int:
         """Save the state before the abandoned step if it can be resumed from; returns the step of the checkpoint that
-        the run continues from. Ranks that share whole weights out could save only together."""
+        the run continues from. Ranks that share whole weights out (`shared`) could save only together."""
         self.close()
         self._parallel.leave()  # the other ranks may be anywhere
         self._interruptible, self.abandoned = False, True
-        step, shared = trainer.state.global_step, trainer.parts.policy.shards is not None
-        if self._validated is not None and not shared:
+        step, validated = state.global_step, self._validated is not None
+        if not shared and (validated or (step and step % self._updates == 0)):
+            if not validated:
+                state.num_input_tokens_seen = self._tokens
             if step and damage_of(checkpoint_path(self._run_dir, step)):
-                trainer.save_now()
-            logger.warning("the validation after step %d was left before its end; a resumed run makes it first", step)
-            return step
-        if step and step % self._updates == 0 and not shared:
-            trainer.state.num_input_tokens_seen = self._tokens
-            if damage_of(checkpoint_path(self._run_dir, step)):
-                trainer.save_now()
-            logger.warning("step %d did not end in time and is lost; the state after step %d is saved", step + 1, step)
+                save_now()
+            if validated:
+                said = f"the validation after step {step} was left before its end; a resumed run makes it first"
+            else:
+                said = f"step {step + 1} did not end in time and is lost; the state after step {step} is saved"
+            logger.warning(said)
             return step
         newest = newest_checkpoint(self._run_dir)
         saved = checkpoint_step(newest) if newest else 0
@@ -194,14 +195,3 @@ def stop_on_signals(run: LoopConfig, updates: int, run_dir: Path, parallel: Para
         stop.close()
         for each, handler in previous.items():
             signal.signal(each, handler)
-
-
-def train_until_stopped(trainer: QerlTrainer, stop: Stop, checkpoint: Path | None) -> int:
-    """Train from `checkpoint`; returns the step that the run has reached and saved."""
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except _OutOfTimeError:
-        return stop.save_abandoned(trainer)
-    except EndedError:
-        pass
-    return trainer.state.global_step

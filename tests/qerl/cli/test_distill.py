@@ -1,4 +1,4 @@
-"""`qerl distill`: what it makes of a recipe. Its runs are in tests/training/distill."""
+"""`qerl distill`: what it makes of a recipe. Its runs are in tests/training/test_distillation.py."""
 
 import pytest
 

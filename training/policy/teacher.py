@@ -18,7 +18,7 @@ from qerl.formats import BF16
 from qerl.model.logprobs import Head, dense_head
 from qerl.model.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
 from qerl.plan.sizes import ModelSizes, sizes_of
-from training.distill.divergence import Measure, Pair
+from training.loss.divergence import Measure, Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.model.packing import PackedRow
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 It has not run on a card. To run it on a CPU with the other engine:
 
-    QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/training/distill/test_distillation_gpu.py
+    QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/training/test_distillation_gpu.py
 """
 
 import pytest

@@ -7,7 +7,7 @@ import torch
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from qerl.model.logprobs import Head
-from training.distill.divergence import Divergences, Measure, Pair, token_divergences
+from training.loss.divergence import Divergences, Measure, Pair, token_divergences
 
 BETAS = (0.0, 0.3, 0.5, 1.0)
 TOKENS, SHARED = 11, 20
