@@ -35,7 +35,7 @@ from eval.result import write_json
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from qerl.checkpoint.adapter_file import weights_digest
-from qerl.checkpoint.chat_template import text_of_engine
+from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe, run_of
 from qerl.engine.interface import Engine, SamplingParams
 

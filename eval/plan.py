@@ -21,7 +21,7 @@ from eval.environment import describe_identity, digest, find_environment
 from eval.result import Key
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.chat_template import check_chat_template, check_switches
+from qerl.checkpoint.load import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
 from qerl.data.examples import check_answers, check_source

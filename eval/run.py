@@ -28,7 +28,7 @@ from qerl.base.errors import ConfigError, RewardError
 from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import LateError, OwnFunctionError, first_to_fail
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.chat_template import text_of_engine
+from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.data.grading.grade import Grade, grade_many
 from qerl.data.tasks import Task

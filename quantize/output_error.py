@@ -1,6 +1,4 @@
-"""How far a quantized model is from its original.
-
-The error of a quantized model's outputs, on rows that it was not calibrated on.
+"""The error of a quantized model's outputs on rows that it was not calibrated on, and what becomes of a bad model.
 
 Weights are no measure of a calibrated method: GPTQ lets them be wrong wherever the inputs are small, and a sound result
 can be further from the source than rounding, in weights, and nearer in outputs. So each linear's outputs are compared,
@@ -8,10 +6,8 @@ with the inputs that it has in the 16-bit model, and the logits of the whole mod
 the same rows beside it, and so is the model with its start, as runs that use one begin. Each layer's weights are read
 when its turn comes (`quantize.one_pass`).
 
-What becomes of a checkpoint whose outputs are bad, or that could not be checked.
-
-One by llm-compressor's calibration is kept, by another name: that takes hours, and a person may judge otherwise than a
-limit does.
+A checkpoint by llm-compressor's calibration whose outputs are bad is kept, by another name: the calibration takes
+hours, and a person may judge otherwise than a limit does.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.output import set_aside
-from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import TensorReader
 from qerl.checkpoint.source import Source, power_of_two_scale_of, weight_for_scales
 from qerl.checkpoint.verify import FailedCheck, ReadTensor
 from quantize.one_pass import LayeredModel

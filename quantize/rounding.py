@@ -1,6 +1,4 @@
-"""Rounding the weights of a linear.
-
-Rounding to NVFP4 under the weights of the inputs: searched block scales, and GPTQ on them. Tensors in, tensors out.
+"""Rounding to NVFP4 under the weights of the inputs: searched block scales, and GPTQ on them. Tensors in, tensors out.
 
 What is minimized for a linear W (out, in) is tr((W - Q) R (W - Q)'), where R (in, in) is the second moment of its
 inputs, the mean of x'x over tokens: the mean square error of its outputs. Each function also takes the rows of several
@@ -19,9 +17,8 @@ Departures from llm-compressor's GPTQ and observers:
    w_j + sum_{i < j} (w_i - q_i) M_ij / M_jj, which is Babai's nearest plane algorithm and equals the usual form, where
    the inverse of R is factored.
 
-The low-rank part of a quantization error that matters most to the outputs, as the factors of a LoRA adapter.
-
-For an error E = W - Q (out, in) and the second moment R (in, in) of the inputs, the best BA of a rank minimizes
+`best_factors` is the low-rank part of the error that matters most to the outputs, as factors of a LoRA adapter. For an
+error E = W - Q (out, in) and the second moment R (in, in) of the inputs, the best BA of a rank minimizes
 tr((E - BA) R (E - BA)'). With any S S' = R that is |(E - BA) S|^2, so by Eckart and Young BA S = U U' E S, where U has
 the first left singular vectors of E S, which are the first eigenvectors of E R E'. Hence B = U, A = U' E: this needs no
 root and no inverse of R, and a singular R is no special case. Sorted by eigenvalue, the first k columns of B and rows

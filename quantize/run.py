@@ -43,8 +43,7 @@ from qerl.checkpoint.activations import read_activations, with_input_scales
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import REPORT, default_quantized_dir
 from qerl.checkpoint.output import check_space, check_target, copy_small_files, staged_folder, write_json, write_weights
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.formats.base import make_config

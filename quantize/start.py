@@ -25,9 +25,8 @@ from qerl.checkpoint.base_start import (
 )
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.output import check_space, staged_folder
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import ReadTensor
 from quantize.calibration import Calibration

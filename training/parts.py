@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.parallel import ALONE, Parallel
-from qerl.checkpoint.chat_template import text_of_engine
+from qerl.checkpoint.load import text_of_engine
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
 from qerl.engine.interface import SamplingParams

@@ -50,7 +50,7 @@ class Model:
         in the context, and ConfigError for what is no prompt or no such value.
         """
         from qerl.api.arguments import as_before
-        from qerl.checkpoint.chat_template import check_switches
+        from qerl.checkpoint.load import check_switches
         from qerl.engine.interface import SamplingParams
 
         if self._opened is None:

@@ -1,17 +1,12 @@
-"""Linears that round their input, and the scales that they use.
+"""How the linears of a checkpoint round their input, and the scales that they share.
 
-Whether the linears that engines multiply by as one matrix share the scale that they have to share.
+It is read from config.json and the `input_global_scale` tensors. Static scales come from the largest input of each
+linear over some rows. Like the weights' global scales they are powers of two with head room, so that rounded
+activations are exact in bfloat16, and activations may grow in training before blocks saturate. Linears that engines
+fuse read the same input, so they share their scale.
 
 vLLM takes the global scale of an expert's gate for its up as well, and says so in a warning at most: a folder that
-gives them different ones would be another model there.
-
-How the linears of a checkpoint round their input, from its config.json and its `input_global_scale` tensors.
-
-Static scales of activations, NVFP4's `input_global_scale`: from the largest input of each linear over some rows.
-
-Like the weights' global scales they are powers of two with head room, so that rounded activations are exact in
-bfloat16, and activations may grow in training before blocks saturate. Linears that read the same input have the same
-amax, so that those which engines fuse share their scale.
+gives them different ones would be another model there, and is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +21,7 @@ from typing import TYPE_CHECKING
 from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.experts import decoder_of, fused
 from qerl.checkpoint.folder import format_of
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors, weight_files
+from qerl.checkpoint.shards import TensorInfo, TensorReader, read_json, read_tensors, weight_files
 from qerl.formats.nvfp4.layout import PACKED
 
 if TYPE_CHECKING:

@@ -1,19 +1,13 @@
-"""Adapters in memory: made by PEFT, fitted to a base, started where rounding left off.
+"""LoRA adapters in memory: attach one to a model, name its tensors, write the PEFT folder, check that one fits a base.
 
-Check that a saved adapter belongs to a base, from their files, before weights are loaded or an engine is opened.
-
-LoRA adapters: attach one to a model, name its tensors, write the standard PEFT folder (`adapter_file` reads it).
-
-No other module imports peft. Tensors are named by the base model's modules, without PEFT's prefixes, so that those of
-every engine and every file can be compared with the base:
+No other module imports peft. Tensors are named by the base model's modules, without PEFT's prefixes, so that every
+engine and every file can be compared with the base:
 
     model.layers.0.self_attn.q_proj.lora_A.weight    (rank, in_features)
     model.layers.0.self_attn.q_proj.lora_B.weight    (out_features, rank)
     model.layers.0.input_layernorm.weight            (hidden,), only where norms are trained
 
-`qerl.checkpoint.adapter_file` adds those on the experts of a mixture of experts.
-
-The modules of a model with an adapter by their names in the base, and an adapter that is in the packed weights.
+`qerl.checkpoint.adapter_file` reads the folder, and adds the tensors on experts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""The files of an adapter and of a run that trained whole weights.
+"""The files of an adapter, and what a run keeps of its training. Importing this loads no torch.
 
-A short digest of a folder's weights, by which a later run recognises whether they are still the same.
-
-Reading the standard PEFT folder of a LoRA adapter. Tensors are named as `qerl.checkpoint.adapter` names them.
-
-The adapter on experts: attached to a model, named, and in the files of PEFT.
-
-Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.model.experts`:
+Tensors are named as `qerl.checkpoint.adapter` names them. An adapter on experts is named by the experts' tensors in
+memory, with the shapes of `qerl.model.experts`:
 
     model.layers.0.mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
     model.layers.0.mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
@@ -17,17 +12,14 @@ PEFT 0.21 has them under `target_parameters` (peft/tuners/lora/layer.py, ParamWr
 around the other: down_proj is `experts.lora_A`, and gate_up_proj is `experts.base_layer.lora_A`. Its A is
 (experts * rank, in) with the expert as the slower index, and its B (out, rank * experts) with the expert as the faster
 one. It has no shared factors, so they are written once for each expert, and recognised when they are read. Its
-`rank_pattern` and `alpha_pattern` hold another rank than that of the other linears.
+`rank_pattern` and `alpha_pattern` hold a rank that differs from the other linears'.
 
-Folders that carry a checksum of each of their files, so that a lost bit is noticed before the files are used.
+A run's checkpoints and its result are sealed: they carry a checksum of each file, so that a lost bit is noticed. A run
+that trains through the quantizer is recognized by its files:
 
-Checkpoints of runs are such folders, and so is the adapter of a finished run. Importing this loads no torch.
-
-What a run that trains through the quantizer keeps, found by its files. Importing this loads no torch.
-
-base/                          the packed model that the run began with
-checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/ instead
-model/                         after the last step: the trained model, packed
+    base/                          the packed model that the run began with
+    checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/
+    model/                         after the last step: the trained model, packed
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""A folder that others can read.
+"""Write the model that a run has trained through the quantizer, and upload a finished folder to the hub.
 
-Write the model that a run has trained through the quantizer: its packed base, with the trained weights packed anew.
-
-The bytes are those that the engine held after a sync of these masters: the same arithmetic, under the base's own global
-scales, which never change in a run. Trained norms and linears that the base keeps in 16 bits are rounded to its dtype.
-Where an adapter was trained, W0 + s B A stands for a master (`qerl.model.master`).
-
-In bfloat16 the masters are rounded once, and linears that were packed but not trained are decoded, which is exact.
-
-Upload a finished folder to the hub. What can be checked first is checked before any work is done.
+The packed base is written with the trained weights packed anew. The bytes are those that the engine held after a sync
+of these masters: the same arithmetic, under the base's own global scales, which never change in a run. Trained norms
+and linears that the base keeps in 16 bits are rounded to its dtype. Where an adapter was trained, W0 + s B A stands for
+a master (`qerl.model.master`). In bfloat16 the masters are rounded once, and linears that were packed but not trained
+are decoded, which is exact.
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ from qerl.checkpoint.adapter_file import BASE, MODEL, WEIGHTS, weights_digest
 from qerl.checkpoint.folder import beside, format_of
 from qerl.checkpoint.hub import HUB_ID, reachable
 from qerl.checkpoint.output import copy_small_files, write_json, write_weights
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import model_in_recipe, resolve_model
-from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors, with_own_head
+from qerl.checkpoint.shards import TensorInfo, TensorReader, read_json, read_tensors, with_own_head
 from qerl.checkpoint.source import Tensors, all_finite, by_layer
 
 if TYPE_CHECKING:

@@ -1,12 +1,6 @@
-"""Detects what a folder contains: 16-bit or quantized weights, and the model that it was made from.
+"""What a single folder contains: its kind, its number format, and the model that it names as its base or was made from.
 
-What a folder holds, decided from its files alone: 16-bit base, quantized checkpoint, adapter or run.
-
-The base that a run or an adapter names, and where that base is.
-
-The folder that `qerl quantize` makes of a model: where it is, which command makes it, and from what it was made.
-
-Importing this module loads neither torch nor transformers.
+`qerl.checkpoint.resolve` follows the names from folder to folder. Importing this loads neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Files that come from a hub.
+"""Models given by hub id (`owner/name`): get their files through the hub's local cache, and explain refusals.
 
-Why the hub refuses a model or a data set, and what to do: accept a licence, or log in. Loads nothing by itself.
-
-Models given by hub id (`owner/name`): find out what they are and get their files, through the hub's local cache.
-
-Links in a model's folder: followed within it, and in the hub's cache to the blobs of the same model, nowhere else.
-
-A model comes from others, and what its files hold ends up in copies, cards, logs and prompts. A link in it could bring
-any file of this machine there.
+Links in a model's folder are followed within it, and in the hub's cache to the blobs of the same model, nowhere else. A
+model comes from others, and its files' content ends up in copies, cards, logs and prompts: a link in it could bring any
+file of this machine there.
 """
 
 from __future__ import annotations

@@ -1,36 +1,37 @@
-"""Loading a model.
-
-The experts of a checkpoint's layers in a transformers model: our blocks in place of its own, filled from files.
-
-A file has three linears for each expert (`qerl.checkpoint.experts`), and memory one tensor for each kind of a layer's
-tensors. Each expert is copied into its place as it is read.
-
-Open a checkpoint as a transformers model: 16-bit as it is, a quantized one with its linears left packed.
+"""Open a checkpoint as a transformers model, 16-bit or with its linears left packed, and its tokenizer.
 
     load_model("checkpoints/Qwen2.5-7B-Instruct-NVFP4A16", "nvfp4", dtype="bfloat16", device="cuda")
 
 transformers itself would unpack a whole NVFP4 checkpoint at the first forward (transformers 5.17 with
 compressed-tensors 0.19, `ct_decompress_hook`). So qerl builds the modules from the config alone, replaces the quantized
 linears by those of the format, and puts each tensor from its file into its place: no dense copy of a linear exists.
+
+Experts become our blocks. A file has three linears for each expert (`qerl.checkpoint.experts`), and memory one tensor
+for each kind of a layer's linears; each expert is copied into its place as it is read.
+
+Completions become text without the tokens that end or pad them. Other tokens that a tokenizer marks as special are a
+part of the answer: some mark `<think>` or `<tool_call>` so, and a grader has to see these.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl import formats
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.sandbox import try_tokenizer
 from qerl.checkpoint.activations import INPUT_SCALE, check_experts, kind_of_activations, place_activations_
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
 from qerl.checkpoint.hub import check_links, download_model
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import DTYPE_BYTES, KEY, TensorInfo, has_own_head, read_json, read_tensors
+from qerl.checkpoint.resolve import ModelRef
+from qerl.checkpoint.shards import DTYPE_BYTES, KEY, TensorInfo, TensorReader, has_own_head, read_json, read_tensors
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:
@@ -398,3 +399,59 @@ def _refuse_bare_codes(folder: Path, tensors: Mapping[str, TensorInfo], packed: 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+# What a chat template is given already.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+def check_chat_template(ref: ModelRef) -> None:
+    """Raise CheckpointError for a base whose tokenizer has no chat template.
+
+    Files that are not on this machine yet are left to whoever loads the tokenizer.
+    """
+    folder = Path(ref.base) if Path(ref.base).is_dir() else ref.path
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or any(folder.glob("*chat_template*")) or read_json(config).get("chat_template"):
+        return
+    raise CheckpointError(
+        f"the tokenizer in {folder} has no chat template, so prompts cannot be written as the model expects them: use "
+        "the instruct version of the checkpoint, or put a chat_template.jinja into that folder"
+    )
+
+
+def check_switches(tokenizer: PreTrainedTokenizerBase, switches: Mapping[str, Any], key: str) -> None:
+    """Raise ConfigError for a variable that the chat template does not read, under the `key` that set it."""
+    template = tokenizer.get_chat_template() if switches else ""
+    for name in switches:
+        if name in GIVEN:
+            raise ConfigError(f"{key} sets {name}, which qerl gives the chat template itself: leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            near = difflib.get_close_matches(name, set(re.findall(r"\b[a-z]\w*_\w+\b", template)), n=1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out, or use a model whose template has it"
+            raise ConfigError(
+                f"{key} sets {name}, which the chat template of {tokenizer.name_or_path!r} does not read: {hint}"
+            )
+
+
+class CompletionText:
+    """Token ids -> text, with the tokenizer of one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
+        """`end_ids` end a completion; so do the tokenizer's end of a sequence and what it pads with."""
+        self._tokenizer = tokenizer
+        self._left_out = frozenset([*end_ids, tokenizer.eos_token_id, tokenizer.pad_token_id]) - {None}
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """The text of one completion."""
+        kept = [token for token in map(int, token_ids) if token not in self._left_out]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def batch(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of several."""
+        return [self(token_ids) for token_ids in completions]
+
+
+def text_of_engine(tokenizer: PreTrainedTokenizerBase, engine: Any) -> CompletionText:
+    """The text of what an open engine samples."""
+    return CompletionText(tokenizer, getattr(engine, "end_token_ids", ()))

@@ -1,11 +1,8 @@
-"""Writing a checkpoint.
+"""Write a checkpoint into its output folder: safetensors files of bounded size, the index, and the small files.
 
-Write a checkpoint as its tensors arrive: safetensors files of bounded size, the index, and the small files.
-
-The output folder: check it before long work, write it next to its final place, and move it there as a whole.
-
-While it is being written it is the hidden sibling folder `.<name>.partial`. Its writer holds a flock on it, which the
-kernel releases if the process is killed. The next run with the same output clears what a killed one left behind.
+The folder is checked before long work, written next to its final place, and moved there as a whole. While it is being
+written it is the hidden sibling folder `.<name>.partial`. Its writer holds a flock on it, which the kernel releases if
+the process is killed. The next run with the same output clears what a killed one left behind.
 """
 
 from __future__ import annotations

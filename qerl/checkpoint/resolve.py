@@ -1,8 +1,4 @@
-"""What a path or a name of the user stands for: a base, a run, an adapter, a teacher.
-
-The adapter of a run or of a folder, once its files have been found whole. Importing this loads no torch.
-
-Find out from its files what a `--model` is: 16-bit base, quantized checkpoint, adapter or run; folder or hub id.
+"""What a `--model` is, and what a run begins with: 16-bit base, quantized checkpoint, adapter or run; folder or hub id.
 
     config.json                          -> "base16", or "quantized" if it has a quantization_config (`qerl.formats`)
     adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base, unless
@@ -10,14 +6,8 @@ Find out from its files what a `--model` is: 16-bit base, quantized checkpoint, 
     config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter;
                                             if it trains through the quantizer, its model/ is the base, with no adapter
 
-A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that
-name is `./tiny`). Importing this module loads neither torch nor transformers.
-
-The model that a run begins with: the base of an adapter, or the 16-bit weights that become masters.
-
-The teacher that a recipe names: a whole 16-bit model. Importing this loads no torch.
-
-What a run trained with that its model needs again later: the variables of the chat template. Loads no torch.
+A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that name is
+`./tiny`). Importing this loads neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
-"""Tensors in safetensors files.
-
-Check and list the safetensors files of a checkpoint from their headers, without loading any tensor.
+"""Tensors in safetensors files: list and check them from the headers, and read single ones on demand.
 
 A file starts with a little-endian uint64, the length of a JSON header that maps each tensor's name to its dtype,
 shape and byte range in the rest of the file (https://github.com/huggingface/safetensors#format). Reading the header
-is enough to know what a checkpoint holds and to notice a truncated or missing file before any long work.
-
-The text part of a model for pictures and text, as a text model of its own; and what is missing for others.
+is enough to know what a checkpoint holds and to notice a truncated or missing file before any long work. Importing this
+loads no torch.
 
 A checkpoint for pictures and text holds a decoder under `text_config`, with its tensors under a prefix. Without
-pictures its positions are those of a text model, so that it computes what the text model of that family computes. What
-is read here are config and headers; no torch is loaded.
+pictures its positions are those of a text model, so `text_part` takes it as the text model of that family.
 
-Whether a checkpoint's file has a head of its own where its config.json says that the embeddings serve as the head.
-
-A head that differs from the embeddings counts, as transformers 5 has it. Engines and other readers go by
-`tie_word_embeddings`, so whatever qerl writes says false there, and what it opens is opened that way. Importing this
-loads no torch.
+A head that differs from the embeddings counts even where config.json ties the two, as in transformers 5. Engines and
+other readers go by `tie_word_embeddings`, so whatever qerl writes says false there (`with_own_head`).
 """
 
 from __future__ import annotations
@@ -24,12 +17,17 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import JSON_BYTES, parse_json, read_text
+
+if TYPE_CHECKING:
+    import torch
+
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -295,3 +293,36 @@ def _equal(one: TensorInfo, other: TensorInfo) -> bool:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{one.file} cannot be read ({error}): copy or download it again") from error
     return True
+
+
+class TensorReader:
+    """Reads a checkpoint's tensors by name, each on demand; a context manager that closes the files.
+
+    Only one file is open at a time, because the memory map of a file that has been read stays resident.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = tensors
+        self._stack = ExitStack()
+        self._open: tuple[Path, object] | None = None
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._open = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU, in the dtype of the file. Raises CheckpointError if the file cannot be read."""
+        from safetensors import SafetensorError, safe_open
+
+        info = self._tensors[name]
+        file = info.file
+        try:
+            if self._open is None or self._open[0] != file:
+                self._stack.close()
+                self._open = (file, self._stack.enter_context(safe_open(file, framework="pt")))
+            return self._open[1].get_tensor(info.stored_as or name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} cannot be read from {file} ({error}): copy or download it again") from error

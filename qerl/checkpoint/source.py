@@ -1,13 +1,10 @@
-"""Reading the weights of a checkpoint, packed or not.
+"""The 16-bit checkpoint to quantize, and its linears packed by their format, one decoder layer at a time.
 
-The 16-bit checkpoint to quantize. All that cannot work is refused here, from file headers, before long work.
-
-The names and shapes of the tensors decide what is supported, not a list of model classes. It has to be a decoder whose
-layers `model.layers.N` have the seven projections self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj, with or without
-biases, QK-norms and tied embeddings (Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). In place of an MLP a layer may have
-experts of a family that `qerl.checkpoint.experts` names. This module imports no torch.
-
-Pack a 16-bit checkpoint's linears by their format's own arithmetic, one decoder layer at a time.
+All that cannot work is refused here, from file headers, before long work. The names and shapes of the tensors decide
+what is supported, not a list of model classes. It has to be a decoder whose layers `model.layers.N` have the seven
+projections self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj, with or without biases, QK-norms and tied embeddings
+(Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). In place of an MLP a layer may have experts of a family that
+`qerl.checkpoint.experts` names. Importing this loads no torch.
 """
 
 from __future__ import annotations

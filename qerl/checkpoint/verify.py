@@ -16,8 +16,7 @@ from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import COMPUTED
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import TensorInfo, has_own_head, read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, TensorReader, has_own_head, read_json, read_tensors
 from qerl.checkpoint.source import Source
 from qerl.formats.base import Format, TensorSpec
 

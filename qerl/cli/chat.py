@@ -20,8 +20,7 @@ import typer
 
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
 from qerl.base.printable import printable
-from qerl.checkpoint.chat_template import check_chat_template, check_switches, text_of_engine
-from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.load import check_chat_template, check_switches, load_tokenizer, local_folder, text_of_engine
 from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
 from qerl.cli.options import ENGINE_OPTIONS, Gpu, Text

@@ -351,8 +351,8 @@ def _end(result: TrainResult, first: bool) -> None:
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
-    from qerl.checkpoint.chat_template import check_chat_template
     from qerl.checkpoint.folder import default_quantized_dir, quantize_line
+    from qerl.checkpoint.load import check_chat_template
     from qerl.checkpoint.resolve import resolve_model
 
     base = config.model.base

@@ -34,7 +34,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.chat_template import CompletionText
+from qerl.checkpoint.load import CompletionText
 from qerl.episodes.driven import Action, BadEnvironmentError, Call, Message, Reply, Schema, called, number
 
 if TYPE_CHECKING:

@@ -1,22 +1,20 @@
-"""The base that an adapter is merged into.
-
-Base and adapter as one checkpoint of dense tensors, which are computed when they are read.
+"""Base and adapter as one checkpoint of dense tensors, which are computed when they are read.
 
     merged = W_hat + s B A        in float32, rounded once when it is written
 
 W_hat is the decoded NVFP4 weight on which the adapter was trained, or the weight of a 16-bit base; s = alpha / rank.
-A start that acted in the training is a part of W_hat: the weight is then Q + B0 A0 (start.py).
+A start that acted in the training is a part of W_hat: the weight is then Q + B0 A0 (adapter.py).
 Trained norms replace those of the base. The result is a `Source`, quantize's view of a checkpoint, so that quantize's
 writer, rounding and verification take it like a folder. At most one layer is computed at a time.
 
-Choose what to merge onto: the quantized weights that were trained on, or the 16-bit model they were quantized from.
+An adapter is merged onto the quantized weights that were trained on, or the 16-bit model they were quantized from:
 
     trained     W_hat + s B A, the policy that was trained. It is right for a 16-bit model.
     original    W + s B A. It is the only choice that works for a quantized model. W_hat lies on the grid, so rounding
                 W_hat + s B A gives W_hat back wherever s B A is under half a step. W lies anywhere between grid points,
                 so s B A moves the right share of the weights over a rounding boundary, and on average nothing is lost.
 
-An adapter that was trained with a start adds what it has learned, which is not always s B A (start.py).
+An adapter that was trained with a start adds what it has learned, which is not always s B A (adapter.py).
 
 Q(W + s B A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
 """
@@ -35,9 +33,8 @@ from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_file import is_of_experts
 from qerl.checkpoint.experts import Decoder, decoder_of
 from qerl.checkpoint.folder import REPORT, format_of, quantized_from
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import ModelRef, resolve_model
-from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors, with_own_head
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, TensorReader, read_json, read_tensors, with_own_head
 from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
 from qerl.formats.base import Format
 

@@ -162,8 +162,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> l
 def _neutralize(engine: Engine, exact: ModelRef) -> None:
     """Set the adapter to where its training began: B to zero or a start that was trained, and norms to the base's."""
     from qerl.checkpoint.load import local_folder
-    from qerl.checkpoint.reader import TensorReader
-    from qerl.checkpoint.shards import read_tensors
+    from qerl.checkpoint.shards import TensorReader, read_tensors
     from quantize.export.adapter import neutral_factors, start_in_merge
 
     adapter = Adapter(exact.adapter, *read_adapter(exact.adapter))

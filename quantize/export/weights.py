@@ -22,8 +22,7 @@ from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.export import Masters, dense_tensors, packed_tensors
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.output import copy_small_files, write_json, write_weights
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors, with_own_head
+from qerl.checkpoint.shards import TensorReader, read_tensors, with_own_head
 from qerl.checkpoint.source import Source, Tensors, packed_groups, power_of_two_scale_of
 from qerl.checkpoint.verify import FailedCheck, check_head, sqnr_db
 from qerl.formats.base import Format

@@ -3,8 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from quantize.compressor import load_compressor
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

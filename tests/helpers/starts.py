@@ -4,8 +4,7 @@ import torch
 from checkpoint_factory import make_checkpoint
 
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, base_digest, write_start
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import read_source
 from qerl.formats import NVFP4
 from quantize.options import QuantizeOptions

@@ -17,7 +17,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, BaseStart, base_digest, check_start, read_start
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import TensorReader
 from qerl.checkpoint.source import read_source
 from qerl.formats import NVFP4
 from quantize import one_pass, rounding

@@ -12,8 +12,7 @@ from validated_run import validated_config
 import training.run
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.load import load_model
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import TensorReader, read_json, read_tensors
 from qerl.config.recipe import load_config, save_config
 from qerl.formats.nvfp4 import reference
 from training.run import resume, start

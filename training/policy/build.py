@@ -30,8 +30,7 @@ from qerl.checkpoint.adapter import (
 from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets
 from qerl.checkpoint.base_start import read_start
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.config.experts import adapts_experts, expert_rank
 from qerl.formats.fp8.training import recipe_of
 from qerl.formats.linear import PackedLinear

@@ -29,8 +29,7 @@ from qerl.checkpoint.adapter import (
 )
 from qerl.checkpoint.adapter_file import WEIGHTS, read_adapter
 from qerl.checkpoint.output import write_weights
-from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import by_layer
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, pack_weights_
 from qerl.formats.base import TensorSpec

@@ -26,8 +26,7 @@ from qerl import formats
 from qerl.base.devices import FP8_CAPABILITY
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
-from qerl.checkpoint.chat_template import check_switches
-from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.load import check_switches, load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.quant import CALIBRATION
 from qerl.config.rules import vllm_only

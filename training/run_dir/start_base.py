@@ -24,9 +24,8 @@ from qerl.checkpoint.adapter_file import BASE
 from qerl.checkpoint.folder import REPORT
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import ModelRef, resolve_model
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import TensorReader, read_json
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.config.quant import CALIBRATION
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of

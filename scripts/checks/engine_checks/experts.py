@@ -61,8 +61,7 @@ def one_copy(context: Context) -> dict:
 
 def decoded(context: Context) -> dict:
     """The engine's experts decode to the bits of the checkpoint's own decoding, in the first and the last layer."""
-    from qerl.checkpoint.reader import TensorReader
-    from qerl.checkpoint.shards import read_tensors
+    from qerl.checkpoint.shards import TensorReader, read_tensors
     from qerl.formats import get
 
     folder, format = Path(context.arguments.model), get(context.arguments.format)

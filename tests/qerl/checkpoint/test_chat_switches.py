@@ -9,8 +9,7 @@ from small_run import small_config
 
 import qerl
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.chat_template import check_switches
-from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.load import check_switches, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model, switches_for
 from qerl.cli.train import parse_switches
 from qerl.config.recipe import save_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.chat_template import check_chat_template
 from qerl.checkpoint.folder import TINY_FOLDER
+from qerl.checkpoint.load import check_chat_template
 from qerl.checkpoint.resolve import resolve_model
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 from bases import TINY
 
-from qerl.checkpoint.chat_template import CompletionText, text_of_engine
-from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.load import CompletionText, load_tokenizer, text_of_engine
 from qerl.episodes.endpoint import Chat
 
 SAID = "3 + 4 = 7\n#### 7"

@@ -31,7 +31,7 @@ def test_places_are_those_where_transformers_puts_the_weights(tmp_path, layout):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from qerl.checkpoint.reader import TensorReader
+    from qerl.checkpoint.shards import TensorReader
 
     decoder, tensors = opened(make_checkpoint(tmp_path, layout))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()

@@ -12,7 +12,7 @@ from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import TensorReader
 from qerl.checkpoint.source import read_source
 from qerl.checkpoint.verify import sqnr_db, verify
 from qerl.formats import NVFP4
