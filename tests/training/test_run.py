@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -318,3 +320,10 @@ def test_a_run_with_several_updates_per_rollout(nvfp4_base, tmp_path):
     assert rows[2]["clip/share"] == 0  # the first update is on policy, the second is not
     assert rows[3]["clip/share"] > 0
     assert rows[2]["entropy"] != rows[3]["entropy"]
+
+
+def test_a_run_s_start_loads_few_of_our_modules():
+    """Lower the number with what is loaded; issue 43 aims at 140."""
+    code = "import sys, training.run; print(sum(name.split('.')[0] in ('qerl', 'training') for name in sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(printed.stdout) <= 195
