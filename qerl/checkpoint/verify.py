@@ -73,7 +73,7 @@ def verify(
                         _check_sqnr(check, source.format)
                     checks[check.name] = check
                 else:
-                    _check_same(name, read(name), dense(name))
+                    check_same(name, read(name), dense(name))
                 advance()
     _check_shared(source, checks)
     return [checks[module] for module in source.quantized]
@@ -83,7 +83,7 @@ def check_input_scales(folder: Path, scales: Mapping[str, torch.Tensor]) -> None
     """Raise FailedCheck unless the static scales of activations in `folder` are `scales`, float32 (1,) by module."""
     with TensorReader(read_tensors(folder)) as read:
         for module, scale in scales.items():
-            _check_same(f"{module}.{INPUT_SCALE}", read(f"{module}.{INPUT_SCALE}"), scale)
+            check_same(f"{module}.{INPUT_SCALE}", read(f"{module}.{INPUT_SCALE}"), scale)
 
 
 def _check_headers(folder: Path, source: Source, tensors: Mapping[str, TensorInfo]) -> None:
@@ -149,10 +149,12 @@ def sqnr_db(weight: torch.Tensor, decoded: torch.Tensor) -> float | None:
     return 20.0 * math.log10(signal / noise) if signal > 0.0 else -math.inf
 
 
-def _check_same(name: str, written: torch.Tensor, dense: torch.Tensor) -> None:
+def check_same(name: str, written: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise FailedCheck unless two tensors are equal to the bit."""
     import torch
 
-    if not torch.equal(written.view(torch.uint8), dense.contiguous().view(torch.uint8)):
+    same = written.dtype == expected.dtype and written.shape == expected.shape
+    if not same or not torch.equal(written.view(torch.uint8), expected.contiguous().view(torch.uint8)):
         raise FailedCheck(f"{name} is not the tensor that was to be written")
 
 

@@ -24,7 +24,7 @@ from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.output import copy_small_files, write_json, write_weights
 from qerl.checkpoint.shards import TensorReader, read_tensors, with_own_head
 from qerl.checkpoint.source import Source, Tensors, packed_groups, power_of_two_scale_of
-from qerl.checkpoint.verify import FailedCheck, check_head, sqnr_db
+from qerl.checkpoint.verify import FailedCheck, check_head, check_same, sqnr_db
 from qerl.formats.base import Format
 from quantize.export.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
 
@@ -213,21 +213,13 @@ def check_written(
             for name, tensor in group.items():
                 if name not in left:
                     raise FailedCheck(f"{name} is missing")
-                _check_same(name, read(name), tensor)
+                check_same(name, read(name), tensor)
             left -= group.keys()
             for name, weight in _weights(masters, group):
                 lowest = min(lowest, sqnr_db(wide(name).float(), weight) or math.inf)
     if left:
         raise FailedCheck(f"{min(left)} is unexpected")
     return lowest if math.isfinite(lowest) else None
-
-
-def _check_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    import torch
-
-    same = found.dtype == expected.dtype and found.shape == expected.shape
-    if not same or not torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)):
-        raise FailedCheck(f"{name} is not the tensor that was to be written")
 
 
 def _weights(masters: Masters, group: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
