@@ -36,7 +36,6 @@ SLOW = (  # files that begin first, the slowest of all before the others, so tha
     "test_episodes_run.py",
     "test_distillation.py",
     "test_carry_over.py",
-    "test_grading_ahead.py",
     "test_metrics_page.py",
     "test_experts_run.py",
 )

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.load import text_of_engine
-from qerl.data.rows import sources_of
-from qerl.data.tasks import task_of
 from qerl.engine.interface import SamplingParams
 from training.policy.kv_ranges import KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
 from training.rollout.carry_over import CarryOver
-from training.rollout.grading_ahead import grading_ahead
 from training.rollout.prompts import Curriculum, weights_of
 from training.rollout.sampler import Sampler, SamplerOptions
 from training.run_dir.phase_times import PhaseTimes
@@ -123,11 +120,7 @@ def make_parts(
     if not sampled:
         return SftParts(base=engine, rows=given.rows, **shared)
     check_reference(policy, config.loss.kl_coef)
-    text, ahead = text_of_engine(given.tokenizer, engine), None
-    if given.environments is None:  # of an episode only the last turn is graded, and which one that is shows at the end
-        graded = [(task_of(source.data), [reward.name for reward in source.rewards]) for source in sources_of(config)]
-        ahead = grading_ahead(graded, text)
-    sampler = Sampler(engine, policy, sampler_options(config), ahead, given.environments)
+    sampler = Sampler(engine, policy, sampler_options(config), given.environments)
     if config.rollout.calibrates_kv:
         prompts = [prompt.ids for prompt in given.prompts]
         sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh, given.parallel)
@@ -135,7 +128,7 @@ def make_parts(
         prompts=given.prompts,
         rewards=given.rewards,
         sampler=sampler,
-        grader=Grader(given.rewards, text.batch, config.loss.mask_truncated),
+        grader=Grader(given.rewards, text_of_engine(given.tokenizer, engine).batch, config.loss.mask_truncated),
         carry_over=CarryOver(config, given.prompts, given.parallel) if rollout.carry_over else None,
         curriculum=_curriculum(config, given),
         **shared,

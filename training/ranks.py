@@ -30,12 +30,11 @@ BUCKET_BYTES = 2**28  # gradients that are summed at once
 
 def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """One rollout from those of the ranks, which took as long as the slowest of them; `kept` is that of the first."""
-    first, ahead = parts[0], [part.graded_ahead for part in parts if part.graded_ahead is not None]
+    first = parts[0]
     return Rollout(
         groups=[group for part in parts for group in part.groups],
         seconds=max(part.seconds for part in parts),
         switch_s=max(part.switch_s for part in parts),
-        graded_ahead=sum(ahead) if ahead else None,
         noise=first.noise,
         memory=largest([part.memory for part in parts]),
         kept=first.kept,

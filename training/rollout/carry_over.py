@@ -42,7 +42,6 @@ from training.rollout.prompts import rollout_rows
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
-    from qerl.engine.interface import Finished
     from training.rollout.groups import GradedGroup, Prompt
 
 
@@ -129,8 +128,6 @@ class Pool(Source):
 
     def __init__(self, kept: Kept, share: Share, sampling: SamplingParams, rollout: int, longest: int) -> None:
         """`longest` is `rollout.carry_over`."""
-        self.answers: list[str] = []  # one for each request
-        self.told: Finished | None = None  # is called with each whole completion
         self._share, self._sampling, self._rollout = share, sampling, rollout
         self._taken, self._most = kept.taken, (longest + 1) * share.groups
         self._groups = list(kept.groups)
@@ -159,16 +156,18 @@ class Pool(Source):
         return self._enough() or self._has_room()
 
     def finished(self, index: int, completion: Completion) -> None:
-        whole = self._take(index, completion)
-        if self.told is not None:
-            self.told(index, Completion(list(whole.token_ids), list(whole.logprobs), completion.finish_reason))
+        place, member = self._places[index]
+        group = self._groups[place]
+        completions = list(group.completions)
+        completions[member] = completions[member].continued(completion, self._rollout)
+        self._groups[place] = replace(group, completions=tuple(completions))
 
     # -- what comes of it
 
     def settle(self, unfinished: Mapping[int, Completion]) -> tuple[list[Group], Kept]:
         """The groups to train on, and what is kept; `unfinished` is what the engine's call left."""
         for index, completion in unfinished.items():
-            self._take(index, completion)
+            self.finished(index, completion)
         chosen = [place for place, left in enumerate(self._left) if not left][: self._share.groups]
         assert len(chosen) == self._share.groups, "the engine stopped before there was enough"
         kept = tuple(group for place, group in enumerate(self._groups) if place not in chosen)
@@ -182,14 +181,6 @@ class Pool(Source):
 
     def _whole(self, group: BegunGroup) -> Group:
         return Group(self._share.prompts[group.row], tuple(each.sample() for each in group.completions))
-
-    def _take(self, index: int, completion: Completion) -> Begun:
-        place, member = self._places[index]
-        group = self._groups[place]
-        completions = list(group.completions)
-        completions[member] = completions[member].continued(completion, self._rollout)
-        self._groups[place] = replace(group, completions=tuple(completions))
-        return completions[member]
 
     def _enough(self) -> bool:
         return self._left.count(0) >= self._share.groups and not any(self._left[: self._due])
@@ -223,7 +214,6 @@ class Pool(Source):
         prompt, begun = self._share.prompts[group.row], group.completions[member].token_ids
         index = len(self._places)
         self._places.append((place, member))
-        self.answers.append(prompt.example.answer)
         self._running += 1
         sampling = replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - len(begun))
         return Request(index, [*prompt.ids, *begun], sampling, self._share.stream(index))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from training.policy.kv_ranges import KVCalibration
     from training.policy.policy import Policy
     from training.rollout.carry_over import Kept, Pool
-    from training.rollout.grading_ahead import GradingAhead
 
 T = TypeVar("T")
 
@@ -50,7 +49,6 @@ class Rollout:
     groups: list[Group]
     seconds: float  # of sampling alone
     switch_s: float  # of waking the engine and of putting it to sleep
-    graded_ahead: int | None  # completions graded before the engine was done; None where nothing is graded ahead
     noise: Mapping[str, float]
     memory: Mapping[str, float]  # empty on a CPU
     kept: Kept | None = None  # what goes on in the next rollout; None where nothing is carried over
@@ -69,7 +67,7 @@ class SamplerOptions:
 
 
 class Sampler:
-    """Samples by its options; `ahead` grades completions while others are still being sampled."""
+    """Samples by its options."""
 
     calibration: KVCalibration | None = None  # of an engine whose keys and values have 8 bits
 
@@ -78,7 +76,6 @@ class Sampler:
         engine: Engine,
         policy: Policy,
         options: SamplerOptions,
-        ahead: GradingAhead | None = None,
         environments: Environments | None = None,
     ) -> None:
         self._engine = engine
@@ -87,7 +84,6 @@ class Sampler:
         self._norms = block_norms(policy.base_model) if options.noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(options.noise, sizes, options.steps, options.seed)
-        self._ahead = ahead
         self._environments = environments
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
@@ -111,16 +107,8 @@ class Sampler:
         """
         size = self._options.group_size
         each = [prompt for prompt in prompts for _ in range(size)]
-        answers, sources = [one.example.answer for one in each], [one.source for one in each]
-        ahead = nullcontext() if self._ahead is None else self._ahead.rollout(answers, sources)
-        with ahead as finished:
-
-            def draw(seed: int) -> tuple[list[Sample], int | None]:
-                samples = self._samples(each, seed, finished, first * size)
-                return samples, None if self._ahead is None else self._ahead.graded
-
-            (samples, graded), cost = self._drawn(moment, attempt, draw)
-        return Rollout(grouped(prompts, samples, size), graded_ahead=graded, **cost)
+        samples, cost = self._drawn(moment, attempt, lambda seed: self._samples(each, seed, first * size))
+        return Rollout(grouped(prompts, samples, size), **cost)
 
     def go_on(self, pool: Pool, moment: Moment) -> Rollout:
         """A rollout that goes on with what is in `pool`, and ends as soon as that has groups enough."""
@@ -128,10 +116,8 @@ class Sampler:
         def draw(seed: int) -> tuple[list[Group], Kept]:
             return pool.settle(self._engine.run(pool, seed))
 
-        ahead = nullcontext() if self._ahead is None else self._ahead.rollout(pool.answers)
-        with ahead as pool.told:
-            (groups, kept), cost = self._drawn(moment, 0, draw)
-        return Rollout(groups, graded_ahead=None, kept=kept, drawn_tokens=pool.drawn_tokens, **cost)
+        (groups, kept), cost = self._drawn(moment, 0, draw)
+        return Rollout(groups, kept=kept, drawn_tokens=pool.drawn_tokens, **cost)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -157,13 +143,13 @@ class Sampler:
             "memory": memory,
         }
 
-    def _samples(self, prompts: Sequence[Prompt], seed: int, finished: Finished | None, first: int) -> list[Sample]:
+    def _samples(self, prompts: Sequence[Prompt], seed: int, first: int) -> list[Sample]:
         """One sample for each prompt; `first` is the place of the first one in the whole rollout."""
         sampling = self._options.sampling
         if self._environments is not None:
             return played(self._engine, self._environments, prompts, sampling, seed)
         ids = [prompt.ids for prompt in prompts]
-        return [Sample.of(done) for done in self._engine.generate(ids, sampling, seed, finished, first)]
+        return [Sample.of(done) for done in self._engine.generate(ids, sampling, seed, first_index=first)]
 
     @contextmanager
     def clean_engine(self) -> Iterator[Engine]:
@@ -227,11 +213,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     drawn = sum(rollout.drawn_tokens for rollout in rollouts) if rollouts[0].kept is not None else tokens
     seconds = sum(rollout.seconds for rollout in rollouts)
     surprise = -sum(sum(sample.logprobs) for sample in samples)  # tokens of environments have a logprob of 0
-    ahead = [rollout.graded_ahead for rollout in rollouts if rollout.graded_ahead is not None]
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     memory = {name: max(rollout.memory[name] for rollout in rollouts) for name in rollouts[0].memory}
     return {
-        **({"speed/graded_ahead_share": sum(ahead) / len(samples)} if ahead else {}),
         **rollouts[-1].noise,
         **(episode_metrics(episodes) if episodes else {}),
         **memory,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from engine_checks.compare import mismatch, same
 from engine_checks.context import Context
-from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, SamplingParams, request_seed
 from qerl.engine.vllm import requests
-from training.rollout.grading_ahead import GradingAhead
 
 GROUPS, GROUP_SIZE, LONGEST, ROUNDS = 16, 8, 512, 5
 LENGTHS = (40, 3, 24, 9)
@@ -47,26 +45,18 @@ def told_of_while(context: Context) -> dict:
 
 
 def told(context: Context) -> dict:
-    """Seconds of a rollout of 16 x 8 completions of 1 to 512 tokens, in four ways that take turns.
+    """Seconds of a rollout of 16 x 8 completions of 1 to 512 tokens, in three ways that take turns.
 
-    They are `LLM.generate` itself, the engine, the engine with reports to a caller, and the engine with a caller that
-    has a formula of each completion graded in a thread.
+    They are `LLM.generate` itself, the engine, and the engine with reports to a caller.
     """
     engine, rng = context.engine, random.Random(5)
     prompts = [prompt for prompt in context.prompts[:GROUPS] for _ in range(GROUP_SIZE)]
     sampling = [SamplingParams(rng.randint(1, LONGEST)) for _ in prompts]
     ended: list[float] = []
-    ahead = GradingAhead(get_task("math500"), _Formulas().text)
-
-    def graded() -> list[Completion]:
-        with ahead.rollout([r"\sqrt{3}"] * len(prompts)) as finished:
-            return engine.generate(prompts, sampling, seed=1, finished=finished)
-
     ways: dict[str, Callable[[], list[Completion]]] = {
         "vllm": lambda: _by_vllm(engine, prompts, sampling),
         "plain": lambda: engine.generate(prompts, sampling, seed=1),
         "told": lambda: engine.generate(prompts, sampling, seed=1, finished=lambda *_: ended.append(time.monotonic())),
-        "graded": graded,
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     tokens: dict[str, list[int]] = {way: [] for way in ways}
@@ -83,19 +73,7 @@ def told(context: Context) -> dict:
         "median_s": {way: statistics.median(values) for way, values in seconds.items()},
         "tokens": tokens,
         "told_s_before_the_last": [round(ended[-1] - moment, 3) for moment in ended[:: len(ended) // 8]],
-        "graded_share": ahead.graded / len(prompts),
     }
-
-
-class _Formulas:
-    """Stands in for a tokenizer: everything becomes a long text with a formula that has not been compared yet."""
-
-    def __init__(self) -> None:
-        self._number = 1
-
-    def text(self, ids: Sequence[int]) -> str:
-        self._number += 1
-        return "so it is twice as much, " * (len(ids) // 6) + rf"\boxed{{{self._number}\sqrt{{7}}}}"
 
 
 def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
