@@ -103,7 +103,7 @@ def make_plan(settings: EvalSettings) -> Plan:
         from qerl.episodes.play import open_environments
 
         environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS, switches)
-    renderer = Renderer(tokenizer, switches, None if environments is None else environments.chat)
+    renderer = Renderer(tokenizer, switches, environments and environments.chat.prompt)
     rows = renderer.rows([(example, messages_of(task, example)) for example in examples])
     examples, messages, prompts = ([getattr(row, name) for row in rows] for name in ("example", "messages", "ids"))
     dropped = dropped.without(renderer.left_out)

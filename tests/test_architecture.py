@@ -37,9 +37,6 @@ ENTRY_POINTS = {
 ALLOWED_UPWARD = """
     eval.settings -> qerl.cli.options
     eval.settings -> qerl.cli.train
-    qerl.data.rows -> qerl.checkpoint.hub
-    qerl.data.sequences -> qerl.episodes.endpoint
-    training.rewards.grading -> training.rollout.dynamic_sampling
     training.rewards.grading -> training.rollout.groups
     training.rewards.rewards -> training.rollout.groups
     training.rewards.rewards -> training.run_dir.log

@@ -1,4 +1,4 @@
-"""Models given by hub id (`owner/name`): get their files through the hub's local cache, and explain refusals.
+"""Models given by hub id (`owner/name`): get their files through the hub's local cache.
 
 Links in a model's folder are followed within it, and in the hub's cache to the blobs of the same model, nowhere else. A
 model comes from others, and its files' content ends up in copies, cards, logs and prompts: a link in it could bring any
@@ -8,69 +8,15 @@ file of this machine there.
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
+from qerl.base.hub import HUB_ID, reachable, refusal
 
-HUB = "https://huggingface.co"  # licences are accepted there, whatever mirror HF_ENDPOINT names
-LOG_IN = "`hf auth login` (or set HF_TOKEN)"
-
-
-def refusal(error: Exception, ref: str, data: bool = False) -> str | None:
-    """What the hub's answer means for `ref`, and the remedy; None if `error` is not about permission."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    page, what = f"{HUB}/{'datasets/' if data else ''}{ref}", "data set" if data else "model"
-    for cause in _causes(error):
-        # `datasets` raises an error of its own, of which the text alone says what the hub's client had raised.
-        if isinstance(cause, GatedRepoError) or (data and "is a gated dataset" in str(cause)):
-            return f"{ref} is gated: accept its licence at {page}, then log in with {LOG_IN}{_token_known()}"
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        hidden = isinstance(cause, RepositoryNotFoundError) or (data and "cannot be accessed" in str(cause))
-        if hidden or (status == 401 and not has_token()):
-            return (
-                f"the hub shows no {what} {ref}{_to_whom()}: check the name at {page}; if it is private, log in with "
-                f"{LOG_IN} as someone who may read it"
-            )
-        if status in (401, 403):
-            return f"the hub refuses {ref} ({status}){_to_whom()}: see {page}, and log in anew with {LOG_IN}"
-    return None
-
-
-def has_token() -> bool:
-    """Whether there is a token for the hub, in HF_TOKEN or from `hf auth login`."""
-    from huggingface_hub import get_token
-
-    return get_token() is not None
-
-
-def _to_whom() -> str:
-    return " to the token that is set here" if has_token() else " without a token"
-
-
-def _token_known() -> str:
-    return "; the token that is set here has no access yet" if has_token() else ""
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error itself, then what it was raised from."""
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        seen.append(following)
-        yield following
-        following = following.__cause__ or following.__context__
-
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]
 
 T = TypeVar("T")
@@ -147,21 +93,6 @@ def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
 
 def _not_here(ref: str) -> str:
     return no_folder(ref) if is_path(ref) else f"{ref} is no folder here"
-
-
-def reachable() -> bool:
-    """Whether the hub's name resolves. Without this check the hub's client would retry for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # the proxy resolves the name
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
 
 
 TEMPLATES = "additional_chat_templates"  # a folder of a model, which transformers reads and quantize copies

@@ -19,10 +19,11 @@ from pathlib import Path
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import replace_text
+from qerl.base.hub import HUB_ID
 from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from
-from qerl.checkpoint.hub import HUB_ID, config_folder
+from qerl.checkpoint.hub import config_folder
 from qerl.checkpoint.output import copy_tokenizer
 from qerl.checkpoint.shards import read_json
 

@@ -234,7 +234,7 @@ def _hub() -> Check:
 
 def _token() -> Check:
     """Whether there is a token for the hub. What it is, is nobody's business."""
-    from qerl.checkpoint.hub import LOG_IN, has_token
+    from qerl.base.hub import LOG_IN, has_token
 
     if has_token():
         return Check("ok", "hub token", "present: gated models whose licence you accepted can be fetched")

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.files import close_to, expanded, is_path, no_folder
+from qerl.base.hub import HUB_ID, reachable, refusal
 from qerl.base.program import given_rows
-from qerl.checkpoint.hub import HUB_ID, reachable, refusal
 
 if TYPE_CHECKING:
     from qerl.config.data import DataConfig, RewardConfig, SourceConfig, SourceValidationConfig

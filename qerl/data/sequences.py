@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, DataError
-from qerl.base.sandbox import SandboxError, render_chat
+from qerl.base.sandbox import SandboxError, render_chat, render_text
 from qerl.data.messages import INPUT, INSTRUCTION, Written, as_messages
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.tasks import TASKS, Example, Message, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from qerl.episodes.endpoint import Chat
 
 
 logger = logging.getLogger(__name__)
@@ -47,11 +45,14 @@ class RenderedRow:
 
 @dataclass
 class Renderer:
-    """The chat template of one model with its `switches`; a `chat` adds the tools of an environment."""
+    """The chat template of one model with its `switches`.
+
+    `prompt` renders messages with the tools of an environment, in place of the template alone.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     switches: Mapping[str, Any] | None = None
-    chat: Chat | None = None
+    prompt: Callable[[Sequence[Message]], list[int]] | None = None
     left_out: dict[str, list[str]] = field(default_factory=dict)  # reason -> ids of rows
 
     def __post_init__(self) -> None:
@@ -68,8 +69,8 @@ class Renderer:
             if (reason := self._missing(example, messages)) is not None:
                 self.left_out.setdefault(reason, []).append(example.id)
                 continue
-            if self.chat is not None:
-                ids = self.chat.prompt(messages)
+            if self.prompt is not None:
+                ids = self.prompt(messages)
             else:
                 ids = render_prompt(self.tokenizer, messages, self.switches, example.tools)
             rows.append(RenderedRow(example, tuple(messages), ids))
@@ -88,10 +89,8 @@ class Renderer:
         plain = not example.tools and "assistant" not in form and all(PLAIN.issuperset(each) for each in messages)
         if plain and self._found.get(form, 0) >= ENOUGH:
             return None
-        if example.tools and self.chat is not None:
+        if example.tools and self.prompt is not None:
             return "the row brings tools of its own, and the environment has others: remove the column `tools`"
-        from qerl.base.sandbox import SandboxError, render_text
-
         try:
             text = render_text(self.tokenizer, messages, True, example.tools, self.switches)
         except SandboxError:  # said by what renders it next

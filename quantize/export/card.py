@@ -15,11 +15,11 @@ from pathlib import Path
 from qerl import formats
 from qerl.base.errors import DataError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
+from qerl.base.hub import HUB_ID
 from qerl.base.printable import quoted
 from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
-from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.resolve import run_of_adapter
 from qerl.config.recipe import read_config

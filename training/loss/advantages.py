@@ -42,6 +42,11 @@ def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
     return spread > 1e-6 * rewards.abs().amax(1).clamp(min=1.0)
 
 
+def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[bool]:
+    """Which groups have a gradient: rewards that differ, and a completion in the loss. Both are (P, G)."""
+    return (rewards_differ(rewards) & in_loss.any(1)).tolist()
+
+
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
     """The unbiased standard deviations (R, 1) of the rows (R, N), with TRL's order of operations."""
     count = torch.tensor(rewards.shape[1])

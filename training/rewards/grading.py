@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from qerl.base.own_function import ENVIRONMENTS
-from training.loss.advantages import deviation
+from training.loss.advantages import deviation, informative_groups
 from training.rewards.rewards import Reward, Rewards
-from training.rollout.dynamic_sampling import informative_groups
 from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 
 # name -> for each call of a reward the mean of what it gave to `log_metric`, and its completions

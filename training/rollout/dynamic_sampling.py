@@ -28,7 +28,6 @@ from dataclasses import dataclass
 import torch
 
 from qerl.base.philox import derive_seed
-from training.loss.advantages import rewards_differ
 from training.rollout.groups import GradedGroup
 
 logger = logging.getLogger(__name__)
@@ -114,11 +113,6 @@ def _source(graded: GradedGroup) -> int:
 
 def _tokens(groups: Sequence[GradedGroup]) -> int:
     return sum(graded.group.tokens for graded in groups)
-
-
-def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[bool]:
-    """Which groups have a gradient: rewards that differ, and a completion in the loss. Both are (P, G)."""
-    return (rewards_differ(rewards) & in_loss.any(1)).tolist()
 
 
 def keep(informative: Sequence[bool], size: int) -> list[int]:

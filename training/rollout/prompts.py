@@ -301,7 +301,7 @@ def load_prompts(
         )
     examples = examples[: len(examples) - held_out]
     asked = [(example, messages_of_prompt(config, example)) for example in examples]
-    rendered = Renderer(tokenizer, config.chat_template_kwargs, chat).rows(asked)
+    rendered = Renderer(tokenizer, config.chat_template_kwargs, chat and chat.prompt).rows(asked)
     kept = [row for row in rendered if len(row.ids) <= config.max_prompt_tokens]
     _report_long(config, [row.example for row in rendered if len(row.ids) > config.max_prompt_tokens])
     if len(kept) < at_least:

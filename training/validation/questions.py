@@ -237,7 +237,7 @@ def _prompts(
     def asked(example: Example) -> tuple[Message, ...]:
         return tuple(messages_of(trained, example, data.system_prompt, data.prompt_template))
 
-    renderer = Renderer(tokenizer, data.chat_template_kwargs, None if environments is None else environments.chat)
+    renderer = Renderer(tokenizer, data.chat_template_kwargs, environments and environments.chat.prompt)
     rendered = renderer.rows([(example, asked(example)) for example in examples])
     return [
         Prompt(number, row.ids, tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages)

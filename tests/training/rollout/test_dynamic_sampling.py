@@ -5,11 +5,11 @@ import logging
 import pytest
 import torch
 
+from training.loss.advantages import informative_groups
 from training.rollout.dynamic_sampling import (
     extra_order,
     extra_prompts,
     fill_batch,
-    informative_groups,
     keep,
     next_rows,
 )
