@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 
 def measured(settings: EvalSettings, parallel: Parallel = ALONE) -> list[EvalResult]:
     """Evaluate with a progress bar on a terminal. With --run, there is a result for each of its checkpoints."""
-    from eval.checkpoints import run_checkpoints
-    from eval.run import run_eval
+    from eval.run import run_checkpoints, run_eval
 
     try:
         with _progress(parallel) as on_batch:

@@ -7,10 +7,9 @@ import pytest
 from eval_factory import build_model, make_adapter, make_run, pack_model
 
 import eval.run
-from eval.checkpoints import checkpoints_of, choose, run_checkpoints
 from eval.plan import make_plan
 from eval.result import COMPLETIONS, RESULT
-from eval.run import run_eval
+from eval.run import checkpoints_of, choose, run_checkpoints, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.checkpoint.folder import kind_of

@@ -11,8 +11,7 @@ from killed import killed_in
 from small_run import small_config
 
 import quantize.export.run
-from eval.checkpoints import run_checkpoints
-from eval.run import run_eval
+from eval.run import run_checkpoints, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint import adapter_file as sealed
