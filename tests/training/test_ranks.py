@@ -173,18 +173,17 @@ echo '1, GPU-b, NVIDIA H200, 1000, 1000, Disabled'
 
 
 NO_MODEL = """
-import os, sys
+import os
 from pathlib import Path
-from types import ModuleType
+from qerl.cli import evaluate
 
 def measured(settings, parallel):
     cards = os.environ["CUDA_VISIBLE_DEVICES"]
     assert parallel.gather(settings.limit) == [7, 7]
     Path(f"rank-{parallel.rank}").write_text(f"{parallel.size} {parallel.local_rank} {cards}")
 
-show = sys.modules["eval.compare"] = ModuleType("eval.compare")
-show.measured, show.OPTIONS, show.show_suite = measured, {}, None
-show.show_results = lambda *given: print("shown")
+evaluate.measured = measured
+evaluate.show_results = lambda *given: print("shown")
 """
 
 

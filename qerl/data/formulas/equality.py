@@ -1,4 +1,4 @@
-"""Whether two answers are equal as mathematics.
+r"""Whether two answers are equal as mathematics.
 
 Whether two values are equal: numbers as fractions, formulas at random points, and what is left by math-verify.
 

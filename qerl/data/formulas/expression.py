@@ -1,4 +1,4 @@
-"""LaTeX expressions and their values.
+r"""LaTeX expressions and their values.
 
 The tokens of a LaTeX expression: numbers, variables, functions, commands and signs.
 
