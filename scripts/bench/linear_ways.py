@@ -108,12 +108,26 @@ def _random_packed(linear: Linear, tokens: int, device: str) -> KernelWeight:
 
 
 def _random_humming(linear: Linear, tokens: int, device: str) -> tuple[torch.nn.Module, reference.NVFP4Tensor]:
-    from scripts.bench.bench_gemm import humming_layer
-
     packed = torch.randint(0, 256, (linear.rows, linear.columns // 2), dtype=torch.uint8, device=device)
     scales = torch.randint(0x60, 0x7F, (linear.rows, linear.columns // BLOCK), dtype=torch.uint8, device=device)
     tensors = reference.NVFP4Tensor(packed, scales.view(torch.float8_e4m3fn), torch.full((1,), 3e4, device=device))
-    return humming_layer(tensors), tensors
+    return _humming_layer(tensors), tensors
+
+
+def _humming_layer(tensors: reference.NVFP4Tensor) -> torch.nn.Module:
+    """A weight in the form that Humming takes, packed by vLLM."""
+    from vllm.model_executor.layers.quantization.utils.humming_utils import prepare_humming_layer
+
+    rows, half = tensors.packed.shape
+    layer = torch.nn.Module()  # with the attributes that vLLM's packer requires of a linear
+    layer.output_partition_sizes, layer.input_size_per_partition = [rows], 2 * half
+    layer.output_size_per_partition = rows
+    layer.params_dtype, layer.has_bias = torch.bfloat16, False
+    for name, tensor in tensors.named().items():
+        setattr(layer, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float"}
+    prepare_humming_layer(layer, {**config, "num_bits": 4, "strategy": "group", "group_size": 16})
+    return layer
 
 
 def _random_dense(linear: Linear, tokens: int, device: str) -> torch.Tensor:
@@ -125,9 +139,10 @@ def _random_product(linear: Linear, tokens: int, device: str) -> torch.Tensor:
 
 
 def _humming(weight: tuple[torch.nn.Module, Any], x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    from scripts.bench.bench_gemm import call_humming
+    from vllm.utils.humming import HummingMethod
 
-    return add_as_engine_(call_humming(weight[0], x), x, adapter)
+    config = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"}
+    return add_as_engine_(HummingMethod.forward_layer(layer=weight[0], inputs=x, compute_config=config), x, adapter)
 
 
 def _humming_twin(weight: tuple[Any, reference.NVFP4Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -1,92 +1,61 @@
 #!/usr/bin/env bash
-# Everything that has to run on a card before a release, in batches that take under ten minutes each on one H200
-# (`decode`: on four of one machine; `ranks` and after it: as said). The seconds are estimates.
+# Everything that has to run on a card before a release, in batches of under ten minutes each on one H200, unless the
+# description says how many cards. The seconds are estimates.
 #
 #     scripts/bench/on_card.sh OUT BATCH... [-- BATCH...]...
 #
 # The batches after a -- run on the next card of the machine at the same time. Each card then has a folder in OUT, named
 # by its number.
 #
-#     engine   510 s  the vllm engine on small models, with each kernel: every check of check_engine; other attention
-#     told     130 s  completions reported as they end, and an engine after an interrupted call
-#     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
-#     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
-#     qatsmall 460 s  weights (NVFP4, FP8) and adapters through the quantizer on the embedded model: bytes, exports in
-#                     stock vLLM, evaluations; gradients in FP8; distillation
-#     arith     80 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
-#     real     580 s  SmolLM2-135M-Instruct: its bases, how far they are from 16 bits on texts (REAL_TEXTS="NAME=FILE ..."), and
-#                     what reinforcement learning makes of them: REAL_JOBS="ARM:RATES:SEEDS ...", REAL_MINUTES, REAL_PARALLEL,
-#                     REAL_VARIANT=sparse; REAL_PARTS is the folder of the model's parts (scripts/models/real_model.py); another
-#                     call with the same CHECKPOINTS goes on
-#     start    560 s  a frozen start of rank 32 at 7B: decode speed and a step, beside none; agreement on small models
-#     quantize 560 s  `qerl quantize` by its default: seconds by part and memory of a 7B, and of a 32B by three of its layers; tests
-#     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
-#     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
-#     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
-#     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
-#     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
-#     qat80    540 s  steps of full-weight training on a card of 80 GiB, and TRL's, with micro-batches of 4, and of 16 and 32
-#                     with gradient checkpointing
-#     qat80fp8 240 s  such steps with gradients in FP8; the kernels that round for them
-#     qatprofile 170 s where the time of such a step goes
-#     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
-#     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
-#     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
-#                     copy of the base
-#     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
-#                     memory it measures
-#     merge    340 s  merged folders in stock vLLM, those of a mixture of experts first
-#     python   180 s  runs after one another in one Python process: memory given back, equal numbers
-#     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
-#     sft      330 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4, the same under 24 GiB,
-#                     over 16 bits, TRL's QLoRA with and without checkpointing, and Unsloth where it is installed
+#     engine   510 s  every check of check_engine on small models, with each kernel
+#     told     130 s  completions reported as they end; an engine after an interrupted call
+#     kernels  100 s  tests of kernels, packing, layers, sampling, quantization
+#     pack     100 s  tests of packing weights
+#     qatsmall 460 s  training through the quantizer and distillation on the embedded model
+#     real     580 s  the study on SmolLM2-135M-Instruct; `batch_real` reads REAL_JOBS, REAL_TEXTS, REAL_MINUTES,
+#                     REAL_PARALLEL, REAL_VARIANT and REAL_PARTS; a call with the same CHECKPOINTS continues it
+#     start    560 s  a frozen start of rank 32 at 7B: decode speed, a step, agreement
+#     quantize 560 s  `qerl quantize` of a 7B, and of a 32B by three of its layers
+#     qat      480 s  7B: steps of full-weight training through the quantizer
+#     qatfp8   360 s  the same with gradients in FP8, in BF16, and TRL's; 120 GiB of memory
+#     qat80    540 s  full weights under 80 GiB: ours, and TRL's with micro-batches of 4, 16 and 32
+#     qat80fp8 240 s  such steps with gradients in FP8; tests of the kernels that round for them
+#     w4a4     480 s  4-bit activations: tests, and our engine beside the trainer and vLLM's emulation
+#     cache    350 s  fp8 KV cache, one that overflows, memory while weights load, one copy of the base
+#     closing  110 s  an engine closed and opened again; nothing else may run on the card
+#     merge    340 s  merged folders in stock vLLM
+#     python   180 s  runs after one another in one Python process
+#     cli      260 s  commands on the embedded model
+#     sft      330 s  fine-tuning of a 7B: ours, TRL's QLoRA, and Unsloth where it is installed
 #     step     350 s  workload A: our step, TRL's step, the profile of ours
-#     host     150 s  what the host does in a step of workload A outside of its phases
-#     micro    250 s  workload A by tokens per micro-batch, the source of OVERHEAD_TOKENS in qerl/plan/micro_batch_plan.py
-#     cap24     80 s  workload A under 24 GiB; nothing else should run, because it waits for the CPU in places
+#     micro    250 s  workload A by tokens per micro-batch: the source of OVERHEAD_TOKENS in qerl/plan
+#     cap24     80 s  workload A under 24 GiB; nothing else should run
 #     agree    110 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
-#     turns    260 s  episodes of four turns at 7B beside the same tokens in one turn, and episodes on a small model
-#     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
-#                     attention in decode steps against FlashAttention; the small kernels of training against their limits
-#     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and with
-#                     Marlin; each compiles alone first, on a card of its own if there are four; with one card 750 s
-#     fp8      470 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
-#                     agreement and one copy at 7B, beside 16 bits
-#     fp8products 120 s products in FP8 at the sizes of a 7B by each kernel, in decode steps and in training; what rounding costs
-#     fp8decode 480 s decode speed at 7B with an adapter, in turns: FP8 ours, stock vLLM's by DeepGEMM and by CUTLASS, and our
-#                     NVFP4
-#     fp8step  520 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
-#     fp8train 260 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A over 16 bits by tensorwise
-#                     products
-#     attention 70 s  attention of decode steps at 7B, keys and values in 8 and in 16 bits, beside FlashAttention; its tests
-#     fp8kv    240 s  FP8 keys and values, calibrated: agreement at 7B, and decode speed of 48 sequences of 4096 tokens beside
-#                     16 bits, in turns
-#     fp8kvsmall 200 s  agreement with FP8 keys and values on a small model without normed keys, and with 16 bits at 7B
-#     fp8kvhead 200 s the same at 7B with a scale for each token and head
-#     fp8many  230 s  decode speed at 7B with 128 and 256 sequences, in turns: ours over FP8 and over NVFP4, and nothing else
-#     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
-#     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
-#     moe      380 s  a mixture of experts: kernels, and the vllm engine on small models with each kind of adapter: weights,
-#                     what routers chose, agreement with the trainer
-#     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B with an adapter on attention and experts, in turns: ours over
-#                     NVFP4, and stock vLLM's over NVFP4 and over BF16; 25 GB of disk
-#     moestep  430 s  Qwen3-30B-A3B at full depth: our decode speed with and without replay, and workload A under 80 GiB; 17 GB
-#                     of disk
-#     moepeer  400 s  workload A on those 16 layers: ours over NVFP4, and TRL's over BF16 with an adapter where PEFT puts one
-#     moeprofile 240 s kernels of decode steps of those 16 layers, and their decode speed without an adapter
+#     turns    260 s  episodes of four turns at 7B beside the same tokens in one turn; tests of episodes
+#     linear   100 s  linears and attention of a 7B layer against their limits
+#     decode   450 s  decode speed at 7B in turns: ours with and without an adapter, vLLM's BF16 and Marlin; with one
+#                     card 750 s
+#     fp8      470 s  FP8: tests, the engine on small models, agreement at 7B beside 16 bits
+#     fp8decode 480 s decode speed at 7B in turns: FP8 ours and stock vLLM's, and our NVFP4
+#     fp8step  520 s  workload A over FP8, 16 bits and NVFP4
+#     fp8train 260 s  FP8 that trains: whole weights, and workload A by tensorwise products
+#     attention 70 s  attention of decode steps with keys and values in 8 and in 16 bits
+#     fp8kv    240 s  FP8 keys and values, calibrated: agreement, and decode speed beside 16 bits in turns
+#     decode32 480 s  decode speed at 32B in turns: ours, and vLLM's in BF16
+#     marlin32 560 s  the same with ours, with and without an adapter, and vLLM's Marlin
+#     moe      380 s  a mixture of experts: kernels, and the engine on small models
+#     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B in turns; 25 GB of disk
+#     moestep  430 s  Qwen3-30B-A3B at full depth: decode speed, and workload A under 80 GiB; 17 GB of disk
+#     moepeer  400 s  workload A on those 16 layers: ours, and TRL's over BF16
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
-#     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
-#     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
-#                     batch; TRL's step on two
-#     carry    680 s  two cards: twelve steps of geometric lengths, with completions carried over and without, on one and on two
+#     ranks    560 s  two cards: workload A and geometric lengths on one card and on two; TRL's step on two
 #     carried   90 s  a completion that goes on in the next step, on a small model
-#     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
-#     faults   650 s  two cards: a rank killed eight times (KILLS=3: 390 s), and whole weights two times, with other faults
-#     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each, all six runs at once
+#     ranksqat 220 s  two cards: whole weights of a 7B
+#     faults   650 s  two cards: a rank killed eight times (KILLS=3: 390 s), and whole weights twice
 #     ranks4   560 s  four cards: as ranks, on one card, two and four
 #     hosts4   220 s  four cards: workload A by two launchers with two cards each; a step of a 32B
-#     killed4  300 s  four cards: one of two such launchers killed KILLS times (default 3); it ends with the other alone
+#     killed4  300 s  four cards: one of two such launchers killed KILLS times (default 3)
 #     qat4     120 s  four cards: whole weights of a 7B
 #     ranks8   500 s  eight cards: as ranks, without TRL
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
@@ -95,7 +64,7 @@
 #     older    220 s  workload A by this tree and by an older one, of which there is a copy in the folder OLDER
 #     faster   380 s  decode speed at 7B of both, in turns
 #
-# Which of them have not run yet, what they need and the order that suits them: scripts/bench/README.md.
+# Which of them have not run yet: scripts/bench/README.md.
 #
 # Logs and JSON go to OUT, and one line per command to OUT/summary.txt; a failure does not stop the rest. Environment
 # variables: CHECKPOINTS is the folder of random checkpoints (default: checkpoints/), which calls at the same time may
@@ -151,13 +120,6 @@ checkpoint() { # SHAPE NAME ARGUMENTS...
     ) 9>"$checkpoints/$2.lock"
 }
 
-arith() { # FOLDER: the model of 21 M parameters that the studies train
-    (
-        flock 9
-        [ -e "$1" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$1"
-    ) 9>"$1.lock"
-}
-
 script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     run "$1" "$2" "$python" scripts/*/"$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
@@ -195,17 +157,13 @@ batch_kernels() {
 }
 
 batch_pack() {
-    checkpoint qwen2.5-7b 7b
     tests pack 150 tests/qerl/formats/nvfp4/test_pack_gpu.py tests/qerl/model/test_masters.py tests/training/policy/test_rounding.py
-    script pack-7b 300 bench_pack 7b
 }
 
 batch_qatsmall() {
     tests qatsmall 520 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
     tests distillsmall 200 tests/training/test_distillation_gpu.py
 }
-
-batch_arith() { arith "$checkpoints/arith-21m"; }
 
 mps() { # let processes on this card compute at the same time: 12 runs then take 130 s, and without it over 600
     local daemon
@@ -265,17 +223,6 @@ batch_qat() {
     script qat-7b-adapter 200 bench_step 7b --steps 3 --set noise.enabled=false
 }
 
-batch_qatlora() {
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    script qat-7b-lora-card 240 bench_qat 7b-16 --steps 3 --mode adapter --set qat.start_in=card
-    script qat-7b-lora-host 240 bench_qat 7b-16 --steps 3 --mode adapter --set qat.start_in=host
-}
-
-batch_qatcap() {
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    script qat-7b-cap80 250 bench_qat 7b-16 --steps 2 --cap-gib 80 --masters auto
-}
-
 batch_sft() {
     checkpoint qwen2.5-7b 7b
     checkpoint qwen2.5-7b 7b-16 --format bf16
@@ -288,12 +235,6 @@ batch_sft() {
     if "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('unsloth') is None)"; then
         script sft-7b-unsloth 200 bench_sft 7b-16 --by unsloth --steps 4
     fi
-}
-
-batch_qatpeer() {
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    script step-7b-trl-full 280 bench_trl 7b-16 --full --tuned --steps 3
-    script step-7b-trl-full-cap80 280 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 80 --steps 2
 }
 
 batch_qatfp8() {
@@ -315,28 +256,15 @@ batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations o
 
 batch_qat80fp8() {
     tests to-fp8 60 tests/qerl/formats/nvfp4/test_to_fp8.py tests/qerl/formats/fp8/test_kernels.py
-    run kernels-fp8 90 "$python" scripts/bench/bench_fp8.py --only kernels --out "$out/kernels-fp8.json"
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise \
         --set train.fp8_products=gradients
 }
 
-batch_qatprofile() {
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    script profile-qat-7b-gradients-fp8 150 profile_step 7b-16 --phase weights --set train.fp8_recipe=tensorwise \
-        --set train.fp8_products=gradients
-}
-
 batch_w4a4() {
     tests w4a4-tests 300 tests/qerl/formats/nvfp4/test_activations_gpu.py tests/qerl/engine/test_activations_gpu.py
-    run activations-7b 60 "$python" scripts/bench/bench_activations.py --out "$out/activations-7b.json"
     checkpoint qwen2.5-7b 7b-w4a4 --activations static
     script w4a4-7b 280 check_w4a4 7b-w4a4
-}
-
-batch_qatw4a4() {
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    script qat-7b-w4a4 250 bench_qat 7b-16 --steps 2 --set qat.quant_cfg=nvfp4_w4a4 --set loss.mismatch_gate=1
 }
 
 batch_cache() {
@@ -361,11 +289,6 @@ batch_step() {
     script step-7b-qerl 280 bench_step 7b --steps 3
     script step-7b-trl 280 bench_trl 7b-16 --steps 3
     script profile-step-7b 280 profile_step 7b --steps 3
-}
-
-batch_host() {
-    checkpoint qwen2.5-7b 7b
-    script host-7b 280 profile_host 7b
 }
 
 batch_micro() {
@@ -400,7 +323,6 @@ batch_turns() {
 batch_linear() {
     run linear-7b-rank32 240 "$python" scripts/bench/bench_linear.py --rank 32 --out "$out/linear-7b-rank32.json"
     run attention-7b 60 "$python" scripts/bench/bench_attention.py --out "$out/attention-7b.json"
-    run elementwise-7b 60 "$python" scripts/bench/bench_elementwise.py --out "$out/elementwise-7b.json"
 }
 
 batch_decode() {
@@ -435,10 +357,6 @@ batch_fp8() {
     run quantize-fp8-16 60 "$python" -m qerl.cli.main quantize --model "$checkpoints/small-qwen3-16" --scheme fp8_block \
         --activations none --scales fp32 --overwrite --out "$checkpoints/small-qwen3-fp8-16"
     script engine-small-qwen3-fp8-16 150 check_engine small-qwen3-fp8-16 --format fp8_block
-}
-
-batch_fp8products() {
-    run products-7b 240 "$python" scripts/bench/bench_fp8.py --out "$out/products-7b.json"
 }
 
 batch_fp8decode() { # all four open at once: one by one, and then again, does not fit ten minutes
@@ -494,31 +412,6 @@ batch_fp8kv() {
     turn 7b-kv-auto 7b 0.3
     wait
     agree_of kv-fp8 --kv-cache-dtype fp8 --calibrate-kv
-    wait
-}
-
-batch_fp8kvsmall() {
-    checkpoint tiny-qwen2 tiny-qwen2
-    script engine-tiny-qwen2-fp8kv 150 check_engine tiny-qwen2 --kv-cache-dtype fp8 --calibrate-kv --only agreement sleep_and_wake
-    checkpoint qwen2.5-7b 7b
-    agree_of kv-auto
-    wait
-}
-
-batch_fp8kvhead() {
-    checkpoint qwen2.5-7b 7b
-    script rollout-7b-kv-fp8-head 180 bench_rollout 7b --kv-cache-dtype fp8_per_token_head "${LONG[@]}"
-    agree_of kv-fp8-head --kv-cache-dtype fp8_per_token_head
-    wait
-}
-
-batch_fp8many() { # two engines alone, since with four the host was what limited them
-    checkpoint qwen2.5-7b 7b &
-    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block &
-    wait
-    turns 2 --sequences 128 256
-    turn 7b-fp8-many 7b-fp8 0.4
-    turn 7b-nvfp4-many 7b 0.4
     wait
 }
 
@@ -579,24 +472,11 @@ batch_moestep() {
     script rollout-a3b-qerl-no-replay 150 bench_rollout a3b --rank 16 --no-replay --sequences 1 128
 }
 
-batch_moeprofile() {
-    checkpoint qwen3-30b-a3b a3b-16-layers --layers 16
-    script profile-decode-a3b-16-layers 150 profile_step a3b-16-layers --phase decode --rank 16
-    script rollout-a3b-16-layers-qerl-base 120 bench_rollout a3b-16-layers --rank 0
-}
-
 batch_mixed() {
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
     checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
     script step-7b-qerl-mixed 280 bench_step 7b-mixed --steps 3 --new-tokens 1024
     script step-7b-trl-mixed 280 bench_trl 7b-mixed-16 --new-tokens 1024 --steps 3
-}
-
-batch_varied() {
-    local work=(--varied-prompts --prompt-tokens 1024 --new-tokens 1024 --steps 4)
-    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
-    script step-7b-varied 200 bench_step 7b-mixed "${work[@]}"
-    script step-7b-varied-fixed 200 bench_step 7b-mixed "${work[@]}" --fixed-segments
 }
 
 ranks() { # NAME LIMIT_S CARDS SCRIPT MODEL ARGUMENTS...
@@ -679,16 +559,6 @@ batch_ranks8() {
     on_cards 8
 }
 
-batch_carry() { # completions of geometric length, with and without carrying the unfinished ones over
-    local work=(--steps 12 --new-tokens 1024) over=(--set rollout.carry_over=2)
-    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
-    one_card 0 "carry-over on card 1" step-7b-mixed-12-cards1 250 bench_step 7b-mixed "${work[@]}"
-    one_card 1 "no carry-over on card 0" step-7b-carry-cards1 250 bench_step 7b-mixed "${work[@]}" "${over[@]}"
-    wait
-    ranks step-7b-carry-cards2 180 2 bench_step 7b-mixed "${work[@]}" "${over[@]}"
-    ranks step-7b-mixed-12-cards2 200 2 bench_step 7b-mixed "${work[@]}"
-}
-
 batch_carried() { tests carried 250 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k go_on_in_the_next; }
 
 batch_ranksqat() {
@@ -699,15 +569,6 @@ batch_ranksqat() {
 batch_faults() {
     check_faults kills --kills "${KILLS:-8}" --engine vllm --set rollout.memory=7
     check_faults kills-weights --kills 2 --qat
-}
-
-batch_curves() {
-    local model="$checkpoints/arith-21m"
-    arith "$model"
-    [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli.main quantize --model "$model" --out "$model-4"
-    run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/checks/check_curves.yaml --model "$model-4" \
-        --steps 30 --parallel 6 --set rollout.memory=7 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
-        --out "$out/curves-21m.json" --picture "$out/curves-21m.png"
 }
 
 check_faults() { # NAME ARGUMENTS...

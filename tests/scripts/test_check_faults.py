@@ -1,8 +1,7 @@
-"""What scripts/checks/check_faults.py and check_curves.py call sound."""
+"""What scripts/checks/check_faults.py calls sound."""
 
 import pytest
 
-from scripts.checks.check_curves import estimate
 from scripts.checks.check_faults import FAULTS, fault_sound, kill_sound, summary
 
 KILL = {"rank": 1, "after_step": 3, "others_stopped_s": 0.4, "exit_codes": [1, -9], "others_said": [["error: gone"]]}
@@ -43,13 +42,3 @@ def test_a_fault_is_sound_if_all_ranks_say_it():
         "largest_difference": {"weights": 0.0},
     }
     assert summary(found).startswith("1 of 1 kills: the others stopped by themselves, the slowest in 0.4 s")
-
-
-def test_a_difference_counts_against_its_interval():
-    curves = {"1": {"0": [0.0, 0.1], "1": [0.0, 0.2], "2": [0.0, 0.3]}}
-    found = estimate({**curves, "2": {"0": [0.0, 0.2], "1": [0.0, 0.1], "2": [0.0, 0.33]}})
-    assert found["difference"] == pytest.approx(0.01)
-    assert found["half_width"] == pytest.approx(4.303 * 0.10149 / 3**0.5, rel=1e-3)
-    assert found["within"]
-    shifted = {seed: [value + 0.01 for value in curve] for seed, curve in curves["1"].items()}
-    assert not estimate({**curves, "2": shifted})["within"]

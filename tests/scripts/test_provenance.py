@@ -100,9 +100,7 @@ def test_only_absolute_paths_lose_their_folders(text, expected):
 @pytest.mark.parametrize(
     "command",
     [
-        "bench_gemm.py",
         "bench_attention.py",
-        "bench_elementwise.py",
         "bench_linear.py",
         "check_engine.py --model tiny",
     ],

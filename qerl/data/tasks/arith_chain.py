@@ -7,7 +7,7 @@ Longer arithmetic word problems: an opening, two to four events, MIN_STEPS to MA
 Like those of task arith, they are computed from (split, seed, index) without any file or download, and the same rule
 separates the splits. But the stories are composed of the parts in qerl/data/tasks/arith_chain.py, some sentences
 change nothing, and results have up to three digits. A model of 20 M parameters that reads and calculates well solves
-them; the embedded one does not. scripts/models/pretrain_arith.py makes a model for this task.
+them; the embedded one does not.
 
     >>> problem("train", seed=0, index=0).worked  # one step per line, then "#### " and the answer
 """

@@ -14,7 +14,7 @@ graphs, for our own kernel at each of `ways.TOKENS`. Sizes at which a kernel is 
 Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
 activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens either,
 because its blocks of 56 are off by 26%. Both were measured on an H200. Remove these limits once
-scripts/bench/bench_gemm.py shows no such error.
+scripts/bench/bench_linear.py shows no such error.
 
 vLLM leaves activations in 16 bits where the card has no 4-bit products, and says only that it may be slow. Linears of a
 checkpoint with 4-bit activations are therefore checked to round their input (`check_rounding`).

@@ -15,7 +15,7 @@ SIZES = {"model.layers.0.input_layernorm": 4096, "model.layers.1.input_layernorm
 
 TABLES = json.loads(
     (Path(__file__).parents[2] / "golden" / "noise_sigma.json").read_text()
-)  # scripts/checks/golden_noise.py
+)  # by scripts/checks/golden_noise.py of the tag studies-2026-11
 
 
 def named(row):
