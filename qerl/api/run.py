@@ -101,7 +101,7 @@ class Run:
         for name in metrics:
             if name not in known:
                 raise ConfigError(f"{self.path} has no metric {name!r}; it has {', '.join(known)}")
-        return curves(run, [Panel(name, ((name, name),)) for name in metrics] if metrics else None)
+        return curves([run], [Panel(name, ((name, name),)) for name in metrics] if metrics else None)
 
     def report(self) -> Path:
         """Write report.html, report.md and curves.png into the run, and return the page's path."""

@@ -1,23 +1,19 @@
-"""The curves of a run.
-
-Draws a run's metrics over its steps, and its time by phase: all in curves.png, and each drawing alone for the page.
+"""A run's metrics over its steps and its time by phase: one figure, for curves.png, the page and a notebook.
 
 No line is drawn twice, and none that is flat: a metric that does not change in three digits is a number in a table.
-
-Drawings for the page: SVG in data URIs, one for light and one for dark screens.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.report.read import Evaluation, Row, Run
-from qerl.report.sections import Table, draw_evaluations, phases, rounded, source_names, stages
+from qerl.report.read import Row, Run
+from qerl.report.sections import Table, phases, rounded, source_names, stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,26 +166,29 @@ def _is_flat(points: Sequence[tuple[int, float]]) -> bool:
 
 def draw_curves(run: Run, path: Path) -> None:
     """Draw every panel and the time by phase into one picture."""
-    curves(run).savefig(path, dpi=110)
+    curves([run]).savefig(path, dpi=110)
 
 
-def curves(run: Run, chosen: Sequence[Panel] | None = None) -> Figure:
-    """A figure of the `chosen` panels, or of every panel and the time by phase."""
+def curves(runs: Sequence[Run], chosen: Sequence[Panel] | None = None) -> Figure:
+    """A figure of the `chosen` panels, or of every panel and the time by phase, of one run or of several."""
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = panels([run]) if chosen is None else list(chosen)
-    count = len(found) + (chosen is None and bool(phases(run.rows)))
+    found = panels(runs) if chosen is None else list(chosen)
+    timed = [run for run in runs if phases(run.rows)] if chosen is None else []
+    count = len(found) + bool(timed)
     columns = min(4 if count % 4 in (0, 3) else 3, max(1, count))
     height = max(1, -(-count // columns))
-    figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(run.name, parse_math=False)
-    axes = figure.subplots(height, columns, squeeze=False).flatten()
-    for axis, panel in zip(axes, found, strict=False):
-        draw_panel(axis, panel, [run])
-    if len(found) < count:
-        draw_time(axes[len(found)], [run])
+    with matplotlib.rc_context(_style()):
+        figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(", ".join(run.name for run in runs), parse_math=False)
+        axes = figure.subplots(height, columns, squeeze=False).flatten()
+        for axis, panel in zip(axes, found, strict=False):
+            draw_panel(axis, panel, runs)
+        if timed:
+            draw_time(axes[len(found)], timed)
     for axis in axes[count:]:
         axis.set_axis_off()
     if not count:
@@ -307,67 +306,17 @@ class Picture:
     alt: str
 
 
-def curve_pictures(runs: Sequence[Run]) -> list[Picture]:
-    """A picture of each panel that has something to draw."""
-    return [_panel_picture(panel, runs) for panel in panels(runs)]
+def curve_picture(runs: Sequence[Run]) -> Picture:
+    """The figure as SVG: the dark one is the light one with other colours. Tables of the page have its numbers."""
+    import matplotlib
 
-
-def time_picture(runs: Sequence[Run]) -> Picture | None:
-    """A picture of where the time went, by phase; None if no run logged times."""
-    timed = [run for run in runs if phases(run.rows)]
-    if not timed:
-        return None
-    texts = [f"{run.name}: {phase.name} {phase.share:.0%}" for run in timed for phase in phases(run.rows)]
-    light = _draw(lambda axis: draw_time(axis, timed), 1.7 + 0.35 * (len(timed) - 1), 6.4)
-    return _picture(light, "time by phase: " + "; ".join(texts))
-
-
-def evaluation_picture(results: Sequence[Evaluation]) -> Picture | None:
-    """A picture of the accuracies with their intervals; None if no result has one."""
-    evaluations = [evaluation for evaluation in results if evaluation.result.get("accuracy")]
-    if not evaluations:
-        return None
-    light = _draw(lambda axis: draw_evaluations(axis, evaluations), 0.8 + 0.3 * len(evaluations))
-    values = [f"{each.result['task']} {each.name} {each.result['accuracy']['value']:.1%}" for each in evaluations]
-    return _picture(light, "accuracy: " + ", ".join(values))
-
-
-def _panel_picture(panel: Panel, runs: Sequence[Run]) -> Picture:
-    light = _draw(lambda axis: draw_panel(axis, panel, runs), 2.9)
-    return _picture(light, f"{panel.title}: " + "; ".join(_ends(panel, runs)))
-
-
-def _picture(light: str, alt: str) -> Picture:
-    """A picture from its light drawing: the dark one is the same with other colours."""
-    dark = light
+    out = io.BytesIO()
+    with matplotlib.rc_context(_style()):
+        curves(runs).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    light = dark = out.getvalue().decode("utf-8")
     for bright, dim in (TEXT, LINES, *DRAWN):
         dark = dark.replace(bright, dim)
-    return Picture(_data_uri(light), _data_uri(dark), alt)
-
-
-def _ends(panel: Panel, runs: Sequence[Run]) -> list[str]:
-    """The first and the last value of each line, in words."""
-    found = []
-    for run in runs:
-        for label, key in panel.lines:
-            points = [(row["step"], row[key]) for row in run.rows if row.get(key) is not None]
-            if points:
-                (first, start), (last, end) = points[0], points[-1]
-                found.append(f"{run.name} {label} {rounded(start)} at step {first}, {rounded(end)} at step {last}")
-    return found
-
-
-def _draw(draw: Callable[[Axes], None], height: float, width: float = 4.6) -> str:
-    """A drawing as SVG, in the colours for light screens."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_style()):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        draw(figure.subplots())
-        out = io.BytesIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return out.getvalue().decode("utf-8")
+    return Picture(_data_uri(light), _data_uri(dark), "; ".join(["curves", *(panel.title for panel in panels(runs))]))
 
 
 def _style() -> dict[str, Any]:

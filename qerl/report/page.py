@@ -1,15 +1,8 @@
-"""The report's page and text, and the files that they are written to.
+"""The report's page and text, and the files that `qerl report` writes.
 
-The best and the worst of the completions that a run logged.
-
-report.html: a single file that a browser shows without contacting any server.
-
-Whatever a run wrote, above all its completions, is shown as plain text: the template escapes every value, and the
-page's content security policy forbids all scripts and requests.
-
-The report in words and tables: report.md, which is also shown on the terminal.
-
-`qerl report`: read the runs, and write the page, the text and the curves.
+report.html is a single file that a browser shows without contacting any server. Whatever a run wrote, above all its
+completions, is shown as plain text: the template escapes every value, and the page's content security policy forbids
+all scripts and requests. report.md has the report in words and tables; the terminal shows it too.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from rich.markdown import Markdown
 
 from qerl.base.errors import ConfigError
 from qerl.base.printable import SafeConsole, printable
-from qerl.report.curves import constant_table, curve_pictures, draw_curves, evaluation_picture, time_picture
+from qerl.report.curves import constant_table, curve_picture, draw_curves
 from qerl.report.read import (
     ComparedResult,
     Evaluation,
@@ -40,8 +33,8 @@ from qerl.report.read import (
 from qerl.report.sections import (
     Judged,
     Pair,
+    Table,
     change_table,
-    changes,
     differences,
     evaluation_table,
     fifth,
@@ -49,9 +42,7 @@ from qerl.report.sections import (
     mistakes,
     pairs,
     phase_table,
-    rounded,
     stage_table,
-    stages,
     validation_table,
     verdict,
 )
@@ -177,9 +168,8 @@ def render_page(
         runs=[_run(run, compared if len(runs) == 1 else None, judged) for run in runs],
         changes=change_table(runs),
         fifths=sorted({fifth(run.rows) for run in runs}),
-        pictures=curve_pictures(runs),
+        picture=curve_picture(runs),
         constants=constant_table(runs),
-        time=time_picture(runs),
         phases=phase_table(runs),
         memory=memory_table(runs),
         evaluations=_evaluations(_all_evaluations(runs, compared)),
@@ -206,12 +196,11 @@ def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation
 
 
 def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judged | None) -> dict[str, Any]:
-    found = stages(run.rows)
     return {
         "name": run.name,
         "verdict": verdict(run, compared, judged),
         "facts": _facts(run),
-        "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
+        "stages": stage_table(run.rows),
         "validations": validation_table(run),
         "warnings": latest_warnings(run),
         "samples": extremes(run),
@@ -249,7 +238,6 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
     return {
         "heading": heading,
         "cells": cells,
-        "picture": evaluation_picture(evaluations),
         "mistakes": [(name, rows) for name, rows in wrong if rows],
     }
 
@@ -269,61 +257,31 @@ def _printable(value: Any) -> Any:
 
 
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
-    """The report in Markdown; `compared` and `judged` are those of `page.render_page`."""
-    first = f"**{verdict(run, compared, judged)}**"
-    sections = [f"# {run.name}", first, *_warnings(run), _training(run.rows), *_validations(run), *_stages(run.rows)]
-    if compared:
+    """The report in Markdown; `compared` and `judged` are those of `render_page`."""
+    sections = [f"# {run.name}", f"**{verdict(run, compared, judged)}**"]
+    if warnings := [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]:
+        sections += ["Warnings while it ran:", "\n".join(warnings)]
+    sections += [_markdown(change_table([run]))]
+    sections += [f"{len(run.rows)} steps; each column is the mean of {fifth(run.rows)}. Curves: curves.png"]
+    if sampling := sampling_text(run.rows):
+        sections += [f"Dynamic sampling: {sampling}."]
+    if validations := validation_table(run):
+        sections += ["Validation:", _markdown(validations)]
+    if noise := stage_table(run.rows):
+        sections += [_markdown(noise)]
         sections += [
-            _comparison(*compared),
-            *([judged.text] if judged else []),
-            *(_pair(pair) for pair in pairs(*compared)),
+            "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled."
         ]
+    if compared:
+        both = [replace(each, name=name) for each, name in zip(compared, ("before", "after"), strict=True)]
+        sections += [_markdown(evaluation_table(both))]
+        sections += [*([judged.text] if judged else []), *(_pair(pair) for pair in pairs(*compared))]
     return printable("\n\n".join(sections)) + "\n"
 
 
-def _warnings(run: Run) -> list[str]:
-    lines = [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]
-    return ["Warnings while it ran:\n\n" + "\n".join(lines)] if lines else []
-
-
-def _training(rows: Sequence[Row]) -> str:
-    lines = ["| training | first steps | last steps |", "|---|---|---|"]
-    lines += [f"| {change.label} | {rounded(change.first)} | {rounded(change.last)} |" for change in changes(rows)]
-    note = f"{len(rows)} steps; each column is the mean of {fifth(rows)}. Curves: curves.png"
-    sampling = sampling_text(rows)
-    return "\n".join(lines) + f"\n\n{note}" + (f"\n\nDynamic sampling: {sampling}." if sampling else "")
-
-
-def _validations(run: Run) -> list[str]:
-    found = validation_table(run)
-    if found is None:
-        return []
-    heading, cells = found
-    table = [heading, ["---"] * len(heading), *cells]
-    return ["Validation:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in table)]
-
-
-def _stages(rows: Sequence[Row]) -> list[str]:
-    """A table of the noise stages; nothing for a run without noise."""
-    found = stages(rows)
-    if not any(stage.sigma_high for stage in found):
-        return []
-    heading, cells = stage_table(found)
-    table = [heading, ["---"] * len(heading), *cells]
-    note = "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled."
-    return ["\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}"]
-
-
-def _comparison(before: Evaluation, after: Evaluation) -> str:
-    results = [before.result, after.result]
-    lines = [f"| {results[0]['task']} | before | after |", "|---|---|---|"]
-    accuracies = [result["accuracy"] for result in results]
-    lines.append("| **accuracy** | " + " | ".join(f"**{value['value']:.1%}**" for value in accuracies) + " |")
-    intervals = [f"{value['low']:.1%} to {value['high']:.1%}" for value in accuracies]
-    lines.append(f"| 95% interval | {intervals[0]} | {intervals[1]} |")
-    for label, key in (("truncated", "truncated_share"), ("no answer", "no_answer_share")):
-        lines.append(f"| {label} | {results[0][key]:.1%} | {results[1][key]:.1%} |")
-    return "\n".join(lines)
+def _markdown(table: Table) -> str:
+    heading, cells = table
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *cells))
 
 
 def _pair(pair: Pair) -> str:

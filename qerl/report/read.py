@@ -1,12 +1,6 @@
-"""What a run's files say.
+"""What a run's files say: the fields that the report needs of each, and what dynamic sampling cost in all steps.
 
-What dynamic sampling did in a run and what it cost, summed over all steps.
-
-The fields that the report needs of each file that it reads.
-
-Reads a run directory for the report. Only metrics.jsonl is required; everything else is shown if it exists.
-
-The warnings that a run logged: each kind once, with all of its steps and its latest figures.
+Only metrics.jsonl is required; everything else is shown if it exists.
 """
 
 from __future__ import annotations
@@ -30,28 +24,19 @@ PREFIX = "dynamic_sampling/"
 SUMMED = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tokens", "filled_groups")
 
 
-def sampling_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Sums over the steps that sampled dynamically, by metric name without the prefix; None if there were none."""
+def sampling_text(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What dynamic sampling did and what it cost, in a sentence; None for a run without it."""
     steps = [row for row in rows if row.get(PREFIX + "sampled_groups") is not None]
     if not steps:
         return None
-    totals = {name: sum(row[PREFIX + name] for row in steps) for name in SUMMED}
-    totals["extra_s"] = sum(row.get("time/extra_rollouts_s") or 0.0 for row in steps)
-    totals["share_of_time"] = totals["extra_s"] / (sum(row.get("time/step_s") or 0.0 for row in rows) or 1.0)
-    return totals
-
-
-def sampling_text(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The totals in a sentence; None for a run without dynamic sampling."""
-    totals = sampling_totals(rows)
-    if totals is None:
-        return None
-    trained = totals["sampled_groups"] - totals["discarded_groups"]
+    rollouts, sampled, discarded, tokens, filled = (sum(row[PREFIX + name] for row in steps) for name in SUMMED)
+    extra_s = sum(row.get("time/extra_rollouts_s") or 0.0 for row in steps)
+    share = extra_s / (sum(row.get("time/step_s") or 0.0 for row in rows) or 1.0)
+    trained = sampled - discarded
     return (
-        f"{trained - totals['filled_groups']:.0f} of the {trained:.0f} groups trained on had a "
-        f"signal; {totals['sampled_groups']:.0f} were sampled and {totals['discarded_groups']:.0f} discarded "
-        f"({totals['discarded_tokens']:,.0f} tokens), in {totals['extra_rollouts']:.0f} extra rollouts of "
-        f"{totals['extra_s']:.0f} s, {totals['share_of_time']:.0%} of the run's time"
+        f"{trained - filled:.0f} of the {trained:.0f} groups trained on had a signal; {sampled:.0f} were sampled and "
+        f"{discarded:.0f} discarded ({tokens:,.0f} tokens), in {rollouts:.0f} extra rollouts of {extra_s:.0f} s, "
+        f"{share:.0%} of the run's time"
     )
 
 
@@ -67,9 +52,8 @@ def _conversation(value: Any) -> Any:
     return value
 
 
-Text = Annotated[
-    Any, PlainValidator(_text)
-]  # unlike str in pydantic, it allows lone surrogates, which models can write
+# Unlike str in pydantic, Text allows lone surrogates, which models can write.
+Text = Annotated[Any, PlainValidator(_text)]
 Conversation = Annotated[Any, PlainValidator(_conversation)]  # text, or a list of messages
 
 # If a row has the first metric as a number, it must have the others too.

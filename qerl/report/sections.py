@@ -1,15 +1,5 @@
-"""The sections of a report.
-
-The noise stages of a run with the mean of its metrics in each, which shows what each sigma did to the entropy.
-
-Evaluations in the report: a table, a drawing of accuracies with their intervals, completions before and after.
-
-The numbers in the tables: first steps against last, time and memory by phase, configurations side by side.
-
-The validations of a run as a table, with the best one marked.
-
-Whether a run learned: one sentence, computed from its rewards and from evaluations before and after training.
-"""
+"""The sections of a report, as tables and sentences: noise stages, evaluations, first steps against last, time and
+memory, differing configurations, validations, and the verdict: whether the run learned."""
 
 from __future__ import annotations
 
@@ -19,13 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import NormalDist, mean, variance
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qerl.report.read import Evaluation, Row, Run
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+Table = tuple[list[str], list[list[str]]]  # heading, cells
 
 # The table's columns: (heading, metric, format).
 COLUMNS = (
@@ -55,35 +43,25 @@ def stages(rows: Sequence[Mapping[str, Any]]) -> list[Stage]:
     return [_stage(number, list(of)) for number, of in groupby(noisy, key=lambda row: int(row["noise/stage"]))]
 
 
-def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
-    """Heading and cells; metrics that no stage logged are left out."""
+def stage_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The stages of a run, without metrics that none of them logged; None for a run without noise."""
+    found = stages(rows)
+    if not any(stage.sigma_high for stage in found):
+        return None
     columns = [column for column in COLUMNS if any(column[1] in stage.means for stage in found)]
-    heading = ["stage", "steps", "sigma", *(name for name, _, _ in columns)]
-    cells = [
-        [
-            str(stage.number),
-            f"{stage.first} to {stage.last}",
-            sigma_text(stage),
-            *(f"{stage.means[key]:{form}}" if key in stage.means else "" for _, key, form in columns),
-        ]
-        for stage in found
-    ]
-    return heading, cells
-
-
-def sigma_text(stage: Stage) -> str:
-    """The stage's sigma, or its range in a run of an older version, whose noise could follow a target."""
-    ends = dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high))
-    return " to ".join(ends)
+    cells = []
+    for stage in found:
+        # A range in a run of an older version, whose noise could follow a target.
+        sigma = " to ".join(dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high)))
+        means = (f"{stage.means[key]:{form}}" if key in stage.means else "" for _, key, form in columns)
+        cells.append([str(stage.number), f"{stage.first} to {stage.last}", sigma, *means])
+    return ["stage", "steps", "sigma", *(name for name, _, _ in columns)], cells
 
 
 def _stage(number: int, rows: Sequence[Mapping[str, Any]]) -> Stage:
     sigmas = [row["noise/sigma"] for row in rows]
-    means = {}
-    for _, key, _ in COLUMNS:
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if values:
-            means[key] = sum(values) / len(values)
+    found = {key: _mean(rows, key) for _, key, _ in COLUMNS}
+    means = {key: value for key, value in found.items() if value is not None}
     return Stage(number, rows[0]["step"], rows[-1]["step"], min(sigmas), max(sigmas), means)
 
 
@@ -117,26 +95,11 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
     return {**cells, "model": str(result.get("model", ""))}  # last, because it is long
 
 
-def evaluation_table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
+def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     """Heading and cells; a column that a result does not have is empty in its row."""
     rows = [evaluation_cells(evaluation) for evaluation in evaluations]
     heading = list(dict.fromkeys(name for row in rows for name in row))
     return heading, [[row.get(name, "") for name in heading] for row in rows]
-
-
-def draw_evaluations(axis: Axes, evaluations: Sequence[Evaluation]) -> None:
-    """Draw the accuracy of each evaluation with its interval, the first one on top."""
-    for place, evaluation in enumerate(reversed(evaluations)):
-        accuracy, value = evaluation.result["accuracy"], evaluation.result["accuracy"]["value"]
-        # Rounding may put the value a little outside of its interval.
-        away = [[max(0.0, value - accuracy["low"])], [max(0.0, accuracy["high"] - value)]]
-        axis.errorbar([value], [place], xerr=away, fmt="o", color="C0", capsize=4)
-    names = [f"{evaluation.result['task']} · {evaluation.name}"[-36:] for evaluation in reversed(evaluations)]
-    axis.set_yticks(range(len(names)), names, parse_math=False)
-    axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.set_title("accuracy with its 95% interval", fontsize=10)
-    axis.tick_params(labelsize=8)
-    axis.grid(alpha=0.3, axis="x")
 
 
 def pairs(before: Evaluation, after: Evaluation) -> list[Pair]:
@@ -200,8 +163,6 @@ TRAINING = "time/train_s"  # includes packing; older versions logged this instea
 
 SOURCE = re.compile(r"sources/([^/]+)/share")
 
-Table = tuple[list[str], list[list[str]]]  # heading, cells
-
 
 class Change(NamedTuple):
     """The means of a metric over the first and over the last fifth of the steps."""
@@ -263,9 +224,8 @@ def phases(rows: Sequence[Row]) -> list[Phase]:
 
 def memory(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     """The name, the mean and the maximum in GiB of each metric under memory/."""
-    keys = sorted({key for row in rows for key in row if key.startswith("memory/") and key.endswith("_gib")})
     found = []
-    for key in keys:
+    for key in sorted({key for row in rows for key in row if key.startswith("memory/") and key.endswith("_gib")}):
         values = [row[key] for row in rows if row.get(key) is not None]
         name = key.removeprefix("memory/").removesuffix("_gib").replace("_", " ")
         found.append((name, sum(values) / len(values), max(values)))
@@ -282,38 +242,34 @@ def rounded(value: float) -> str:
 
 def change_table(runs: Sequence[Run]) -> Table:
     """The changes of each run, side by side."""
-    columns = [{change.label: change for change in changes(run.rows)} for run in runs]
-    heading = [f"{end} steps{_of(run, runs)}" for run in runs for end in ("first", "last")]
-    cells = []
-    for label in [label for label, _ in CHANGES if any(label in column for column in columns)]:
-        ends = [column[label][1:] if label in column else (None, None) for column in columns]
-        cells.append([label, *("" if value is None else rounded(value) for pair in ends for value in pair)])
-    return ["mean", *heading], cells
+    found = [{each.label: tuple(map(rounded, each[1:])) for each in changes(run.rows)} for run in runs]
+    return beside("mean", ("first steps", "last steps"), runs, found) or (["mean"], [])
 
 
 def phase_table(runs: Sequence[Run]) -> Table | None:
     """Time by phase, side by side; None if no run logged times."""
-    columns = [{phase.name: phase for phase in phases(run.rows)} for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("seconds per step", "in all", "share")]
-    cells = []
-    for name in names:
-        found = [column.get(name) for column in columns]
-        texts = [("", "", "") if each is None else _phase_cells(each) for each in found]
-        cells.append([name, *(text for triple in texts for text in triple)])
-    return (["phase", *heading], cells) if cells else None
+    found = [
+        {each.name: (rounded(each.mean_s), f"{each.total_s:,.0f} s", f"{each.share:.0%}") for each in phases(run.rows)}
+        for run in runs
+    ]
+    return beside("phase", ("seconds per step", "in all", "share"), runs, found)
 
 
 def memory_table(runs: Sequence[Run]) -> Table | None:
     """Mean and maximum GPU memory, side by side; None if no run logged any."""
-    columns = [{name: (mean, largest) for name, mean, largest in memory(run.rows)} for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("mean", "largest")]
-    cells = []
-    for name in names:
-        texts = [[f"{value:.1f}" for value in column[name]] if name in column else ["", ""] for column in columns]
-        cells.append([name, *(text for pair in texts for text in pair)])
-    return (["GPU memory (GiB)", *heading], cells) if cells else None
+    found = [{name: (f"{mean:.1f}", f"{most:.1f}") for name, mean, most in memory(run.rows)} for run in runs]
+    return beside("GPU memory (GiB)", ("mean", "largest"), runs, found)
+
+
+def beside(
+    corner: str, heading: Sequence[str], runs: Sequence[Run], found: Sequence[Mapping[str, tuple[str, ...]]]
+) -> Table | None:
+    """A table with the columns `heading` for each run; `found` has the rows of each by name. None without a row."""
+    names = dict.fromkeys(name for rows in found for name in rows)
+    empty = ("",) * len(heading)
+    cells = [[name, *(text for rows in found for text in rows.get(name, empty))] for name in names]
+    of = [f", {run.name}" if len(runs) > 1 else "" for run in runs]
+    return ([corner, *(f"{what}{which}" for which in of for what in heading)], cells) if cells else None
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
@@ -322,14 +278,6 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key, "") for config in flat]) for key in keys if key != "run.out"]
     return [[key, *values] for key, values in rows if len(set(values)) > 1]
-
-
-def _of(run: Run, runs: Sequence[Run]) -> str:
-    return f", {run.name}" if len(runs) > 1 else ""
-
-
-def _phase_cells(phase: Phase) -> tuple[str, str, str]:
-    return rounded(phase.mean_s), f"{phase.total_s:,.0f} s", f"{phase.share:.0%}"
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -345,56 +293,47 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-HEADING = ["step", "accuracy", "95% interval", "reward", "tokens", "truncated", "seconds", ""]
+def validation_table(run: Run) -> Table | None:
+    """One line per validation, with the best one marked; None for a run without.
 
-
-def validation_table(run: Run) -> tuple[list[str], list[list[str]]] | None:
-    """Heading and cells, one line per validation; None for a run without."""
-    rows = run.validations
-    if not rows:
+    A run on given conversations measures the loss of held-out rows, others the accuracy of held-out questions.
+    """
+    if not (rows := run.validations):
         return None
-    if any(row.get("validation/loss") is not None for row in rows):
-        return _losses(rows)
-    key = f"validation/{((run.config.get('validation') or {}).get('metric')) or 'accuracy'}"
-    values = [row[key] for row in rows if row["step"] and row.get(key) is not None]
-    best = next((row["step"] for row in rows if row["step"] and values and row.get(key) == max(values)), None)
-    return HEADING, [[*_cells(row), "best" if row["step"] == best else ""] for row in rows]
+    losses = any(row.get("validation/loss") is not None for row in rows)
+    metric = "loss" if losses else (run.config.get("validation") or {}).get("metric") or "accuracy"
+    found = {row["step"]: value for row in rows if row["step"] and (value := _value(row, metric)) is not None}
+    best = (min if losses else max)(found, key=found.get, default=None)
+    heading, cells = (["step", "loss"], _losses) if losses else (QUESTIONS, _answers)
+    lines = []
+    for row in rows:
+        seconds = row.get("time/validation_s")
+        ending = ["" if seconds is None else f"{seconds:.1f}", "best" if row["step"] == best else ""]
+        lines.append([str(row["step"]), *cells(row), *ending])
+    return [*heading, "seconds", ""], lines
 
 
-def _losses(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Of a run on given conversations, whose validations measure the loss of held-out rows."""
-    values = {row["step"]: row["validation/loss"] for row in rows}
-    best = min((step for step in values if step), key=values.get, default=None)
-    cells = [[str(row["step"]), _number(row, "loss"), _seconds(row)] for row in rows]
-    return ["step", "loss", "seconds", ""], [[*each, "best" * (each[0] == str(best))] for each in cells]
+QUESTIONS = ["step", "accuracy", "95% interval", "reward", "tokens", "truncated"]
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    accuracy, low, high = (_share(row, name) for name in ("accuracy", "accuracy_low", "accuracy_high"))
-    return [
-        str(row["step"]),
-        accuracy,
-        f"{low} to {high}" if low and high else "",
-        _number(row, "reward"),
-        _number(row, "mean_tokens"),
-        _share(row, "truncated_share"),
-        _seconds(row),
-    ]
+def _losses(row: Row) -> list[str]:
+    return [_shown(row, "loss")]
 
 
-def _seconds(row: Mapping[str, Any]) -> str:
-    seconds = row.get("time/validation_s")
-    return "" if seconds is None else f"{seconds:.1f}"
+def _answers(row: Row) -> list[str]:
+    accuracy, low, high = (_shown(row, name, "{:.1%}") for name in ("accuracy", "accuracy_low", "accuracy_high"))
+    interval = f"{low} to {high}" if low and high else ""
+    lengths = _shown(row, "mean_tokens"), _shown(row, "truncated_share", "{:.1%}")
+    return [accuracy, interval, _shown(row, "reward"), *lengths]
 
 
-def _share(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(f"validation/{name}")
-    return "" if value is None else f"{value:.1%}"
+def _value(row: Row, name: str) -> float | None:
+    return row.get(f"validation/{name}")
 
 
-def _number(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(f"validation/{name}")
-    return "" if value is None else rounded(value)
+def _shown(row: Row, name: str, form: str | None = None) -> str:
+    value = _value(row, name)
+    return "" if value is None else form.format(value) if form else rounded(value)
 
 
 LEARNED_FROM = (

@@ -27,7 +27,7 @@ def test_means_by_stage():
     ]
     assert [s.means["entropy"] for s in found] == pytest.approx([0.6, 0.8, 0.4])
     assert [s.means["sampling/entropy"] for s in found] == pytest.approx([0.6, 0.81, 0.401])
-    heading, cells = stage_table(found)
+    heading, cells = stage_table(ROWS)
     assert heading == ["stage", "steps", "sigma", "entropy", "sampling entropy", "reward", "mismatch_kl"]  # no ess
     assert cells[1] == ["1", "3 to 4", "0.01", "0.800", "0.810", "0.250", "1.0e-04"]
 
@@ -106,7 +106,7 @@ def test_no_curve_is_drawn_twice_and_none_that_is_flat(tmp_path):
         ["tokens per completion: longest", "8.00"],
     ]
     page = write_report([run.folder]).read_text()
-    assert page.count("<figure>") == 2
+    assert page.count("<figure ") == 1
     assert '<th scope="row">tokens per completion: longest</th><td>8.00</td>' in page
 
 

@@ -67,7 +67,7 @@ def test_a_completion_is_shown_as_plain_text(tmp_path):
 def test_the_pictures_hold_no_scripts_and_no_requests(tmp_path):
     html = render_page([read_run(full_run(tmp_path / "run"), "<b>$x$</b>"), read_run(full_run(tmp_path / "other"))])
     pictures = [base64.b64decode(link.partition(",")[2]).decode() for link in Page(html).links() if link[0] != "#"]
-    assert len(pictures) >= 4
+    assert len(pictures) == 2  # for light and for dark screens
     for picture in pictures:
         assert "<script" not in picture
         assert not re.search(r"(href|src)=[\"'](?!#)", picture)
@@ -122,7 +122,6 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     assert "After (right)" in page.text
     assert "Graded wrong in base" in page.text
     assert "Graded wrong in last" not in page.text
-    assert any("arith last 100.0%" in attrs.get("alt", "") for _, attrs in page.tags)
 
 
 def test_a_result_of_another_suite_is_shown_as_far_as_possible(tmp_path):
