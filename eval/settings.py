@@ -17,9 +17,8 @@ import typer
 from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import STARTS
-from qerl.cli.options import Text
-from qerl.cli.train import parse_columns, parse_names, parse_switches, task_values
 from qerl.config.names import ENGINES, KERNELS, unknown_name, unknown_text
+from qerl.data.option_text import Text, parse_columns, parse_names, parse_switches, task_values
 from qerl.engine.interface import check_temperature
 from qerl.engine.options import EngineOptions
 

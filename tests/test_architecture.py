@@ -32,17 +32,6 @@ ENTRY_POINTS = {
     "qerl/api/training.py": {"training", "eval", "quantize"},
 }
 
-# Imports that still go up, against the order of folders in tests/helpers/folders.py. Remove a line with its import; no
-# line is ever added.
-ALLOWED_UPWARD = """
-    eval.settings -> qerl.cli.options
-    eval.settings -> qerl.cli.train
-    training.rewards.grading -> training.rollout.groups
-    training.rewards.rewards -> training.rollout.groups
-    training.rewards.rewards -> training.run_dir.log
-    training.validation.validation -> training.parts
-    training.validation.validation -> training.ranks
-"""
 # Folders that still have more than 15 modules, and how many they may have. Lower a number with its folder.
 MOST_MODULES = 15
 LARGE_FOLDERS = {
@@ -114,11 +103,8 @@ def names_torch_distributed(node):
 
 
 def test_folders_import_downwards_only():
-    """Imports for type checkers and inside functions count too. The table only shrinks: no line of it is unneeded."""
-    allowed = set(filter(None, map(str.strip, ALLOWED_UPWARD.splitlines())))
-    found = {f"{module} -> {other}" for module, other in upward()}
-    assert sorted(found - allowed) == [], "import downwards: see tests/helpers/folders.py"
-    assert sorted(allowed - found) == [], "these are gone: remove them from ALLOWED_UPWARD"
+    """Imports for type checkers and inside functions count too; the order is that of tests/helpers/folders.py."""
+    assert sorted(f"{module} -> {other}" for module, other in upward()) == []
 
 
 def test_a_folder_is_seen_at_a_glance():

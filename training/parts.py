@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from qerl.engine.loaded_base import LoadedBase
     from qerl.episodes.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan
+    from training.loss.groups import Prompt
     from training.policy.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
-    from training.rollout.groups import Prompt
     from training.run_dir.log import RunLog
     from training.sft.rows import Row, Rows
     from training.validation.questions import Questions
@@ -88,16 +88,19 @@ class SftParts(TrainingParts):
     rows: Rows
 
 
-def make_parts(
-    config: RunConfig,
-    given: Given,
-    engine: Engine | LoadedBase,
-    policy: Policy,
-    plan: MicroBatchPlan,
-    log: RunLog,
-    teacher: Teacher | None = None,
-) -> TrainingParts:
-    """The parts over an open engine, or a loaded base, and the policy on its weights."""
+@dataclass(frozen=True)
+class Opened:
+    """What is in memory when a run begins: an engine, or a loaded base, and the policy on its weights."""
+
+    engine: Engine | LoadedBase
+    policy: Policy
+    plan: MicroBatchPlan
+    teacher: Teacher | None = None
+
+
+def make_parts(config: RunConfig, given: Given, opened: Opened, log: RunLog) -> TrainingParts:
+    """The parts of a run over what is open."""
+    engine, policy, plan = opened.engine, opened.policy, opened.plan
     rollout, sampled = config.rollout, given.rows is None
     packed = PackedPolicy(
         policy.base_model,
@@ -115,7 +118,7 @@ def make_parts(
         "log": log,
         "times": PhaseTimes(packed.device),
         "parallel": given.parallel,
-        "teacher": teacher,
+        "teacher": opened.teacher,
     }
     if not sampled:
         return SftParts(base=engine, rows=given.rows, **shared)

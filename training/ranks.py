@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.errors import ParallelError
-from training.rewards.grading import Graded, Logged
 from training.rollout.sampler import Rollout
 
 if TYPE_CHECKING:
@@ -40,15 +39,6 @@ def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
         kept=first.kept,
         drawn_tokens=None if first.kept is None else sum(part.drawn_tokens for part in parts),
     )
-
-
-def merged_grades(parts: Sequence[Graded]) -> Graded:
-    """The graded groups of all parts (ranks, or rollouts of a step), and what the rewards logged in each, in order."""
-    logged: Logged = {}
-    for part in parts:
-        for name, values in part.logged.items():
-            logged.setdefault(name, []).extend(values)
-    return Graded([group for part in parts for group in part.groups], logged)
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

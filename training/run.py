@@ -73,8 +73,8 @@ from training.run_dir.verdict import best_kept, ending
 from training.sft_step import measure_rows
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
+from training.validate import Validation, measure
 from training.validation.questions import read_questions
-from training.validation.validation import Validation, measure
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -82,9 +82,9 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
+    from training.loss.groups import Prompt
     from training.policy.policy import Policy
     from training.policy.teacher import Teacher
-    from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +336,7 @@ def _carry_out(run: Opened) -> TrainResult:
         log.start_at(run.start_step)
         if parallel.first:
             settle_best(run_dir, best_kept(log.validations, config.validation))
-        parts = make_parts(config, given, run.engine, run.policy, run.plan, log, run.teacher)
+        parts = make_parts(config, given, Opened(run.engine, run.policy, run.plan, run.teacher), log)
         validation = _validation(parts, given, stop)
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)

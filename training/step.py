@@ -31,20 +31,20 @@ from qerl.base.philox import derive_seed
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, experts_of_rows, padded_left, padded_right
 from training.loss.correction import Mismatch, importance_weights
+from training.loss.groups import group_metrics, length_metrics, logged_means, sampled_metrics
 from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
 from training.policy.train_memory import make_gradients_, training_memory
-from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
-from training.rewards.grading import Graded, reward_metrics, source_metrics
+from training.ranks import dealt, largest, merged_rollouts, sum_gradients_
+from training.rewards.grading import Graded, merged_grades, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
-from training.rollout.groups import group_metrics, length_metrics, logged_means, sampled_metrics
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
     from qerl.model.experts import Replay
     from qerl.model.packing import PackedRow
+    from training.loss.groups import GradedGroup, Prompt
     from training.parts import Parts, TrainingParts
-    from training.rollout.groups import GradedGroup, Prompt
 
 COMPARED_EVERY = 10  # steps: it costs a forward pass of the first micro-batch, on the rank that has it
 

@@ -37,6 +37,7 @@ from trl import GRPOTrainer
 from qerl.base.parallel import ALONE
 from qerl.checkpoint.adapter import keep_expert_reference_
 from qerl.plan.trained import masters_dtype, trains_masters
+from qerl.report.metrics import rename
 from training.loss.correction import mean_k3
 from training.loss.gates import MismatchGate, check_gradient, check_loss, check_trained, rounding_causes
 from training.parts import Parts
@@ -46,7 +47,7 @@ from training.ranks import check_replicas
 from training.rollout.prompts import step_prompts
 from training.rollout.sampler import Moment
 from training.run_dir.checkpoint import write_checkpoint
-from training.run_dir.log import completion_rows, rename, spread
+from training.run_dir.log import completion_rows, spread
 from training.run_dir.result import settle_best
 from training.run_dir.resume import set_rates_
 from training.sft_step import collect_rows, sft_loss, step_rows
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from training.policy.shards import Answer
     from training.rollout.prompts import StepPrompts
     from training.step import Collected, StepResult
-    from training.validation.validation import Validation
+    from training.validate import Validation
 
 
 class Logprobs(NamedTuple):

@@ -23,8 +23,8 @@ from qerl.base.printable import printable
 from qerl.checkpoint.load import check_chat_template, check_switches, load_tokenizer, local_folder, text_of_engine
 from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
-from qerl.cli.options import ENGINE_OPTIONS, Gpu, Text
-from qerl.cli.train import parse_switches
+from qerl.cli.options import ENGINE_OPTIONS, Gpu
+from qerl.data.option_text import Text, parse_switches
 from qerl.data.tasks import render_prompt
 from qerl.engine.interface import Completion, Engine, SamplingParams
 from qerl.engine.open import open_model, with_chosen_engine

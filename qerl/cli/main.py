@@ -22,7 +22,8 @@ from qerl.cli.options import command_of
 from qerl.cli.plan import plan_command
 from qerl.cli.recipes import app as recipes_app
 from qerl.cli.terminal import run_command
-from qerl.cli.train import distill, sft, task_values, train, with_resume_value
+from qerl.cli.train import distill, sft, train, with_resume_value
+from qerl.data.option_text import task_values
 
 try:
     from qerl.cli.evaluate import compare_results, evaluate

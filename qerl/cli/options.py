@@ -23,13 +23,14 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from qerl.base.errors import CAP_GIB, ENGINE, KERNEL, MAX_NEW_TOKENS, MEMORY, Key, QerlError
+from qerl.data.option_text import Text
 
 ENGINE_OPTIONS = {  # what every command that opens an engine has
     MEMORY: "--memory",
@@ -65,13 +66,6 @@ def options_named(options: Mapping[Key, str]) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(show)
-
-
-@dataclass(frozen=True)
-class Text:
-    """Marks a field that is typed as text, which `read` turns into its value."""
-
-    read: Callable[[str], Any]
 
 
 def command_of(function: Callable[..., None], **fixed: object) -> Callable[..., None]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,9 +32,9 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.next_step import after_training, say_next
-from qerl.cli.options import Gpu, Text
+from qerl.cli.options import Gpu
 from qerl.cli.terminal import interrupts_counted
-from qerl.config.yaml_text import YamlError, parse
+from qerl.data.option_text import Text, parse_columns, parse_names, task_values
 from qerl.plan.threads import choose_threads
 
 if TYPE_CHECKING:
@@ -43,48 +43,11 @@ if TYPE_CHECKING:
     from training.run import TrainResult
 
 
-def parse_columns(text: str) -> dict[str, str]:
-    """`question=problem,answer=solution` as a dictionary. Raises ConfigError for anything else."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and column.strip() for name, _, column in pairs):
-        raise ConfigError(f"--columns {text!r} is not of the form name=column: write question=problem,answer=solution")
-    columns = {name.strip(): column.strip() for name, _, column in pairs}
-    if len(columns) < len(pairs):
-        raise ConfigError(f"--columns {text!r} maps one name to two columns: write question=problem,answer=solution")
-    return columns
-
-
-def parse_switches(text: str) -> dict[str, Any]:
-    """`enable_thinking=false,level=2` as variables of a chat template, whose values are YAML. Raises ConfigError."""
-    found: dict[str, Any] = {}
-    for part in text.split(",") if text else ():
-        name, equals, value = (each.strip() for each in part.partition("="))
-        try:
-            found[name] = parse(value).data
-        except YamlError as error:
-            raise ConfigError(f"--chat-template-kwargs {part}: {error}; write {name}=false") from None
-        if not equals or not value or not name.isidentifier():
-            raise ConfigError(f"--chat-template-kwargs {part!r} is not NAME=VALUE: write enable_thinking=false")
-    return found
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """`a,b` as names."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def recipe_values(incomplete: str) -> list[str]:
     """Names of shipped recipes."""
     from qerl.config.recipe import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]
-
-
-def task_values(incomplete: str) -> list[str]:
-    """Names of tasks."""
-    from qerl.data.tasks import TASKS
-
-    return [name for name in TASKS if name.startswith(incomplete)]
 
 
 def card_values(incomplete: str) -> list[str]:

@@ -283,7 +283,8 @@ def compared(one: Path, other: Path) -> dict[str, float]:
     """The largest difference of the two runs' metrics, without times and memory, and of their last weights."""
     from safetensors.torch import load_file
 
-    from training.run_dir.log import deterministic, read_metrics
+    from qerl.report.metrics import deterministic
+    from training.run_dir.log import read_metrics
 
     rows = [[deterministic(row) for row in read_metrics(run)] for run in (one, other)]
     pairs = [(row[name], again.get(name)) for row, again in zip(*rows, strict=True) for name in row]

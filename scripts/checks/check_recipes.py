@@ -94,8 +94,9 @@ def checked(overrides: Sequence[str], folder: Path) -> list[str] | None:
     from qerl.base.errors import QerlError
     from qerl.config.recipe import load_recipe
     from qerl.data.tasks import get_task
+    from qerl.report.metrics import deterministic
     from training.run import resume, start
-    from training.run_dir.log import deterministic, read_metrics
+    from training.run_dir.log import read_metrics
 
     rows, reward = folder / "rows.jsonl", folder / "reward.py"
     rows.write_text("".join(json.dumps(row) + "\n" for row in islice(get_task("arith").generate("train"), 40)))

@@ -132,8 +132,8 @@ def answers(parts: Parts, questions: Questions, step: int, settings: Settings) -
 
 def _groups(parts: Parts, questions: Questions, prompts: Sequence[Any], size: int, step: int) -> list[Any]:
     """Graded completions of the prompts: one greedy one of each, or `size` at temperature 1."""
+    from training.loss.groups import Sample, grouped
     from training.rewards.grading import Grader
-    from training.rollout.groups import Sample, grouped
 
     sampling = replace(questions.sampling, temperature=0.0 if size == 1 else 1.0)
     with parts.sampler.clean_engine() as engine:

@@ -9,7 +9,8 @@ import torch
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.config.recipe import load_recipe
 from qerl.data.tasks import get_task
-from training.run_dir.log import deterministic, read_metrics
+from qerl.report.metrics import deterministic
+from training.run_dir.log import read_metrics
 
 REWARD = Path(__file__).with_name("digits.py")
 ROWS = 48

@@ -18,7 +18,7 @@ from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors
 from training.loss.advantages import group_advantages
 from training.loss.correction import Mismatch
-from training.rollout.groups import GradedGroup, Group, Prompt, Sample
+from training.loss.groups import GradedGroup, Group, Prompt, Sample
 from training.run import start
 from training.step import padded_batch
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.episodes.play import Environments
-    from training.rollout.groups import Prompt
+    from training.loss.groups import Prompt
     from training.sft.rows import Rows
 
 

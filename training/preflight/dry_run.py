@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.data.tasks import Task
+    from training.loss.groups import Prompt
     from training.rewards.rewards import Reward
-    from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
 

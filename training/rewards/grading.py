@@ -14,11 +14,10 @@ import torch
 
 from qerl.base.own_function import ENVIRONMENTS
 from training.loss.advantages import deviation, informative_groups
+from training.loss.groups import GradedGroup, Group, Logged, Prompt, Sample
 from training.rewards.rewards import Reward, Rewards
-from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 
 # name -> for each call of a reward the mean of what it gave to `log_metric`, and its completions
-Logged = dict[str, list[tuple[float, int]]]
 
 
 @dataclass(frozen=True)
@@ -185,3 +184,12 @@ def source_metrics(groups: Sequence[GradedGroup], rewards: Rewards) -> dict[str,
             kept["mean_tokens"] = sum(written) / len(written)
             found |= {f"sources/{name}/{key}": value for key, value in kept.items()}
     return found
+
+
+def merged_grades(parts: Sequence[Graded]) -> Graded:
+    """The graded groups of all parts (ranks, or rollouts of a step), and what the rewards logged in each, in order."""
+    logged: Logged = {}
+    for part in parts:
+        for name, values in part.logged.items():
+            logged.setdefault(name, []).extend(values)
+    return Graded([group for part in parts for group in part.groups], logged)

@@ -55,12 +55,12 @@ from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader, grade_many
 from qerl.data.rows import sources_of
 from qerl.data.tasks import Example, Task, task_of
+from qerl.report.metrics import RUN_FOLDERS, RUN_METRICS, is_own
 from training.rewards.server import Judge, RewardServer
-from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
 
 if TYPE_CHECKING:
     from qerl.config.schema import RewardConfig, RunConfig
-    from training.rollout.groups import Prompt
+    from training.loss.groups import Prompt
 
 
 # The quantifiers are possessive (*+) so that matching takes linear time: with \s*, a completion that consists of line

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl.base.philox import derive_seed
-from training.rollout.groups import GradedGroup
+from training.loss.groups import GradedGroup
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import Renderer
 from qerl.data.tasks import for_environment, load_examples, messages_of, task_of
-from training.rollout.groups import Prompt
+from training.loss.groups import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.tasks import Example, Message
     from qerl.episodes.endpoint import Chat
+    from training.loss.groups import GradedGroup
     from training.rewards.rewards import Rewards
-    from training.rollout.groups import GradedGroup
 
 
 def rollout_rows(rows: int, prompts_per_step: int, seed: int, rollout: int) -> list[int]:

@@ -20,8 +20,8 @@ from qerl.engine.update import deliver
 from qerl.episodes.driven import Start
 from qerl.episodes.play import Environments, episode_metrics, play, row_of
 from qerl.model.norms import block_norms, set_norm_noise_
+from training.loss.groups import Group, Prompt, Sample, grouped
 from training.policy.train_memory import begin_phase, card_memory
-from training.rollout.groups import Group, Prompt, Sample, grouped
 from training.rollout.noise import NoiseSchedule, StepNoise
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from qerl.checkpoint.adapter_file import BASE
 from qerl.report.read import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
-from training.run_dir.trackers import IDS
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
 
+IDS = ".trackers.json"  # in the run directory: by which a resumed run continues at a tracker
 LOCK = ".lock"
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
 UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "tensorboard"}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RewardConfig, RunConfig
     from qerl.data.tasks import Task
-    from training.rollout.groups import Prompt
+    from training.loss.groups import Prompt
 
 
 logger = logging.getLogger(__name__)

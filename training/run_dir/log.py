@@ -22,62 +22,19 @@ from qerl.base.files import parse_json, read_lines, replace_text
 from qerl.base.printable import SafeConsole
 from qerl.report.read import completions_step
 from training.run_dir.progress import Display, completions_table, numbers
-from training.run_dir.trackers import log_table
 from training.run_dir.verdict import sentence, validations
 from training.run_dir.watch import due, findings
 
 if TYPE_CHECKING:
     import torch
 
+    from training.loss.groups import GradedGroup, Sample
     from training.rewards.rewards import Rewards
-    from training.rollout.groups import GradedGroup, Sample
 
 
 logger = logging.getLogger(__name__)
 
-# TRL's name -> ours, or None to drop it; a metric that is not listed keeps its name.
-NAMES = {
-    "clip_ratio/low_mean": "clip/low_share",
-    "clip_ratio/high_mean": "clip/high_share",
-    "clip_ratio/region_mean": "clip/share",
-    "cispo_clip_ratio": "clip/high_share",  # cispo has only an upper bound
-    "clip_ratio/low_min": None,
-    "clip_ratio/high_max": None,
-    "epoch": None,
-}
-# A run logs these names and those that begin with these prefixes, and no others; a test compares them with a run.
-# grades/ is not among them: the accuracy reward logs it, and so may a reward that builds on accuracy.
-RUN_METRICS = (
-    *("step", "loss", "reward", "reward_std", "nll", "entropy", "entropy_coef", "policy_loss", "aux_loss", "kl"),
-    *("update_kl", "mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
-)
-RUN_FOLDERS = (
-    *("kl_to_teacher/", "rows/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/"),
-    *("sampling/", "mismatch/", "correction/", "vespo/", "noise/", "dynamic_sampling/", "environment/"),
-    *("carry_over/", "sources/", "curriculum/"),
-    *("validation/", "time/", "speed/", "memory/"),
-)
 WARNINGS = "warnings.jsonl"
-MACHINE_PREFIXES = ("time/", "speed/", "memory/")
-
-
-def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
-    """TRL's metrics by our names, without those that repeat others. What is not finite becomes None (JSON null)."""
-    renamed = {}
-    for key, value in logs.items():
-        if (name := NAMES.get(key, key)) is not None:
-            renamed[name] = value if value is None or math.isfinite(value) else None
-    return renamed
-
-
-def is_own(name: str) -> bool:
-    """Whether the run itself logs a metric of that name."""
-    return name in (*RUN_METRICS, *NAMES) or name.startswith(RUN_FOLDERS)
-
-
-def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that do not depend on the machine."""
-    return {key: value for key, value in metrics.items() if not key.startswith(MACHINE_PREFIXES)}
 
 
 class RunLog:
@@ -190,6 +147,8 @@ class RunLog:
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8", errors="replace")
         if rows and self._report_to:
+            from training.run_dir.trackers import log_table  # loads transformers
+
             log_table(self._report_to, step, rows)
         if self._display is not None:
             self._print(completions_table(step, rows))

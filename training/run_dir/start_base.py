@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from qerl.config.quant import CalibrationConfig, QatConfig, QuantConfig
     from qerl.config.schema import RunConfig
-    from training.rollout.groups import Prompt
+    from training.loss.groups import Prompt
 
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.config.rewards import without_secrets
+from training.run_dir.folder import IDS
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 ROWS, TEXT = 32, 4000  # of a table: rows, and characters of a cell
 CLOSE_S = 60.0  # that wandb may go on uploading at the end
-IDS = ".trackers.json"  # in the run directory: by which a resumed run continues at a tracker
 COLUMNS = ("step", "prompt", "completion", "advantage")
 
 

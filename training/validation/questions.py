@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.episodes.play import Environments
     from qerl.plan.sizes import ModelSizes
-    from training.rollout.groups import Prompt
+    from training.loss.groups import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def _prompts(
     environments: Environments | None = None,
 ) -> list[Prompt]:
     """The prompts, longest first, which saves padding; each one's `row` is its place in this list."""
-    from training.rollout.groups import Prompt  # it imports torch
+    from training.loss.groups import Prompt  # it imports torch
 
     trained = task_of(data)
 

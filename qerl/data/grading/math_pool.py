@@ -56,7 +56,7 @@ class _UndecidedError(Exception):
 @functools.lru_cache(CACHE_SIZE)
 def _decided(gold: str, answer: str) -> str:
     """ "equal" or "different"; raises _UndecidedError, which the cache does not keep, for any other verdict."""
-    verdict = _ask(gold, answer)
+    verdict = ask(gold, answer)
     if verdict not in ("equal", "different"):
         raise _UndecidedError(verdict)
     return verdict
@@ -67,7 +67,7 @@ def forget() -> None:
     _decided.cache_clear()
 
 
-def _ask(gold: str, answer: str) -> str:
+def ask(gold: str, answer: str) -> str:
     for _ in range(_ATTEMPTS):
         try:
             return _workers.ask({"gold": gold, "answer": answer}, REPLY_LIMIT_S)["verdict"]

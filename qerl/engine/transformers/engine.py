@@ -129,7 +129,7 @@ class TransformersEngine(Engine):
 
         for rows in batches([one.sampling for one in requests], self._batch_size or len(requests)):
             batch = [requests[row] for row in rows]
-            done = self._batch(batch, lambda ended, batch=batch: told([batch[row].index for row in ended]))
+            done = self.generate_batch(batch, lambda ended, batch=batch: told([batch[row].index for row in ended]))
             for request, part in sorted(zip(batch, done, strict=True), key=lambda pair: len(pair[1].token_ids)):
                 whole = unfinished[request.index] = joined(unfinished[request.index], part)
                 if whole.finish_reason != "unfinished":
@@ -148,7 +148,7 @@ class TransformersEngine(Engine):
         with self._sampling(model):
             for start in range(0, len(prompts), step):
                 rows = list(zip(prompts[start : start + step], completions[start : start + step], strict=True))
-                scores += self._score_batch(rows, temperature)
+                scores += self._scoregenerate_batch(rows, temperature)
         return scores
 
     def sync(self, update: Update) -> int:
@@ -196,7 +196,7 @@ class TransformersEngine(Engine):
         with _sampling_mode(model), kv_in_8_bits(model) if self._kv_in_8_bits else nullcontext():
             yield
 
-    def _batch(self, requests: Sequence[Request], told: Callable[[list[int]], bool]) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], told: Callable[[list[int]], bool]) -> list[Completion]:
         """Sample requests whose parameters differ only in `max_new_tokens`.
 
         `told` is called with the rows that have ended, after each token, and ends the others if it returns True.
@@ -240,7 +240,9 @@ class TransformersEngine(Engine):
             disable_compile=True,
         )
 
-    def _score_batch(self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+    def _scoregenerate_batch(
+        self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float
+    ) -> list[list[float]]:
         model = self._open()
         joined = [[*prompt, *completion] for prompt, completion in rows]
         input_ids, attention_mask = pad_left(joined, self._tokenizer.pad_token_id, model.device)

@@ -11,8 +11,8 @@ import qerl
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.load import check_switches, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model, switches_for
-from qerl.cli.train import parse_switches
 from qerl.config.recipe import save_config
+from qerl.data.option_text import parse_switches
 from qerl.engine.transformers.engine import TransformersEngine
 from qerl.episodes.endpoint import Chat
 from training.preflight.checks import read_prompts, sizes_at

@@ -23,8 +23,9 @@ from either_engine import ENGINE, ON_CARD, marks
 
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.data.tasks import load_examples
+from qerl.report.metrics import deterministic
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints
-from training.run_dir.log import deterministic, read_metrics
+from training.run_dir.log import read_metrics
 
 pytestmark = marks(400)
 GIB = 2**30

@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from qerl.base.errors import ConfigError
-from qerl.cli.options import Text, command_of
-from qerl.cli.train import parse_columns
+from qerl.cli.options import command_of
+from qerl.data.option_text import Text, parse_columns
 
 
 @dataclass(frozen=True)

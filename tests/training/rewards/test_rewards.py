@@ -10,6 +10,7 @@ from qerl.base.errors import ConfigError, RewardError
 from qerl.config.rewards import REWARD_NAMES
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, grade
+from qerl.report.metrics import is_own
 from training.rewards.rewards import (
     FAILED,
     REWARDS,
@@ -22,7 +23,6 @@ from training.rewards.rewards import (
     length,
     soft_overlong,
 )
-from training.run_dir.log import is_own
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 GSM8K = get_task("gsm8k")

@@ -55,7 +55,7 @@ def configured(base, folder, *overrides, **kwargs):
 def traced(ending, tmp_path_factory):
     """A run of six steps, what its engine drew after which tokens, and the groups and the batch of each step."""
     found = SimpleNamespace(drawn={}, steps=[])
-    sample, padded_batch = TransformersEngine._batch, training.step.padded_batch
+    sample, padded_batch = TransformersEngine.generate_batch, training.step.padded_batch
 
     def traced_sample(self, requests, told):
         done = sample(self, requests, told)
@@ -69,7 +69,7 @@ def traced(ending, tmp_path_factory):
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformersEngine, "_batch", traced_sample)
+        patch.setattr(TransformersEngine, "generate_batch", traced_sample)
         patch.setattr(training.step, "padded_batch", traced_batch)
         found.run_dir = start(configured(ending, tmp_path_factory.mktemp("traced")), "tiny").run_dir
     return found

@@ -11,8 +11,8 @@ from small_run import numbers, same_adapters, small_config
 import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.config.data import CurriculumConfig
+from training.loss.groups import Prompt
 from training.rewards.rewards import Rewards
-from training.rollout.groups import Prompt
 from training.rollout.prompts import FILE, Curriculum, mixed_rows, rollout_rows
 from training.run import resume, start
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from training.loss.advantages import informative_groups
+from training.loss.groups import GradedGroup, Group, Prompt, Sample
 from training.rollout.dynamic_sampling import (
     extra_order,
     extra_prompts,
@@ -13,7 +14,6 @@ from training.rollout.dynamic_sampling import (
     keep,
     next_rows,
 )
-from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 
 MAX_EXTRA = 6  # the default of rollout.dynamic_sampling.max_extra_rollouts
 

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from training.ranks import merged_grades
-from training.rewards.grading import Grader
+from training.loss.groups import GradedGroup, Group, Prompt, Sample, group_metrics, length_metrics, logged_means
+from training.rewards.grading import Grader, merged_grades
 from training.rewards.rewards import Rewards
-from training.rollout.groups import GradedGroup, Group, Prompt, Sample, group_metrics, length_metrics, logged_means
 
 NAMES = ("digits", "accuracy")
 

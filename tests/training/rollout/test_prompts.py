@@ -9,7 +9,7 @@ from qerl.base.philox import derive_seed
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
 from qerl.data.tasks import build_messages, render_prompt
-from training.rollout.groups import Prompt
+from training.loss.groups import Prompt
 from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
 
 

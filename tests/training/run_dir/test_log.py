@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.run_dir.log import RunLog, deterministic, read_metrics, rename, spread
+from qerl.report.metrics import deterministic, rename
+from training.run_dir.log import RunLog, read_metrics, spread
 
 
 def test_metrics_have_our_names():

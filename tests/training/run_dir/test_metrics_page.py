@@ -7,8 +7,9 @@ import pytest
 from small_run import small_config
 from small_sft import small_sft
 
+from qerl.report.metrics import is_own
 from training.run import start
-from training.run_dir.log import is_own, read_metrics
+from training.run_dir.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "metrics.md"

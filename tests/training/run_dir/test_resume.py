@@ -14,12 +14,13 @@ from qerl.base.errors import ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.train import with_resume_value
 from qerl.config.recipe import load_recipe, save_config
+from qerl.report.metrics import deterministic
 from training.preflight.checks import check_resumed
 from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
-from training.run_dir.log import deterministic, read_metrics
+from training.run_dir.log import read_metrics
 from training.run_dir.resume import LAST, find_run, rewind_
 
 

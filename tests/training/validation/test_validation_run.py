@@ -11,7 +11,7 @@ from small_run import numbers, same_adapters, small_config
 from validated_run import validated_config, validated_steps, without_validation
 
 import training.run
-import training.validation.validation
+import training.validate
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.transformers.engine import TransformersEngine
@@ -101,7 +101,7 @@ def test_noise_that_stays_in_the_policy_is_off_in_a_validation_and_put_back(nvfp
 
 def test_a_run_that_died_in_a_validation_resumes_to_the_same_numbers(validated, nvfp4_base, tmp_path):
     config = validated_config(nvfp4_base, tmp_path, "run.keep_checkpoints=1")
-    with killed_in(training.validation.validation, "reward_metrics", 3):  # the one after step 4
+    with killed_in(training.validate, "reward_metrics", 3):  # the one after step 4
         start(config, "tiny")
     run_dir = resume(tmp_path / "run").run_dir
     assert numbers(run_dir) == numbers(validated)
@@ -153,7 +153,7 @@ def test_a_signal_in_the_validation_before_the_first_step_stops_before_it(nvfp4_
 
 
 def test_a_validation_that_takes_too_long_after_sigterm_is_abandoned(nvfp4_base, tmp_path, monkeypatch, caplog):
-    original = training.validation.validation.reward_metrics
+    original = training.validate.reward_metrics
     rounds = []
 
     def slow(*given):
@@ -163,7 +163,7 @@ def test_a_validation_that_takes_too_long_after_sigterm_is_abandoned(nvfp4_base,
             signal.pause()  # until the deadline
         return original(*given)
 
-    monkeypatch.setattr(training.validation.validation, "reward_metrics", slow)
+    monkeypatch.setattr(training.validate, "reward_metrics", slow)
     result = start(validated_config(nvfp4_base, tmp_path, "run.stop_within_s=0.01"), "tiny")
     assert (result.steps, result.adapter, result.stopped_by) == (2, None, signal.SIGTERM)
     assert [path.name for path in checkpoints(result.run_dir)] == ["step-000002"]

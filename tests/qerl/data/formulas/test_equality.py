@@ -74,7 +74,7 @@ def test_wrong_answers_are_refused(gold, answer):
 
 def test_only_verdicts_on_the_formulas_are_kept(monkeypatch):
     verdicts = iter(["timeout", "equal"])
-    monkeypatch.setattr(math_pool, "_ask", lambda gold, answer: next(verdicts))
+    monkeypatch.setattr(math_pool, "ask", lambda gold, answer: next(verdicts))
     math_pool.forget()
     assert math_pool.compare("p", "q") == "timeout"
     assert math_pool.compare("p", "q") == "equal"

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from qerl.data.tasks import Example
     from qerl.engine.interface import Completion
     from qerl.episodes.driven import Episode
-    from training.rewards.grading import Logged
+
+
+# name -> for each call of a reward the mean of what it gave to `log_metric`, and its completions
+Logged = dict[str, list[tuple[float, int]]]
 
 
 @dataclass(frozen=True)

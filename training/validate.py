@@ -29,9 +29,8 @@ from transformers import TrainerCallback
 from qerl.base.philox import derive_seed
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.grading.intervals import estimate
-from training.ranks import merged_grades
-from training.rewards.grading import Graded, Grader, reward_metrics
-from training.rollout.groups import GradedGroup, Sample, grouped, logged_means
+from training.loss.groups import GradedGroup, Sample, grouped, logged_means
+from training.rewards.grading import Graded, Grader, merged_grades, reward_metrics
 from training.rollout.sampler import played
 from training.run_dir.stop import AskedError, EndedError
 from training.run_dir.verdict import best_kept, ending
