@@ -148,7 +148,7 @@ class TransformersEngine(Engine):
         with self._sampling(model):
             for start in range(0, len(prompts), step):
                 rows = list(zip(prompts[start : start + step], completions[start : start + step], strict=True))
-                scores += self._scoregenerate_batch(rows, temperature)
+                scores += self._score_batch(rows, temperature)
         return scores
 
     def sync(self, update: Update) -> int:
@@ -240,9 +240,7 @@ class TransformersEngine(Engine):
             disable_compile=True,
         )
 
-    def _scoregenerate_batch(
-        self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float
-    ) -> list[list[float]]:
+    def _score_batch(self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         model = self._open()
         joined = [[*prompt, *completion] for prompt, completion in rows]
         input_ids, attention_mask = pad_left(joined, self._tokenizer.pad_token_id, model.device)
