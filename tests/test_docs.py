@@ -18,10 +18,10 @@ from qerl.cli.plan import plan_of, show
 from qerl.config.keys import describe_config
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
-from qerl.plan.advice import largest_completion, likely
 from qerl.plan.engine_memory import card_of
-from qerl.plan.seconds import full_lengths, step_seconds
 from qerl.plan.sizes import read_sizes
+from training.preflight.advice import largest_completion, likely
+from training.preflight.seconds import full_lengths, step_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

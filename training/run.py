@@ -37,14 +37,13 @@ from qerl.config.recipe import save_config
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.plan.advice import check_ranks
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
-from qerl.plan.plan import checkpoint_bytes, trainer_bytes, wishes_of
 from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
 from training.parts import Given, TrainingParts, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.teacher import find_teacher
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
+from training.preflight.advice import check_ranks
 from training.preflight.checks import (
     check_activations,
     check_engine,
@@ -57,6 +56,7 @@ from training.preflight.checks import (
     settle_qat,
     sizes_at,
 )
+from training.preflight.plan import checkpoint_bytes, trainer_bytes, wishes_of
 from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
@@ -303,9 +303,9 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
         kv_cache_dtype=rollout.kv_cache_dtype,
         calibrates_kv=rollout.calibrates_kv,
         max_context=config.data.max_prompt_tokens + config.longest_completion,
-        max_rank=engine_rank(config),
+        max_rank=engine_rank(config.adapter, config.qat),
         experts=config.adapter.experts,
-        expert_rank=engine_expert_rank(config),
+        expert_rank=engine_expert_rank(config.adapter, config.qat),
         seed=config.run.seed,
     )
 
@@ -317,7 +317,14 @@ def settled_plan(config: RunConfig, base: ModelRef, place: Place, policy: Policy
     if (plan := parallel.broadcast(plan)) is not None:
         return plan
     entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
-    own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), acting_rank(config), entropy, cap)
+    own = plan_run(
+        policy,
+        engine,
+        wishes_of(config, sizes_at(base)),
+        acting_rank(config.adapter, config.qat, config.model.format),
+        entropy,
+        cap,
+    )
     return smallest_plan(parallel.gather(own))
 
 

@@ -134,7 +134,7 @@ class QerlTrainer(GRPOTrainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
         optimizer, config = super().create_optimizer(model), self.parts.config
-        if trains_masters(config) and masters_dtype(config.qat) == "bfloat16":
+        if trains_masters(config.qat) and masters_dtype(config.qat) == "bfloat16":
             self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
         return optimizer
 

@@ -15,7 +15,7 @@ from qerl.config.yaml_text import dump
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
-    from qerl.plan.plan import Plan
+    from training.preflight.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Recipe:
         from rich.console import Console
 
         from qerl.cli.plan import plan_of, show
-        from qerl.plan.advice import likely
+        from training.preflight.advice import likely
 
         made, text = plan_of(self.config, None if gpu is None else str(gpu)), StringIO()
         show(self.config, made, Console(file=text, width=100, markup=False, emoji=False), likely(self.config))

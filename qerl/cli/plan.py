@@ -11,9 +11,9 @@ import typer
 
 from qerl.base.errors import ConfigError
 from qerl.cli.train import card_values, key_values, recipe_values
-from qerl.plan.advice import MEAN_COMPLETION, Likely, duration, likely
 from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.sizes import KNOWN
+from training.preflight.advice import MEAN_COMPLETION, Likely, duration, likely
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qerl.base.printable import SafeConsole
     from qerl.config.schema import RunConfig
     from qerl.plan.engine_memory import Card
-    from qerl.plan.plan import Plan
+    from training.preflight.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def plan_command(
     """What a run will take of a card, before anything is loaded: memory by phase, hours, and what fits."""
     from qerl.base.printable import SafeConsole
     from qerl.config.recipe import load_recipe
-    from qerl.plan.advice import share_of
+    from training.preflight.advice import share_of
 
     if recipe is None:
         if model is None:
@@ -97,8 +97,8 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     """
     from qerl.checkpoint.resolve import model_under
     from qerl.plan.engine_memory import card_of
-    from qerl.plan.plan import plan
     from qerl.plan.sizes import check_kv_cache, read_sizes
+    from training.preflight.plan import plan
 
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
@@ -200,9 +200,9 @@ def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
-    from qerl.plan.advice import advice, largest_completion
-    from qerl.plan.plan import START, validation_sentences
     from qerl.plan.trained import start_bytes
+    from training.preflight.advice import advice, largest_completion
+    from training.preflight.plan import START, validation_sentences
 
     if made.problems:
         fitting = advice(config, made.sizes, made.card)
@@ -220,7 +220,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
     ]
     lines += micro_batch_sentences(made)
-    if (start := start_bytes(config, made.sizes)) and START not in made.memory["rollout"]:
+    if (start := start_bytes(config.adapter, config.qat, made.sizes)) and START not in made.memory["rollout"]:
         lines.append(
             f"The 16-bit weights that the adapter is added to, {start / 2**30:.1f} GiB, lie in the machine's own "
             "memory, and each sync streams them."
@@ -232,17 +232,19 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:
     from qerl.checkpoint.activations import GRPO_WARNING
-    from qerl.plan.seconds import TRAIN_RATE
     from qerl.plan.sizes import calibrated_tokens, calibrates, calibration_seconds, rounds_to_four_bits
+    from training.preflight.seconds import TRAIN_RATE
 
     lines = []
-    if calibrates(config):
-        length, rows = calibrated_tokens(config)
-        seconds = calibration_seconds(config, made.sizes, TRAIN_RATE * made.card.tflops * 1e12)
+    if calibrates(config.qat):
+        length, rows = calibrated_tokens(config.qat, config.data.max_prompt_tokens)
+        seconds = calibration_seconds(
+            config.qat, config.data.max_prompt_tokens, made.sizes, TRAIN_RATE * made.card.tflops * 1e12
+        )
         lines.append(
             f"Before the first step the 16-bit model reads {rows} rows of {length} tokens at most to find the scales "
             f"of activations: about {max(seconds, 1):.0f} s after it is loaded."
         )
-    if config.distill is None and rounds_to_four_bits(config, made.sizes):
+    if config.distill is None and rounds_to_four_bits(config.qat, made.sizes):
         lines.append(f"Note: {GRPO_WARNING}.")
     return lines

@@ -44,7 +44,8 @@ from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
 
 if TYPE_CHECKING:
-    from qerl.config.schema import RunConfig
+    from qerl.config.objectives import DistillConfig
+    from qerl.config.quant import QatConfig
     from qerl.plan.engine_memory import Card
     from qerl.plan.micro_batch_plan import Footprint
 
@@ -279,26 +280,26 @@ class TeacherWork:
         return replace(footprint, teacher=self.forward, head=footprint.head + self.hidden, logits=self.logits)
 
 
-def teacher_sizes(config: RunConfig, sizes: ModelSizes) -> ModelSizes | None:
+def teacher_sizes(distill: DistillConfig | None, sizes: ModelSizes) -> ModelSizes | None:
     """The sizes of the teacher of a student with `sizes`; None without a teacher. Raises CheckpointError."""
-    if config.distill is None:
+    if distill is None:
         return None
-    return sizes if config.distill.teacher is None else _read(config.distill.teacher)
+    return sizes if distill.teacher is None else _read(distill.teacher)
 
 
-def teacher_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+def teacher_bytes(distill: DistillConfig | None, sizes: ModelSizes) -> int:
     """The teacher's weights on the card; 0 without one."""
-    found = teacher_sizes(config, sizes)
+    found = teacher_sizes(distill, sizes)
     return 0 if found is None else int(found.weights_bytes(formats.BF16.name))
 
 
-def teacher_work(config: RunConfig, sizes: ModelSizes) -> TeacherWork | None:
+def teacher_work(distill: DistillConfig | None, sizes: ModelSizes) -> TeacherWork | None:
     """What its forward pass takes; None without a teacher."""
-    found = teacher_sizes(config, sizes)
+    found = teacher_sizes(distill, sizes)
     if found is None:
         return None
     shared = max(sizes.vocabulary, found.vocabulary)
-    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, config.distill.chunk_tokens * shared * LOGITS)
+    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, distill.chunk_tokens * shared * LOGITS)
 
 
 def forward_bytes(sizes: ModelSizes) -> int:
@@ -307,9 +308,9 @@ def forward_bytes(sizes: ModelSizes) -> int:
     return 2 * (3 * sizes.inner + (8 + sizes.copies) * sizes.hidden)
 
 
-def teacher_flops(config: RunConfig, sizes: ModelSizes, tokens: float, predicting: float) -> float:
+def teacher_flops(distill: DistillConfig | None, sizes: ModelSizes, tokens: float, predicting: float) -> float:
     """Of a forward pass over `tokens`, and of the logits of `predicting` ones; 0 without a teacher."""
-    found = teacher_sizes(config, sizes)
+    found = teacher_sizes(distill, sizes)
     return 0.0 if found is None else 2 * found.active * tokens + 2 * found.head * predicting
 
 
@@ -333,11 +334,11 @@ EAGER = 4e-4  # seconds of a decoder layer whose kernels are launched one by one
 CALIBRATING = "calibrating"  # the phase
 
 
-def rounds_to_four_bits(config: RunConfig, sizes: ModelSizes) -> bool:
+def rounds_to_four_bits(qat: QatConfig | None, sizes: ModelSizes) -> bool:
     """Whether the packed linears of a run round their input to 4 bits, by the recipe or by its base."""
-    if config.qat is None:
+    if qat is None:
         return sizes.four_bit_inputs
-    quant = config.qat.quant_cfg
+    quant = qat.quant_cfg
     return quant.activations != "none" and formats.get(quant.weights.format).four_bit_inputs
 
 
@@ -347,28 +348,28 @@ def rounding_seconds(sizes: ModelSizes, card: Card, tokens: float) -> float:
     return sizes.layers * (LAUNCHES + TRAFFIC * 4 * values * tokens / (card.gb_per_s * 1e9))
 
 
-def calibrates(config: RunConfig) -> bool:
+def calibrates(qat: QatConfig | None) -> bool:
     """Whether a run computes static scales before its engine opens."""
-    return config.qat is not None and config.qat.quant_cfg.activations == "static"
+    return qat is not None and qat.quant_cfg.activations == "static"
 
 
-def calibrated_tokens(config: RunConfig) -> tuple[int, int]:
+def calibrated_tokens(qat: QatConfig, prompt_tokens: int) -> tuple[int, int]:
     """(tokens of a row, rows) at most: of the rows that the recipe names, or of the run's own prompts."""
-    asked = config.qat.quant_cfg.calibration
-    own = config.data.max_prompt_tokens if asked.data is None else asked.length
+    asked = qat.quant_cfg.calibration
+    own = prompt_tokens if asked.data is None else asked.length
     return min(asked.length, own), asked.rows
 
 
-def calibration_memory(config: RunConfig, sizes: ModelSizes) -> dict[str, float]:
+def calibration_memory(qat: QatConfig, prompt_tokens: int, sizes: ModelSizes) -> dict[str, float]:
     """What takes the card's memory while the 16-bit model reads calibration rows, in bytes."""
-    batch = min(config.qat.quant_cfg.calibration.batch, calibrated_tokens(config)[1])
-    tokens = calibrated_tokens(config)[0] * batch
+    length, rows = calibrated_tokens(qat, prompt_tokens)
+    work = length * min(qat.quant_cfg.calibration.batch, rows) * forward_bytes(sizes)
     weights = sizes.weights_bytes(formats.BF16.name)
-    return {"16-bit model": weights, "context": CONTEXT, "kernels": KERNELS, "its work": tokens * forward_bytes(sizes)}
+    return {"16-bit model": weights, "context": CONTEXT, "kernels": KERNELS, "its work": work}
 
 
-def calibration_seconds(config: RunConfig, sizes: ModelSizes, rate: float) -> float:
+def calibration_seconds(qat: QatConfig, prompt_tokens: int, sizes: ModelSizes, rate: float) -> float:
     """Of its forward passes at `rate` operations per second, each of which takes EAGER seconds per layer at least."""
-    length, rows = calibrated_tokens(config)
-    batch = min(config.qat.quant_cfg.calibration.batch, rows)
+    length, rows = calibrated_tokens(qat, prompt_tokens)
+    batch = min(qat.quant_cfg.calibration.batch, rows)
     return rows / batch * max(2 * sizes.body * length * batch / rate, sizes.layers * EAGER)

@@ -83,7 +83,7 @@ class Work:
         return cls(
             sizes,
             sizes.adapter(config.adapter.rank, config.adapter.targets),
-            expert_parameters(config, sizes),
+            expert_parameters(config.adapter, sizes),
             formats.get(config.model.format).bytes_per_weight,
             sizes.kv_bytes(config.rollout.kv_cache_dtype),
             config.rollout.prompts_per_step,
@@ -144,7 +144,7 @@ def rollout_need(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
     products of each prompt once. The first token of a completion comes from its prompt, each later one from a step that
     attends to the prompt and the completion so far.
     """
-    from qerl.plan.plan import MAX_SEQUENCES
+    from qerl.plan.engine_memory import MAX_SEQUENCES
 
     sampled = sum(lengths)
     steps = max(max(lengths), -(-sampled // MAX_SEQUENCES))

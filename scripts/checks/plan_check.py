@@ -16,9 +16,9 @@ from typing import Any
 
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
-from qerl.plan.plan import DECODED, GRADIENTS, Plan, plan
-from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import ModelSizes, read_sizes
+from training.preflight.plan import DECODED, GRADIENTS, Plan, plan
+from training.preflight.seconds import decode_seconds
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GIB = 2**30

@@ -33,7 +33,7 @@ from docs_links import links, replace_links, target  # noqa: E402
 
 from qerl.config.keys import describe_config  # noqa: E402
 from qerl.data.tasks import TASKS, Task  # noqa: E402
-from qerl.plan import seconds  # noqa: E402
+from training.preflight import seconds  # noqa: E402
 
 # Pages of the site that lie elsewhere in the repository.
 PAGES = {
@@ -169,8 +169,8 @@ def constants() -> str:
     """The constants of the cost model: the lines that define them."""
     blocks = []
     for name in (
-        "qerl/plan/plan.py",
-        "qerl/plan/seconds.py",
+        "training/preflight/plan.py",
+        "training/preflight/seconds.py",
         "qerl/plan/sizes.py",
         "qerl/plan/micro_batch_plan.py",
     ):
@@ -180,7 +180,7 @@ def constants() -> str:
 
 
 def seconds_model() -> str:
-    """The formula of the seconds, from the docstring of qerl/plan/seconds.py."""
+    """The formula of the seconds, from the docstring of training/preflight/seconds.py."""
     formula = textwrap.dedent("\n".join(line for line in seconds.__doc__.splitlines() if line.startswith("    ")))
     return f"```text\n{formula}\n```"
 

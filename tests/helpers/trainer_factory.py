@@ -8,7 +8,6 @@ from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.data.tasks import get_task
-from qerl.plan.plan import wishes_of
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch
 from training.parts import Given, Opened, make_parts
@@ -17,6 +16,7 @@ from training.policy.packed_policy import PackedPolicy
 from training.policy.teacher import find_teacher
 from training.policy.train_memory import plan_run
 from training.preflight.checks import sizes_at
+from training.preflight.plan import wishes_of
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.rollout.prompts import load_prompts
 from training.run import open_rollout_engine

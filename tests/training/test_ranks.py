@@ -17,7 +17,7 @@ from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.cli.launch import launch, without_option
 from qerl.config.recipe import load_recipe, save_config
-from qerl.plan.advice import check_ranks
+from training.preflight.advice import check_ranks
 from training.ranks import dealt, largest
 
 # The learning rate of the large recipes: the first steps of AdamW move a weight by about that, whatever its gradient

@@ -160,7 +160,8 @@ def build_weights_policy(
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))
     names = trained_linears(qat, sizes.layers)
     norms = block_norms(model) if qat.train_norms else ()
-    dtype, work_bytes = masters_dtype(qat), trained_of(config, sizes, parallel.size).work_bytes
+    trained = trained_of(config.adapter, qat, config.optim.name, sizes, parallel.size)
+    dtype, work_bytes = masters_dtype(qat), trained.work_bytes
     modules = dict(model.named_modules())
     shards = Shards({name: modules[name] for name in names}, parallel) if parallel.size > 1 else None
     own = [name for name in names if shards is None or shards.mine(name)]

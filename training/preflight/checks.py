@@ -39,11 +39,11 @@ from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
 from qerl.engine.memory import others_bytes
 from qerl.engine.open import choose_engine
-from qerl.plan.advice import with_values
 from qerl.plan.engine_memory import Card
-from qerl.plan.plan import GIB, plan, settled_for
 from qerl.plan.sizes import ModelSizes, check_kv_cache, sizes_of
-from qerl.plan.trained import check_experts, trained_linears, trains_masters
+from qerl.plan.trained import trained_linears, trains_masters
+from training.preflight.advice import with_values
+from training.preflight.plan import GIB, check_experts, plan, settled_for
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
@@ -239,7 +239,7 @@ def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
     check_experts(config, sizes.decoder)
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
-    if trains_masters(config):
+    if trains_masters(config.qat):
         return
     width = max(min(sizes.projections[target]) for target in config.adapter.targets)
     if config.adapter.rank > width:

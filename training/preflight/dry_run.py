@@ -13,9 +13,9 @@ from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import starting_model
 from qerl.data.rows import sources_of
 from qerl.data.tasks import grade, task_of
-from qerl.plan.advice import Likely, likely
-from qerl.plan.plan import validation_count
+from training.preflight.advice import Likely, likely
 from training.preflight.checks import read_given, read_prompts, sizes_at
+from training.preflight.plan import validation_count
 from training.preflight.start import settle_start
 from training.rewards.rewards import rewards_of_run
 from training.validation.questions import Questions, read_questions

@@ -37,8 +37,8 @@ from qerl.checkpoint.base_start import (
 from qerl.checkpoint.load import local_folder
 from qerl.config.experts import expert_rank
 from qerl.config.names import OF_EXPERTS, PROJECTIONS
-from qerl.plan.advice import with_values
 from qerl.plan.trained import DEFAULT_START
+from training.preflight.advice import with_values
 
 if TYPE_CHECKING:
     import torch

@@ -199,7 +199,7 @@ def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
         return TrainResult(run_dir, None, steps)
     if config.qat is not None:
         final = settle_model(run_dir, steps)
-        if not trains_masters(config):
+        if not trains_masters(config.qat):
             settle_result(run_dir, steps)
         logger.info("finished %d steps: %s; model in %s", steps, _reward_text(rows, run_dir), final)
         _say_best(run_dir, rows, config)

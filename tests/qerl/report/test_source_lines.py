@@ -8,13 +8,13 @@ from small_run import small_config
 
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import likely
 from qerl.plan.engine_memory import Card
-from qerl.plan.plan import plan, validation_sentences
 from qerl.plan.sizes import KNOWN, sizes_of
 from qerl.report.curves import panels
 from qerl.report.page import extremes
 from qerl.report.sections import changes
+from training.preflight.advice import likely
+from training.preflight.plan import plan, validation_sentences
 from training.run_dir.progress import numbers
 
 CARDS_24 = Card("a card", 24.0, 1000.0, 100.0)

@@ -8,8 +8,8 @@ from small_run import numbers, small_config
 
 from qerl.checkpoint.adapter_file import WEIGHTS
 from qerl.plan.engine_memory import CARDS
-from qerl.plan.plan import plan, settled_for
 from qerl.plan.sizes import KNOWN, sizes_of
+from training.preflight.plan import plan, settled_for
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path
 

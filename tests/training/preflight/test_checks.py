@@ -17,11 +17,11 @@ from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.resolve import ModelRef
 from qerl.config.recipe import load_recipe
 from qerl.engine.open import choose_engine
-from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, read_sizes
 from training import run as training_run
 from training.preflight import checks
 from training.preflight.checks import check_memory
+from training.preflight.plan import plan
 from training.run import start
 
 GIB = 2**30

@@ -14,10 +14,10 @@ from qerl.cli.main import app
 from qerl.cli.plan import this_card
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.engine.vllm.opening import Settings
-from qerl.plan.advice import advice, largest_completion, with_values
 from qerl.plan.engine_memory import CARDS, card_of
-from qerl.plan.plan import plan, trainer_bytes
 from qerl.plan.sizes import KNOWN, read_sizes
+from training.preflight.advice import advice, largest_completion, with_values
+from training.preflight.plan import plan, trainer_bytes
 from training.run import engine_options
 
 GIB = 2**30

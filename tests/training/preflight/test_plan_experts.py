@@ -11,13 +11,13 @@ from qerl.checkpoint.adapter_file import attach_to_experts_
 from qerl.checkpoint.load import load_model
 from qerl.cli.plan import expert_sentences
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import advice
 from qerl.plan.engine_memory import card_of
-from qerl.plan.plan import CHOSEN, DECODED, plan
-from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
-from qerl.plan.trained import check_experts, trained_of
+from qerl.plan.trained import trained_of
 from training.policy.train_memory import measure_layer, model_shapes
+from training.preflight.advice import advice
+from training.preflight.plan import CHOSEN, DECODED, check_experts, plan
+from training.preflight.seconds import decode_seconds
 
 A3B = "Qwen/Qwen3-30B-A3B"
 GIB = 2**30
@@ -71,7 +71,7 @@ def test_the_sizes_of_30b_a3b_computed_by_hand():
 def test_parameters_of_the_adapter_by_hand(values, rank, experts):
     attention = 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
     config, sizes = config_with(*values), read_sizes(A3B)
-    assert trained_of(config, sizes).count == attention + 48 * rank * experts
+    assert trained_of(config.adapter, config.qat, config.optim.name, sizes).count == attention + 48 * rank * experts
     words = f"adapters of rank {rank} on experts" if rank else "which get no adapter"
     assert words in expert_sentences(config, plan(config, sizes, card_of("h200")))[0]
 

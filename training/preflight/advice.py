@@ -21,10 +21,10 @@ from qerl import formats
 from qerl.base.errors import ConfigError, QerlError
 from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import CARDS, Card
-from qerl.plan.plan import Plan, plan
-from qerl.plan.seconds import Lengths, full_lengths, step_seconds
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
 from qerl.plan.trained import trains_masters
+from training.preflight.plan import Plan, plan
+from training.preflight.seconds import Lengths, full_lengths, step_seconds
 
 if TYPE_CHECKING:
     from qerl.config.schema import DataConfig, RunConfig
@@ -216,7 +216,7 @@ def _leaner_training(config: RunConfig) -> Iterator[dict[str, object]]:
     """
     if config.qat is not None and config.qat.mode == "adapter" and config.qat.start_in != "host":
         yield {"qat.start_in": "host"}
-    if not trains_masters(config):
+    if not trains_masters(config.qat):
         return
     less: dict[str, object] = {}
     if config.qat.masters != "bfloat16":

@@ -15,8 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.base.errors import EngineError
+from qerl.base.errors import ConfigError, EngineError
+from qerl.config.experts import adapts_experts, expert_rank
+from qerl.config.names import OF_EXPERTS
 from qerl.data.rows import sources_of
+from qerl.model.costs import UNRECORDED
 from qerl.plan.engine_memory import (
     CONTEXT,
     GRAPH_RESERVE,
@@ -34,12 +37,10 @@ from qerl.plan.engine_memory import (
     smaller_base,
 )
 from qerl.plan.micro_batch_plan import GIB, MARGIN, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
-from qerl.plan.seconds import TRAIN_RATE, decode_seconds, full_lengths, largest_rows, step_seconds
 from qerl.plan.sizes import CALIBRATING, ModelSizes, calibrates, calibration_memory, teacher_bytes, teacher_work
 from qerl.plan.trained import (
     BYTES,
     acting_rank,
-    check_experts,
     engine_expert_parameters,
     engine_rank,
     masters_dtype,
@@ -48,8 +49,10 @@ from qerl.plan.trained import (
     trained_of,
     trains_masters,
 )
+from training.preflight.seconds import TRAIN_RATE, decode_seconds, full_lengths, largest_rows, step_seconds
 
 if TYPE_CHECKING:
+    from qerl.checkpoint.experts import Decoder
     from qerl.config.schema import RunConfig
 
 
@@ -130,8 +133,8 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
         "training": {**common, **_training(config, sizes, card.ranks, needed)},
     }
-    if calibrates(config):
-        memory = {CALIBRATING: calibration_memory(config, sizes), **memory}
+    if calibrates(config.qat):
+        memory = {CALIBRATING: calibration_memory(config.qat, config.data.max_prompt_tokens, sizes), **memory}
         problems += _calibration_problems(memory[CALIBRATING], limit)
     return Plan(
         card,
@@ -180,7 +183,7 @@ def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
     bfloat16, since micro-batches are smaller; otherwise bfloat16. `start_in` becomes the card if it holds them,
     otherwise the host.
     """
-    key, values = ("masters", tuple(BYTES)) if trains_masters(config) else ("start_in", ("card", "host"))
+    key, values = ("masters", tuple(BYTES)) if trains_masters(config.qat) else ("start_in", ("card", "host"))
     if config.qat is None or getattr(config.qat, key) != "auto":
         return config
     first, second = (config.model_copy(update={"qat": config.qat.model_copy(update={key: value})}) for value in values)
@@ -200,34 +203,34 @@ def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
 
 def checkpoint_bytes(config: RunConfig, sizes: ModelSizes) -> int:
     """What a checkpoint takes on the disk: the trained parameters and the optimizer's state."""
-    trained = trained_of(config, sizes)
+    trained = trained_of(config.adapter, config.qat, config.optim.name, sizes)
     return trained.count * (trained.kept_bytes + trained.state_bytes)
 
 
 def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     """What a recipe asks of its micro-batches; `sizes` are the student's where there is a teacher."""
     longest = config.longest_row
-    work = None if sizes is None else teacher_work(config, sizes)
+    work = None if sizes is None else teacher_work(config.distill, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    gradient_bytes = BYTES[masters_dtype(config.qat)] if trains_masters(config) else 0
+    gradient_bytes = BYTES[masters_dtype(config.qat)] if trains_masters(config.qat) else 0
     extra = (config.train.fp8_recipe, config.rollout.calibrates_kv, gradient_bytes)
     wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
     return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:
-    trained = trained_of(config, sizes, ranks)
+    trained = trained_of(config.adapter, config.qat, config.optim.name, sizes, ranks)
     kept = {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
-    if taught := teacher_bytes(config, sizes):
+    if taught := teacher_bytes(config.distill, sizes):
         kept["teacher"] = taught
-    start = start_bytes(config, sizes)
+    start = start_bytes(config.adapter, config.qat, sizes)
     return {**kept, START: start} if start and config.qat.start_in != "host" else kept
 
 
 def _training(config: RunConfig, sizes: ModelSizes, ranks: int, needed: float) -> dict[str, float]:
     """What a micro-batch needs; what does not depend on its tokens is listed apart where it is much."""
-    trained = trained_of(config, sizes, ranks)
-    gradients = trained.count * trained.gradient_bytes if trains_masters(config) or sizes.decoder.has_experts else 0
+    trained = trained_of(config.adapter, config.qat, config.optim.name, sizes, ranks)
+    gradients = trained.count * trained.gradient_bytes if trains_masters(config.qat) or sizes.decoder.has_experts else 0
     parts = {GRADIENTS: gradients, DECODED: sizes.decoded if sizes.decoder.has_experts else 0}
     parts = {name: size for name, size in parts.items() if size}
     return {**parts, "micro-batch": needed - sum(parts.values())}
@@ -246,9 +249,9 @@ class _Room:
 
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
-    adapter = sizes.engine_adapter_bytes(engine_rank(config) + start_rank(config)) + 2 * engine_expert_parameters(
-        config, sizes
-    )
+    adapter = sizes.engine_adapter_bytes(
+        engine_rank(config.adapter, config.qat) + start_rank(config.adapter, config.qat, config.model.format)
+    ) + 2 * engine_expert_parameters(config.adapter, sizes)
     weights = int(sizes.weights_bytes(config.model.format)) + adapter
     return weights, outside_bytes(trainer_bytes(config, sizes, ranks), MAX_SEQUENCES, sizes.vocabulary)
 
@@ -306,8 +309,11 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
 
 
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
-    trained, work = trained_of(config, sizes, ranks), teacher_work(config, sizes)
-    shapes = Shapes.of(sizes, acting_rank(config), trained.count)
+    trained, work = (
+        trained_of(config.adapter, config.qat, config.optim.name, sizes, ranks),
+        teacher_work(config.distill, sizes),
+    )
+    shapes = Shapes.of(sizes, acting_rank(config.adapter, config.qat, config.model.format), trained.count)
     shapes = replace(shapes, trained_bytes=trained.gradient_bytes, **wishes_of(config).of_shapes)
     found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)
@@ -372,3 +378,69 @@ def validation_sentences(config: RunConfig, made: Plan) -> list[str]:
         f"A validation ({asked} of up to {new} tokens) takes up to {seconds:.1f} s: {count} in the run, "
         f"{count * seconds / 60:.1f} minutes."
     ]
+
+
+def check_experts(config: RunConfig, decoder: Decoder) -> None:
+    """Raise ConfigError for keys that do not fit a model: of experts where it has none, or what experts cannot have."""
+    problem = _of_experts(config, decoder) if decoder.has_experts else _of_dense(config)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _of_dense(config: RunConfig) -> str | None:
+    given = {
+        "adapter.experts": None if config.adapter.experts == "shared" else config.adapter.experts,
+        "adapter.expert_rank": config.adapter.expert_rank,
+        "rollout.router_replay": None if config.rollout.router_replay else "false",
+    }
+    key, value = next(((key, value) for key, value in given.items() if value is not None), (None, None))
+    if key is None:
+        return None
+    return f"{key} {value}: {config.model.base} has no experts: leave {key} out, or give a mixture of experts"
+
+
+def _of_experts(config: RunConfig, decoder: Decoder) -> str | None:
+    adapter = config.adapter
+    if config.qat is not None:
+        return (
+            f"qat: {config.model.base} is a mixture of experts, whose weights qerl does not train: leave the section "
+            "qat out, and an adapter is trained"
+        )
+    if not formats.get(config.model.format).holds_experts:
+        return (
+            f"model.format {config.model.format}: {config.model.base} is a mixture of experts, which qerl has in "
+            f"{' and '.join(each.name for each in formats.all_formats() if each.holds_experts)}: write one of these"
+        )
+    if config.train.fp8_recipe is not None:
+        return (
+            f"train.fp8_recipe {config.train.fp8_recipe}: {config.model.base} is a mixture of experts, whose products "
+            "are computed in 16 bits: leave train.fp8_recipe out"
+        )
+    if config.rollout.router_replay and decoder.experts > UNRECORDED:
+        return (
+            f"rollout.router_replay: {config.model.base} has {decoder.experts} experts in a layer, and choices are "
+            f"recorded of up to {UNRECORDED}: write rollout.router_replay: false"
+        )
+    if len(decoder.sparse) == decoder.layers and all(name in OF_EXPERTS for name in adapter.targets):
+        return (
+            f"adapter.targets: {', '.join(adapter.targets)} names no linear of attention, and an adapter on experts "
+            "needs one beside it: add q_proj, k_proj, v_proj or o_proj"
+        )
+    if not adapts_experts(adapter):
+        return None
+    named = [name for name in OF_EXPERTS if name in adapter.targets]
+    if len(named) < len(OF_EXPERTS):
+        return (
+            f"adapter.targets names {' and '.join(named)}, and the experts of {config.model.base} are adapted as a "
+            f"whole: name all of {', '.join(OF_EXPERTS)}, or none of them"
+        )
+    if adapter.dropout:
+        return (
+            f"adapter.dropout {adapter.dropout}: files of adapters on experts have none (PEFT's target_parameters): "
+            "write adapter.dropout: 0, or adapter.experts: none"
+        )
+    most = min(decoder.width, decoder.hidden)
+    if (rank := expert_rank(adapter)) > most:
+        key = "adapter.rank" if adapter.expert_rank is None else "adapter.expert_rank"
+        return f"{key} {rank} is more than any expert of {config.model.base} can have: write {key}: {most} or less"
+    return None

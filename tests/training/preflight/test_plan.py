@@ -21,12 +21,12 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.cli.main import app
 from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import advice, share_of
 from qerl.plan.engine_memory import card_of
-from qerl.plan.plan import START, checkpoint_bytes, plan, settled_for, trainer_bytes
-from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 from qerl.plan.trained import trained_of
+from training.preflight.advice import advice, share_of
+from training.preflight.plan import START, checkpoint_bytes, plan, settled_for, trainer_bytes
+from training.preflight.seconds import decode_seconds
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
@@ -111,7 +111,10 @@ def test_cards_share_whole_weights_out():
     layer = alone["gradients"] / 28  # exists whole until it has been summed
     assert one_of_4["gradients"] == pytest.approx(alone["gradients"] / 4 + layer)
     assert one_of_4["weights"] == alone["weights"]
-    assert trained_of(config, sizes, 8).count == trained_of(config, sizes).count // 7  # 4 layers, of 28 on 8 cards
+    assert (
+        trained_of(config.adapter, config.qat, config.optim.name, sizes, 8).count
+        == trained_of(config.adapter, config.qat, config.optim.name, sizes).count // 7
+    )  # 4 layers, of 28 on 8 cards
 
 
 def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):

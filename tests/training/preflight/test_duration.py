@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from qerl.base.errors import ConfigError
 from qerl.cli.main import app
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import duration, in_words, likely
 from qerl.plan.engine_memory import card_of
-from qerl.plan.plan import plan
-from qerl.plan.seconds import Lengths, decode_seconds, full_lengths, step_seconds
 from qerl.plan.sizes import read_sizes
+from training.preflight.advice import duration, in_words, likely
+from training.preflight.plan import plan
+from training.preflight.seconds import Lengths, decode_seconds, full_lengths, step_seconds
 
 
 def planned(*overrides, recipe="dapo_7b", gpu="24"):

@@ -2,10 +2,10 @@
 
 from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
-from qerl.plan.advice import advice, duration, likely
 from qerl.plan.engine_memory import card_of
-from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, sizes_of
+from training.preflight.advice import advice, duration, likely
+from training.preflight.plan import plan
 
 SIZES = sizes_of(KNOWN["qwen2.5-7b"], "qwen2.5-7b")
 

@@ -9,9 +9,9 @@ import torch
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
 from qerl.plan.micro_batch_plan import Shapes
-from qerl.plan.plan import plan, wishes_of
 from qerl.plan.sizes import read_sizes, rounding_work
 from training.policy.train_memory import footprint_of
+from training.preflight.plan import plan, wishes_of
 
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
 # Gate and up have 2 x 18944 = 37888 columns of 3584 features: 135,790,592 weights.

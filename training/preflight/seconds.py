@@ -81,8 +81,8 @@ def step_seconds(
     if rollout.carry_over:
         carried, decoding = _carried_over(config, sizes, card, lengths)
         prefill += 2 * _paced(sizes) * carried / rate
-    taught = teacher_flops(config, sizes, tokens, sequences * lengths.new)
-    if rounds_to_four_bits(config, sizes):
+    taught = teacher_flops(config.distill, sizes, tokens, sequences * lengths.new)
+    if rounds_to_four_bits(config.qat, sizes):
         beside += (1 + recomputed) * passes * rounding_seconds(sizes, card, tokens / passes)
     return {
         "rollout": (decoding + prefill) / config.loss.num_iterations,
@@ -105,7 +105,7 @@ def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: 
     """Seconds of the products of whole weights' gradients."""
     if config.qat is None or config.qat.mode != "weights":
         return 0.0
-    return 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
+    return 2 * trained_of(config.adapter, config.qat, config.optim.name, sizes).count * tokens / (card.tflops * 1e12)
 
 
 def _paced(sizes: ModelSizes, slower: float = TRAIN_RATE / EXPERT_RATES["train"]) -> float:
@@ -144,7 +144,7 @@ def _decoding(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths
 
 
 def _decode_step(config: RunConfig, sizes: ModelSizes, card: Card, sequences: float, cached: float) -> float:
-    rounding = rounding_seconds(sizes, card, sequences) if rounds_to_four_bits(config, sizes) else 0.0
+    rounding = rounding_seconds(sizes, card, sequences) if rounds_to_four_bits(config.qat, sizes) else 0.0
     return decode_seconds(sizes, card, config.model.format, sequences, cached) + rounding
 
 

@@ -10,8 +10,8 @@ from qerl.checkpoint.activations import GRPO_WARNING
 from qerl.cli.plan import sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
-from qerl.plan.plan import plan
 from qerl.plan.sizes import CALIBRATING, KNOWN, read_sizes, rounding_seconds, sizes_of
+from training.preflight.plan import plan
 
 MEASURED = json.loads((Path(__file__).resolve().parents[3] / "benchmarks/qat/activations-7b.json").read_text())
 BASE, CARD = "Qwen/Qwen2.5-7B-Instruct", "h200"
