@@ -89,7 +89,7 @@ class SftParts(TrainingParts):
 
 
 @dataclass(frozen=True)
-class Opened:
+class Loaded:
     """What is in memory when a run begins: an engine, or a loaded base, and the policy on its weights."""
 
     engine: Engine | LoadedBase
@@ -98,7 +98,7 @@ class Opened:
     teacher: Teacher | None = None
 
 
-def make_parts(config: RunConfig, given: Given, opened: Opened, log: RunLog) -> TrainingParts:
+def make_parts(config: RunConfig, given: Given, opened: Loaded, log: RunLog) -> TrainingParts:
     """The parts of a run over what is open."""
     engine, policy, plan = opened.engine, opened.policy, opened.plan
     rollout, sampled = config.rollout, given.rows is None

@@ -39,7 +39,7 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
-from training.parts import Given, TrainingParts, make_parts
+from training.parts import Given, Loaded, TrainingParts, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.teacher import find_teacher
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
@@ -343,7 +343,7 @@ def _carry_out(run: Opened) -> TrainResult:
         log.start_at(run.start_step)
         if parallel.first:
             settle_best(run_dir, best_kept(log.validations, config.validation))
-        parts = make_parts(config, given, Opened(run.engine, run.policy, run.plan, run.teacher), log)
+        parts = make_parts(config, given, Loaded(run.engine, run.policy, run.plan, run.teacher), log)
         validation = _validation(parts, given, stop)
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)

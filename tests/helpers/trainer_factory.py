@@ -10,7 +10,7 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.data.tasks import get_task
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch
-from training.parts import Given, Opened, make_parts
+from training.parts import Given, Loaded, make_parts
 from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
 from training.policy.teacher import find_teacher
@@ -51,7 +51,7 @@ def build_trainer(config, folder):
     teacher = None
     if config.distill is not None:
         teacher = find_teacher(config, base, tokenizer, sizes_at(base)).opened(config, torch.device("cpu"))
-    parts = make_parts(config, given, Opened(engine, policy, plan, teacher), log)
+    parts = make_parts(config, given, Loaded(engine, policy, plan, teacher), log)
     trainer = QerlTrainer(parts, args, [])
     trainer.current_gradient_accumulation_steps = 1  # transformers sets it when it begins to train
     trainer.model.train()
