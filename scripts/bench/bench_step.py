@@ -145,7 +145,7 @@ def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the workload, which scripts/bench/profile_step.py has as well."""
+    """Add the options of the workload, which other scripts that train it have as well."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rank", type=int, default=32)

@@ -43,48 +43,6 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [_line(head), "|---" * len(head) + "|", *map(_line, rows)]
 
 
-def profile(result: Result) -> list[str]:
-    """Phases (or numbers of sequences) with their shares of the limits, and the time of the GPU by category."""
-    limits, phases = result["limits"], result.get("phases") or result["decode"]
-    names = [name if "phases" in result else f"{name} sequences" for name in phases]
-    shares = [
-        [
-            f"{phase['wall_ms']:.1f}",
-            f"{phase['busy_ms']:.1f}",
-            _percent(phase.get("share_of_bandwidth")),
-            _percent(phase.get("share_of_matrix_rate")),
-        ]
-        for phase in phases.values()
-    ]
-    labels = list(dict.fromkeys(label for phase in phases.values() for label in phase["categories_ms"]))
-    kept_up = f", {limits['sustained_tflops']:.0f} for a second" if "sustained_tflops" in limits else ""
-    lines = [
-        f"Limits, measured in the same run: {limits['tflops']:.0f} TFLOP/s in a burst{kept_up}, "
-        f"{limits['gb_per_s']:.0f} GB/s.",
-        "",
-        *table(
-            ["", "wall ms", "GPU busy ms", "needed bytes, of the bandwidth", "needed flops, of the matrix rate"],
-            [[name, *cells] for name, cells in zip(names, shares, strict=True)],
-        ),
-        "",
-        *table(
-            ["GPU's ms", *names],
-            [
-                [label, *(f"{phase['categories_ms'].get(label, 0):.1f}" for phase in phases.values())]
-                for label in labels
-            ],
-        ),
-    ]
-    for phase in phases.values():
-        if "decoded_gb" in phase:
-            share, milliseconds = phase["share_of_bandwidth_decoding"], phase["categories_ms"]["decode weights"]
-            moved = f"{phase['decoded_gb']:.0f} GB in {milliseconds:.1f} ms"
-            lines += ["", f"The weights were decoded at {share:.0%} of the bandwidth ({moved})."]
-    if any("share_of_bandwidth" in phase and "needed_gb" not in phase for phase in phases.values()):
-        lines += ["", "Measured before adapter, keys and values counted as needed bytes and `attend` as attention."]
-    return lines
-
-
 def attention(result: Result) -> list[str]:
     """Microseconds of our kernel, of FlashAttention and of the limit, by number of sequences and length."""
     rows = result["us"]
@@ -97,32 +55,6 @@ def attention(result: Result) -> list[str]:
     named = {1: "1 sequence"}
     lines = [[named.get(n, f"{n} sequences"), *(by.get(length, "") for length in lengths)] for n, by in cells.items()]
     return table(head, lines)
-
-
-def elementwise(result: Result) -> list[str]:
-    rows = [
-        [name, f"{r['us']:.1f}", f"{r['limit_us']:.1f}", _percent(r["limit_us"] / r["us"]), f"{r['torch_us']:.1f}"]
-        for name, r in result["results"].items()
-    ]
-    return table(["", "us", "limit us", "of the limit", "plain torch us"], rows)
-
-
-def gemm(result: Result) -> list[str]:
-    """Microseconds by shape, way and number of tokens."""
-    tokens = list(dict.fromkeys(row["tokens"] for row in result["results"]))
-    cells: dict[str, dict[int, str]] = {}
-    for row in result["results"]:
-        cells.setdefault(f"{row['shape']}, {row['way']}", {})[row["tokens"]] = f"{row['us']:.1f}"
-    rows = [[name, *(by_tokens.get(count, "") for count in tokens)] for name, by_tokens in cells.items()]
-    return table(["us", *map(str, tokens)], rows)
-
-
-def layers(result: Result) -> list[str]:
-    rows = [
-        [name, f"{r['ms']:.2f}", f"{r['over_floor']:.2f}", f"{r['kept_mib']:.0f}", f"{r['peak_mib']:.0f}"]
-        for name, r in result["results"].items()
-    ]
-    return table(["", "ms", "over the products", "kept MiB", "peak MiB"], rows)
 
 
 def startup(result: Result) -> list[str]:
@@ -154,18 +86,6 @@ def peaks(result: Result) -> list[str]:
     return table(head, rows)
 
 
-def pack(result: Result) -> list[str]:
-    """Milliseconds of packing all masters against the limit, and of stock vLLM's reload."""
-    rows, reload = [], result.get("stock_reload", {})
-    for dtype, found in result["masters"].items():
-        share = _percent(found["share_of_limit"])
-        rows.append([f"{dtype} masters", f"{found['ms']:.1f}", f"{found['limit_ms']:.1f}", share])
-        rows.append([f"{dtype} masters, in plain torch", f"{found['twin_ms']:.0f}", "", ""])
-    if "median_s" in reload:
-        rows.append(["stock vLLM's `reload_weights`", f"{1e3 * reload['median_s']:.0f}", "", ""])
-    return table(["", "ms", "limit ms", "of the limit"], rows)
-
-
 def qat(result: Result) -> list[str]:
     """Seconds, memory and mismatch of the first, the second and the last step, and the bytes after it."""
     keys = ("time/step_s", "time/rollout_s", "time/train_s", "time/optimizer_s", "time/sync_s")
@@ -183,37 +103,13 @@ def qat(result: Result) -> list[str]:
     return lines
 
 
-def engines(result: Result) -> list[str]:
-    last = max(1, len(result["runs"][0]["reward"]) // 3)
-    rows = [
-        [
-            f"{run['engine']}, seed {run['seed']}",
-            f"{sum(run['reward'][-last:]) / last:.3f}",
-            f"{max(run['mismatch_kl']):.1e}",
-        ]
-        for run in result["runs"]
-    ]
-    return table(["", f"mean reward of the last {last} steps", "largest mismatch_kl"], rows)
-
-
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f}%"
-
-
 KINDS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {  # in the order of the page
-    "profile-step": ("Where a step's time goes, {shape} shape", profile),
-    "profile-decode": ("Where a decode step's time goes, {shape} shape", profile),
-    "layers": ("A decoder layer forward and backward, {shape} shape", layers),
-    "elementwise": ("The kernels around the products of training, {shape} shape", elementwise),
     "attention": ("Attention of a decode step, a layer, {shape} shape", attention),
-    "gemm": ("Ways to multiply by a weight, {shape} shape, by number of tokens", gemm),
     "startup": ("Starting the engine, {shape} shape", startup),
     "peaks": ("GPU memory of training, resuming and evaluating, {shape} shape", peaks),
-    "pack": ("Packing all masters, {shape} shape", pack),
     "qat": ("Training through the quantizer, {shape} shape", qat),
-    "engines": ("Both rollout engines, {shape} model", engines),
 }

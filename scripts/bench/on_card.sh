@@ -27,7 +27,7 @@
 #     python   180 s  runs after one another in one Python process
 #     cli      260 s  commands on the embedded model
 #     sft      330 s  fine-tuning of a 7B: ours, TRL's QLoRA, and Unsloth where it is installed
-#     step     350 s  workload A: our step, TRL's step, the profile of ours
+#     step     250 s  workload A: our step, TRL's step
 #     micro    250 s  workload A by tokens per micro-batch: the source of OVERHEAD_TOKENS in qerl/plan
 #     cap24     80 s  workload A under 24 GiB; nothing else should run
 #     agree    110 s  engine and trainer at 7B: every check of check_engine
@@ -288,7 +288,6 @@ batch_step() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script step-7b-qerl 280 bench_step 7b --steps 3
     script step-7b-trl 280 bench_trl 7b-16 --steps 3
-    script profile-step-7b 280 profile_step 7b --steps 3
 }
 
 batch_micro() {

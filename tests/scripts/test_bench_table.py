@@ -99,34 +99,6 @@ def test_the_command_draws_the_files_of_a_folder(tmp_path, monkeypatch):
 PHASE = {"wall_ms": 20.0, "busy_ms": 10.0, "categories_ms": {"product": 9.0}, "share_of_bandwidth": 0.254}
 RUN = {"seed": 0, "mismatch_kl": [1e-5, 2e-5], "reward": [0.0, 0.0, 0.2, 0.4, 0.6, 0.8]}
 OTHERS = {  # file -> its content, and the lines that the page has for it
-    "profile-step-7b": (
-        {
-            "limits": {"tflops": 800.4, "gb_per_s": 4200.0},
-            "phases": {
-                "rollout": PHASE,
-                "training": {
-                    **PHASE,
-                    "share_of_matrix_rate": 0.65,
-                    "categories_ms": {"attention": 1.0, "decode weights": 73.2},
-                    "decoded_gb": 266.8,
-                    "share_of_bandwidth_decoding": 0.857,
-                },
-            },
-        },
-        [
-            "Limits, measured in the same run: 800 TFLOP/s in a burst, 4200 GB/s.",
-            "| rollout | 20.0 | 10.0 | 25% |  |",
-            "| training | 20.0 | 10.0 | 25% | 65% |",
-            "| product | 9.0 | 0.0 |",
-            "| attention | 0.0 | 1.0 |",
-            "The weights were decoded at 86% of the bandwidth (267 GB in 73.2 ms).",
-            "Measured before adapter, keys and values counted as needed bytes and `attend` as attention.",
-        ],
-    ),
-    "profile-decode-7b": (
-        {"limits": {"tflops": 1, "gb_per_s": 1}, "decode": {"8": {**PHASE, "needed_gb": {"weights": 1.0}}}},
-        ["| 8 sequences | 20.0 | 10.0 | 25% |  |"],
-    ),
     "attention-7b": (
         {
             "us": [
@@ -135,18 +107,6 @@ OTHERS = {  # file -> its content, and the lines that the page has for it
             ]
         },
         ["| 1 sequence | 5.5 / 11.6 / 0.1 |  |", "| 8 sequences |  | 7.0 / 8.0 / 1.0 |"],
-    ),
-    "elementwise-7b": (
-        {"results": {"norm": {"us": 40.0, "limit_us": 30.0, "torch_us": 400.0}}},
-        ["| norm | 40.0 | 30.0 | 75% | 400.0 |"],
-    ),
-    "layers-7b": (
-        {"results": {"ours": {"ms": 1.5, "over_floor": 1.25, "kept_mib": 10.4, "peak_mib": 20.0}}},
-        ["| ours | 1.50 | 1.25 | 10 | 20 |"],
-    ),
-    "gemm-7b": (
-        {"results": [{"shape": "qkv", "tokens": n, "way": "marlin", "us": 9.0 + n} for n in (1, 8)]},
-        ["| us | 1 | 8 |", "| qkv, marlin | 10.0 | 17.0 |"],
     ),
     "startup-7b": (
         {"starts": [{"process_s": n, "startup_s": {"imports": n / 4, "compile": n / 2}} for n in (80.0, 40.0)]},
@@ -166,7 +126,6 @@ OTHERS = {  # file -> its content, and the lines that the page has for it
             "| evaluate | 14.0 |  |  |  |  |",
         ],
     ),
-    "engines-tiny": ({"runs": [{"engine": "vllm", **RUN}]}, ["| vllm, seed 0 | 0.700 | 2.0e-05 |"]),
 }
 
 
@@ -176,7 +135,6 @@ def test_a_file_of_each_other_kind_has_its_table(tmp_path, name):
     write(tmp_path, name, **content)
     lines = bench_table_others.sections(tmp_path)
     assert [line for line in expected if line not in lines] == []
-    assert ("Measured before" in "\n".join(lines)) == (name == "profile-step-7b")
     assert lines[-4:] == ["On H200:", "", "    x", ""]
 
 
@@ -202,16 +160,7 @@ def write(folder, name, **content):
     (folder / f"{name}.json").write_text(json.dumps({"command": "x", "gpu": "H200", **content}), encoding="utf-8")
 
 
-def test_packing_and_training_through_the_quantizer_have_tables():
-    found = {"ms": 14.0, "limit_ms": 7.0, "share_of_limit": 0.5}
-    rows = bench_table_others.pack(
-        {"masters": {"float32": {**found, "twin_ms": 2000.4}}, "stock_reload": {"median_s": 0.5}}
-    )
-    assert rows[2] == "| float32 masters | 14.0 | 7.0 | 50% |"
-    assert rows[-2:] == [
-        "| float32 masters, in plain torch | 2000 |  |  |",
-        "| stock vLLM's `reload_weights` | 500 |  |  |",
-    ]
+def test_training_through_the_quantizer_has_a_table():
     keys = ("time/step_s", "time/rollout_s", "time/train_s", "time/optimizer_s", "time/sync_s", "memory/peak_gib")
     steps = [{"step": n, "mismatch_kl": n * 1e-4, **dict.fromkeys(keys, float(n))} for n in range(1, 5)]
     sync = {"different": ["a"], "moved": [], "linears": 196}
