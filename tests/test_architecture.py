@@ -28,7 +28,9 @@ ENTRY_POINTS = {
     "qerl/cli/main.py": {"training", "eval"},
     "qerl/cli/evaluate.py": {"eval"},
     "qerl/cli/quantize.py": {"quantize"},
+    "qerl/cli/plan.py": {"training"},  # the plan of a recipe is a part of its preflight
     "qerl/cli/train.py": {"quantize", "training"},
+    "qerl/api/recipe.py": {"training"},
     "qerl/api/training.py": {"training", "eval", "quantize"},
 }
 
