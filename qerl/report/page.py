@@ -36,6 +36,7 @@ from qerl.report.sections import (
     Table,
     change_table,
     differences,
+    evaluation_cells,
     evaluation_table,
     fifth,
     memory_table,
@@ -273,8 +274,10 @@ def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None,
             "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled."
         ]
     if compared:
-        both = [replace(each, name=name) for each, name in zip(compared, ("before", "after"), strict=True)]
-        sections += [_markdown(evaluation_table(both))]
+        both = [evaluation_cells(each) for each in compared]
+        names = [name for name in ("accuracy", "95% interval", "truncated", "no answer") if name in both[0]]
+        cells = [[name, *(each[name] for each in both)] for name in names]
+        sections += [_markdown(([both[0]["task"], "before", "after"], cells))]
         sections += [*([judged.text] if judged else []), *(_pair(pair) for pair in pairs(*compared))]
     return printable("\n\n".join(sections)) + "\n"
 
