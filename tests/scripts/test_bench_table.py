@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import bench_table
-import bench_table_others
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +132,7 @@ OTHERS = {  # file -> its content, and the lines that the page has for it
 def test_a_file_of_each_other_kind_has_its_table(tmp_path, name):
     content, expected = OTHERS[name]
     write(tmp_path, name, **content)
-    lines = bench_table_others.sections(tmp_path)
+    lines = bench_table.sections(tmp_path)
     assert [line for line in expected if line not in lines] == []
     assert lines[-4:] == ["On H200:", "", "    x", ""]
 
@@ -152,8 +151,8 @@ def test_every_file_of_the_benchmarks_is_on_the_page():
 
 
 def test_a_file_without_a_card_is_shown_without_one():
-    assert bench_table_others.commands({"a": {"command": "x"}})[0] == "By:"
-    assert bench_table_others.commands({"a": {"command": "x", "gpu": None}})[0] == "On CPU:"
+    assert bench_table.commands({"a": {"command": "x"}})[0] == "By:"
+    assert bench_table.commands({"a": {"command": "x", "gpu": None}})[0] == "On CPU:"
 
 
 def write(folder, name, **content):
@@ -164,8 +163,8 @@ def test_training_through_the_quantizer_has_a_table():
     keys = ("time/step_s", "time/rollout_s", "time/train_s", "time/optimizer_s", "time/sync_s", "memory/peak_gib")
     steps = [{"step": n, "mismatch_kl": n * 1e-4, **dict.fromkeys(keys, float(n))} for n in range(1, 5)]
     sync = {"different": ["a"], "moved": [], "linears": 196}
-    rows = bench_table_others.qat({"steps": steps, "sync": sync, "peak_driver_gib": 77.5})
+    rows = bench_table.qat({"steps": steps, "sync": sync, "peak_driver_gib": 77.5})
     assert [row.split(" | ")[0] for row in rows[2:5]] == ["| 1", "| 2", "| 4"]
     assert rows[4].endswith("| 4 | 0.0004 |")
     assert "1 of 196 linears differ" in rows[-1]
-    assert bench_table_others.qat({"steps": steps[:1]})[2:] == [rows[2]]
+    assert bench_table.qat({"steps": steps[:1]})[2:] == [rows[2]]
