@@ -193,8 +193,8 @@ def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_bas
 
     original = TransformersEngine.generate
 
-    def shifted(self, *args):
-        completions = original(self, *args)
+    def shifted(self, *args, **more):
+        completions = original(self, *args, **more)
         for completion in completions:
             completion.logprobs[:] = [value - 0.5 for value in completion.logprobs]
         return completions
@@ -216,8 +216,8 @@ def test_a_run_resumed_under_noise_has_a_gate_too(finished, nvfp4_base, tmp_path
     shutil.rmtree(newest_checkpoint(run_dir))
     original = TransformersEngine.generate
 
-    def shifted(self, *args):
-        completions = original(self, *args)
+    def shifted(self, *args, **more):
+        completions = original(self, *args, **more)
         for completion in completions:
             completion.logprobs[:] = [value - 1.0 for value in completion.logprobs]
         return completions
@@ -235,8 +235,8 @@ def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):
 
     original = TransformersEngine.generate
 
-    def shifted(self, *args):
-        completions = original(self, *args)
+    def shifted(self, *args, **more):
+        completions = original(self, *args, **more)
         for index, completion in enumerate(completions):
             completion.logprobs[:] = [value - 0.1 * index for value in completion.logprobs]
         return completions
