@@ -49,9 +49,9 @@ def watched(nvfp4_base, tmp_path_factory):
         noises.append(None if noise is None else sum(vector.sum().item() for vector in noise.values()))
         return set_noise(self, noise)
 
-    def spied(self, prompts, sampling, seed, *more):
+    def spied(self, prompts, sampling, seed, *more, **others):
         calls.append((seed, noises[-1]))
-        return generate(self, prompts, sampling, seed, *more)
+        return generate(self, prompts, sampling, seed, *more, **others)
 
     config = configured(nvfp4_base, tmp_path_factory.mktemp("finished"), "logging.completions_every=1")
     with pytest.MonkeyPatch.context() as patch:
