@@ -1,6 +1,4 @@
-"""Validation while training.
-
-When a run validates, and what follows: a saved best checkpoint, or the run's end.
+"""When a run validates, and what follows: a saved best checkpoint, or the run's end.
 
 transformers' loop asks where it would evaluate: between a step's metrics and its checkpoint, and once before the first
 step of this process. A validation that a signal cut off is made there when the run resumes.

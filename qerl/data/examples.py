@@ -1,4 +1,4 @@
-"""Examples: the rows of a task that can be trained or evaluated on.
+r"""Examples: the rows of a task that can be trained or evaluated on.
 
 Examples made of rows, one by one: which rows are left out, and why.
 

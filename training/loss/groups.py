@@ -1,7 +1,5 @@
 """Completions of the same prompt, and what is measured of them.
 
-Seeds for everything random in a run. A leaf module: it imports nothing of ours.
-
 The values that a rollout is made of: a prompt, the completions sampled for it, and their rewards.
 
 Axis suffixes: P prompts, G completions of one prompt, F reward functions, T tokens.

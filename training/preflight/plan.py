@@ -1,6 +1,4 @@
-"""The plan of a run: memory and seconds.
-
-What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
+"""What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
 
 Memory follows the code that allocates it: the engine's budget and KV cache (`engine_memory.py`), the micro-batches
 (`micro_batch_plan.py`), and the adapter with its optimizer state. Seconds follow the model in `seconds.py`.

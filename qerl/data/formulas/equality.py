@@ -1,14 +1,12 @@
-r"""Whether two answers are equal as mathematics.
+r"""Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
 
-Whether two values are equal: numbers as fractions, formulas at random points, and what is left by math-verify.
+Values are numbers as fractions, or formulas at random points; math-verify decides what is left.
 
 Whether an answer only repeats an expression of the question, which the question asked to evaluate.
 
 "Compute $\sqrt{12}+\sqrt{27}$" is not answered by `\sqrt{12}+\sqrt{27}`, although that equals 5\sqrt{3}. An answer
 is a copy if it has an operation in it, is written differently from the task's answer, and stands in the question, as it
 is or with its parts in another order. A number or a fraction in lowest terms is never a copy.
-
-Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
 
 Relations are compared as relations and never solved: an equation equals another one if their differences of sides are
 proportional, and an inequality with a variable alone on its side is an interval. Values that

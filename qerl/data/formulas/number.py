@@ -1,4 +1,4 @@
-"""The number that a short text states.
+r"""The number that a short text states.
 
 Which words may follow a number without changing it: "18 dollars a day" states 18, "18 or 19" does not.
 

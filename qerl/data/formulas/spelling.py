@@ -1,10 +1,8 @@
-"""One spelling for an answer in LaTeX.
+"""One spelling for an answer in LaTeX: without delimiters, spacing and labels, and each command by one name.
 
 Removing from an answer whatever is only typesetting: typography, LaTeX spacing, math delimiters, boxes, brackets.
 
 The results are for reading values from, not for showing; they may not be valid LaTeX any more.
-
-One spelling for an answer in LaTeX: without delimiters, spacing and labels, and each command by one name.
 """
 
 from __future__ import annotations

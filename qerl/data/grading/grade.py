@@ -1,4 +1,4 @@
-"""The grade of a completion.
+r"""The grade of a completion.
 
 Answers that are text: the grading of the task `own` without a grader.
 
