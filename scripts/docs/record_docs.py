@@ -95,7 +95,7 @@ TASKS_TABLE = [
 LIVE = (
     "qerl train --recipe tiny --steps 12 --set run.save_every=6 --set logging.completions_every=100 --out runs/stopped"
 )
-STOP_AT = re.compile(r"step +7/12 .*training")
+STOP_AT = re.compile(r"\w+ +7/12 \|")
 QUICKSTART_EVAL = "--limit 300 --max-new-tokens 48 --batch-size 300"  # as scripts/quickstart.sh has it
 QUICKSTART = [
     "qerl train --recipe tiny --quantize --seed 0 --out runs/quickstart",

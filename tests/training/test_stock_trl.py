@@ -67,7 +67,7 @@ class Recorded:
         def built(engine, *rest):
             policy = build(engine, *rest)
             self._policy = policy.model
-            engine.generate = lambda prompts, sampling, *_: self._complete(engine, prompts, sampling)
+            engine.generate = lambda prompts, sampling, *_, **others: self._complete(engine, prompts, sampling)
             torch.manual_seed(1)
             with torch.no_grad():
                 for tensor in adapter_tensors(self._policy).values():  # B is not 0, so noise affects A's gradient
