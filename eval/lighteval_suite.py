@@ -1,8 +1,4 @@
-"""The evaluation by lighteval.
-
-lighteval's model class on our engine. Nothing is cached, as its cache would outlive a change of weights.
-
-lighteval's own tasks on our engine: `qerl eval --suite lighteval 'gsm8k|0'`.
+"""lighteval's own tasks on our engine: `qerl eval --suite lighteval 'gsm8k|0'`.
 
 Prompts, metrics and aggregation are those of lighteval 0.13; base, adapter and sampling are ours. With --suite-tasks
 FILE (Python with lighteval's TASKS_TABLE) only the tasks of that file are known, and only what they name is downloaded.
@@ -16,110 +12,22 @@ import importlib.util
 import logging
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lighteval.models.abstract_model import LightevalModel, ModelConfig
-from lighteval.models.model_output import ModelResponse
-from lighteval.tasks.prompt_manager import PromptManager
-from lighteval.tasks.requests import Doc
-from lighteval.utils.cache_management import SampleCache
-
 from eval.environment import versions
-from eval.plan import batch_seed, context_length, default_out, find_model, with_engine, with_memory
+from eval.plan import context_length, default_out, find_model, with_engine, with_memory
 from eval.result import write_json
-from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
+from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 from qerl.checkpoint.adapter_file import weights_digest
-from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe, run_of
-from qerl.engine.interface import Engine, SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class EngineModel(LightevalModel):
-    """See lighteval's LightevalModel; `greedy_until` samples at the settings' temperature."""
-
-    def __init__(self, engine: Engine, tokenizer: Any, settings: EvalSettings, context: int, scratch: str) -> None:
-        """`context`: tokens of a prompt and its completion together; `scratch`: folder of lighteval's own files."""
-        self.config = ModelConfig(model_name=f"qerl-{uuid.uuid4().hex}", cache_dir=scratch)
-        self._engine, self._tokenizer, self._settings, self._context = engine, tokenizer, settings, context
-        self._text = text_of_engine(tokenizer, engine)
-        self._cache = SampleCache(self.config)
-        chat = getattr(tokenizer, "chat_template", None) is not None
-        self._prompts = PromptManager(chat, tokenizer, settings.system_prompt or None)
-        self._batch = settings.batch_size or BATCH_SIZE[engine.name]
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
-
-    @property
-    def add_special_tokens(self) -> bool:
-        return False
-
-    @property
-    def max_length(self) -> int:
-        return self._context
-
-    def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
-        """One response for each document, with its `num_samples` texts, cut at its stop sequences."""
-        prompts = [self._encode(self._prompts.prepare_prompt(doc)) for doc in docs]
-        responses = [ModelResponse(input=doc.query, input_tokens=ids) for doc, ids in zip(docs, prompts, strict=True)]
-        keys = [(number, self._limit(doc)) for number, doc in enumerate(docs) for _ in range(doc.num_samples)]
-        for limit in sorted({limit for _, limit in keys}):
-            same = [number for number, own in keys if own == limit]
-            for start in range(0, len(same), self._batch):
-                self._sample(same[start : start + self._batch], limit, start, docs, prompts, responses)
-        return responses
-
-    def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Sum of the logprobs of each choice after the document's prompt, and whether greedy sampling writes it."""
-        return [self._score(doc) for doc in docs]
-
-    def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
-        raise ConfigError("lighteval's perplexity tasks are not supported: take one that samples or compares choices")
-
-    def _sample(self, numbers: list[int], limit: int, start: int, docs: list[Doc], prompts: list, out: list) -> None:
-        settings = self._settings
-        longest = max(len(prompts[number]) for number in numbers)
-        sampling = SamplingParams(min(limit, self._context - longest), settings.temperature, settings.top_p)
-        seed = batch_seed(settings.seed, start)
-        completions = self._engine.generate([prompts[number] for number in numbers], sampling, seed=seed)
-        for number, completion in zip(numbers, completions, strict=True):
-            text = self._text(completion.token_ids)
-            for stop in docs[number].stop_sequences or ():
-                text = text.partition(stop)[0] if stop else text
-            out[number].text.append(text)
-            out[number].output_tokens.append(completion.token_ids)
-
-    def _score(self, doc: Doc) -> ModelResponse:
-        context = self._prompts.prepare_prompt(doc)
-        prompt = self._encode(context)
-        choices = [self._encode(choice) for choice in doc.choices]
-        scores = self._engine.score([prompt] * len(choices), choices)
-        sampling = SamplingParams(max(map(len, choices)), 0.0)
-        (greedy,) = self._engine.generate([prompt], sampling)
-        return ModelResponse(
-            input=context,
-            input_tokens=prompt,
-            output_tokens=choices,
-            logprobs=[sum(values) for values in scores],
-            argmax_logits_eq_gold=[greedy.token_ids[: len(choice)] == choice for choice in choices],
-        )
-
-    def _limit(self, doc: Doc) -> int:
-        return self._settings.max_new_tokens or doc.generation_size or MAX_NEW_TOKENS
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +96,7 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
+    from eval.lighteval_model import EngineModel
     from qerl.checkpoint.load import load_tokenizer, local_folder
 
     with tempfile.TemporaryDirectory() as scratch, _known_tasks(settings.suite_tasks):

@@ -21,7 +21,7 @@ SOLE_IMPORTERS = {
     "peft": ("qerl/checkpoint/adapter.py",),
     "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
-    "lighteval": ("eval/lighteval_suite.py", "eval/lighteval_suite.py"),  # seconds of imports, and no part of a run
+    "lighteval": ("eval/lighteval_model.py", "eval/lighteval_suite.py"),  # seconds of imports, and no part of a run
 }
 # The command line and the Python interface start all stages, and `qerl train --quantize` two of them.
 ENTRY_POINTS = {
