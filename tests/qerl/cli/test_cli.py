@@ -174,7 +174,7 @@ def test_the_three_commands_as_typed(workdir, here):
     assert code == 0, err
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = (run_dir / "report.md").read_text()
-    assert "| **accuracy** |" in text
+    assert "| accuracy |" in text
     assert "After training: cannot tell. +0.0 points" in text  # an evaluation is compared with itself
     code, _, err = here("grade", result.parent / "completions.jsonl", "--task", "arith")
     assert code == 0, err
