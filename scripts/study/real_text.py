@@ -156,7 +156,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(measure(args), indent=1) + "\n", encoding="utf-8")
+    from scripts.bench.provenance import command, machine
+
+    report = {"command": command(), **machine(), "folders": measure(args)}
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

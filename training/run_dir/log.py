@@ -149,7 +149,7 @@ class RunLog:
         if rows and self._report_to:
             from training.run_dir.trackers import log_table  # loads transformers
 
-            log_table(self._report_to, step, rows)
+            self._report_to = log_table(self._report_to, step, rows)
         if self._display is not None:
             self._print(completions_table(step, rows))
 

@@ -7,10 +7,11 @@ of completions as tables of at most ROWS rows. The trainer's arguments name proj
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
 
+logger = logging.getLogger(__name__)
+
 ROWS, TEXT = 32, 4000  # of a table: rows, and characters of a cell
 CLOSE_S = 60.0  # that wandb may go on uploading at the end
 COLUMNS = ("step", "prompt", "completion", "advantage")
+AT_WORK = ("on_log", "on_save", "on_predict", "on_train_end")  # the events at which a tracker reports
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def open_trackers(config: RunConfig, run_dir: Path, start_step: int) -> Iterator
     """
     names, failed = config.logging.report_to, True
     try:
-        yield [_callback(name, config, run_dir, start_step) for name in names]
+        yield [droppable_(name, _callback(name, config, run_dir, start_step)) for name in names]
         failed = False
     finally:  # transformers closes them only where its loop comes to its end
         if "wandb" in names and (wandb := sys.modules.get("wandb")):
@@ -99,18 +103,53 @@ def _recipe(config: RunConfig) -> dict[str, Any]:
     return without_secrets(config.model_dump(mode="json"))
 
 
-def log_table(names: Sequence[str], step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Report a sample of completions, as `completion_rows` makes it, to wandb and trackio."""
+def droppable_(name: str, tracker: TrainerCallback) -> TrainerCallback:
+    """Let a tracker that fails while it reports be left out from then on, with a warning: the run goes on without it.
+
+    One that cannot begin still raises, since a run that has not begun loses nothing.
+    """
+    dropped = False
+
+    def kept(report: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal dropped
+            try:
+                return None if dropped else report(*args, **kwargs)
+            except Exception as error:  # of the tracker or of its HTTP library
+                dropped = True
+                _say_dropped(name, error)
+                return None
+
+        return call
+
+    for event in AT_WORK:
+        setattr(tracker, event, kept(getattr(tracker, event)))
+    return tracker
+
+
+def _say_dropped(name: str, error: Exception) -> None:
+    logger.warning("%s failed and gets nothing more (%s); metrics.jsonl is complete", name, error)
+
+
+def log_table(names: Sequence[str], step: int, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Report a sample of completions, as `completion_rows` makes it; returns the trackers that did not fail."""
     columns, cells = table_of(step, rows)
-    if "wandb" in names:
-        import wandb
+    worked = []
+    for name in names:
+        try:
+            if name == "wandb":
+                import wandb
 
-        wandb.log({"completions": wandb.Table(columns=columns, data=cells), "train/global_step": step})
-    if "trackio" in names:
-        import trackio
+                wandb.log({"completions": wandb.Table(columns=columns, data=cells), "train/global_step": step})
+            elif name == "trackio":
+                import trackio
 
-        data = [dict(zip(columns, row, strict=True)) for row in cells]
-        trackio.log({"completions": trackio.Table(data=data), "train/global_step": step})
+                data = [dict(zip(columns, row, strict=True)) for row in cells]
+                trackio.log({"completions": trackio.Table(data=data), "train/global_step": step})
+            worked.append(name)
+        except Exception as error:  # of the tracker or of its HTTP library
+            _say_dropped(f"the table of completions at {name}", error)
+    return worked
 
 
 def table_of(step: int, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

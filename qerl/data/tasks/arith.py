@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -245,7 +245,7 @@ def problem(split: Split, seed: int, index: int) -> Problem:
 
     Raises DataError for a split that does not exist.
     """
-    _known(split)
+    check_split("arith", TASK_ROWS, split)
     for attempt in range(10_000):
         rng = random.Random(f"arith/{seed}/{index}/{attempt}")
         kind = rng.choice(KINDS)
@@ -304,42 +304,48 @@ def draw_words(rng: random.Random) -> dict[str, str]:
     }
 
 
-def rows(split: str) -> Iterator[dict[str, Any]]:
-    """The rows of the task, each question once, generated lazily."""
-    for made in _each_once(split):
-        yield {"question": made.question, "answer": str(made.answer), "id": made.id, "kind": made.kind}
+def check_split(name: str, counts: Mapping[str, int], split: str) -> None:
+    """Raise DataError for a split that a generated task does not have."""
+    if split not in counts:
+        raise DataError(f"task {name} has no split {split!r}: write {' or '.join(map(repr, counts))}")
 
 
-def solved(split: str) -> Iterator[dict[str, Any]]:
-    """The same rows with their worked solutions, to learn from."""
-    for made in _each_once(split):
-        yield {"question": made.question, "answer": made.worked, "id": made.id}
+def generated(
+    name: str, counts: Mapping[str, int], made: Callable[[Split, int, int], Iterator[Problem]], template: str
+) -> Task:
+    """A task whose rows are the first `counts[split]` different questions of `made(split, TASK_SEED, count)`."""
+
+    def each_once(split: str) -> Iterator[Problem]:
+        check_split(name, counts, split)
+        seen: set[str] = set()
+        for each in made(split, TASK_SEED, 2 * counts[split]):
+            if each.question in seen:
+                continue
+            seen.add(each.question)
+            yield each
+            if len(seen) == counts[split]:
+                return
+
+    def rows(split: str) -> Iterator[dict[str, Any]]:
+        for each in each_once(split):
+            yield {"question": each.question, "answer": str(each.answer), "id": each.id, "kind": each.kind}
+
+    def solved(split: str) -> Iterator[dict[str, Any]]:
+        for each in each_once(split):
+            yield {"question": each.question, "answer": each.worked, "id": each.id}
+
+    splits = {split: split for split in counts}
+    return Task(
+        name=name,
+        hub=None,
+        splits=splits,
+        answer_kind="number",
+        generate=rows,
+        solved=solved,
+        prompt_template=template,
+    )
 
 
-def _each_once(split: str) -> Iterator[Problem]:
-    count = TASK_ROWS[_known(split)]
-    seen: set[str] = set()
-    for made in problems(split, TASK_SEED, 2 * count):
-        if made.question in seen:
-            continue
-        seen.add(made.question)
-        yield made
-        if len(seen) == count:
-            return
-
-
-def _known(split: str) -> str:
-    if split not in TASK_ROWS:
-        raise DataError(f"task arith has no split {split!r}: write {' or '.join(map(repr, TASK_ROWS))}")
-    return split
-
-
-TASK = Task(
-    name="arith",
-    hub=None,
-    splits={"train": "train", "test": "test"},
-    answer_kind="number",
-    generate=rows,
-    solved=solved,
-    prompt_template="{question}",  # the embedded model needs no instruction: it ends in "#### N" by itself
-)
+# The embedded model needs no instruction: it ends in "#### N" by itself.
+TASK = generated("arith", TASK_ROWS, problems, "{question}")
+rows = TASK.generate

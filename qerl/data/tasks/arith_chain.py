@@ -17,11 +17,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from qerl.base.errors import DataError
-from qerl.data.tasks import Task
-from qerl.data.tasks.arith import Problem, Split, draw_words, split_of
+from qerl.data.tasks.arith import Problem, Split, check_split, draw_words, generated, split_of
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,6 @@ MAX_RESULT = 999
 MIN_STEPS, MAX_STEPS = 3, 7
 EVENT_COUNTS = (2, 3, 4)
 DRAWS_OF_NUMBERS = 8  # for one part, before another part is drawn
-TASK_SEED = 0
 TASK_ROWS = {"train": 16384, "test": 2048}
 
 
@@ -160,7 +156,7 @@ def problem(split: Split, seed: int, index: int) -> Problem:
 
     Its kind is the name of its opening. Raises DataError for a split that does not exist.
     """
-    _known(split)
+    check_split("arith_chain", TASK_ROWS, split)
     rng = random.Random(f"arith_chain/{seed}/{index}")
     for _ in range(100_000):
         made = _draw(rng)
@@ -229,42 +225,6 @@ def _solve(part: Part, value: int, numbers: dict[str, int]) -> tuple[list[str], 
     return written, result
 
 
-def rows(split: str) -> Iterator[dict[str, Any]]:
-    """The rows of the task, each question once, generated lazily."""
-    for made in _each_once(split):
-        yield {"question": made.question, "answer": str(made.answer), "id": made.id, "kind": made.kind}
-
-
-def solved(split: str) -> Iterator[dict[str, Any]]:
-    """The same rows with their worked solutions, to learn from."""
-    for made in _each_once(split):
-        yield {"question": made.question, "answer": made.worked, "id": made.id}
-
-
-def _each_once(split: str) -> Iterator[Problem]:
-    count = TASK_ROWS[_known(split)]
-    seen: set[str] = set()
-    for made in problems(split, TASK_SEED, 2 * count):
-        if made.question in seen:
-            continue
-        seen.add(made.question)
-        yield made
-        if len(seen) == count:
-            return
-
-
-def _known(split: str) -> str:
-    if split not in TASK_ROWS:
-        raise DataError(f"task arith_chain has no split {split!r}: write {' or '.join(map(repr, TASK_ROWS))}")
-    return split
-
-
-TASK = Task(
-    name="arith_chain",
-    hub=None,
-    splits={"train": "train", "test": "test"},
-    answer_kind="number",
-    generate=rows,
-    solved=solved,
-    prompt_template="{question}",  # the model made for this task needs no instruction
-)
+# The model made for this task needs no instruction.
+TASK = generated("arith_chain", TASK_ROWS, problems, "{question}")
+rows = TASK.generate

@@ -33,8 +33,6 @@ CODES = "weight"
 SCALE = "weight_scale"
 TENSORS = (CODES, SCALE)
 
-SCALE_DTYPES = ("F32", "BF16", "F16")  # that others write
-
 
 def blocks(size: int) -> int:
     """How many blocks a side of so many weights has."""

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import sys
+import types
 
 import pytest
 from small_run import small_config
+from transformers import TrainerCallback
 
 import training.run
 from qerl.base.errors import ConfigError
@@ -14,7 +17,7 @@ from training.preflight.checks import check_config
 from training.run import resume, start
 from training.run_dir.folder import new_run_dir
 from training.run_dir.log import read_metrics
-from training.run_dir.trackers import ROWS, TEXT, open_trackers, table_of
+from training.run_dir.trackers import ROWS, TEXT, droppable_, log_table, open_trackers, table_of
 
 NAMES = ("wandb", "trackio", "tensorboard")
 MISSING = [name for name in NAMES if importlib.util.find_spec(name) is None]
@@ -160,3 +163,38 @@ def test_the_recipe_goes_there_without_secrets():
         "token_env": "${KEY}",
     }
     assert shown["data"] == recipe.model_dump(mode="json")["data"]
+
+
+def test_a_tracker_that_fails_while_it_reports_is_left_out_with_one_warning(caplog):
+    class Failing(TrainerCallback):
+        calls = 0
+
+        def on_log(self, *args, **kwargs):
+            self.calls += 1
+            raise OSError("the server is gone")
+
+    tracker = droppable_("wandb", Failing())
+    for _ in range(3):
+        assert tracker.on_log(None, None, None, logs={}) is None
+    assert tracker.calls == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb failed and gets nothing more (the server is gone); metrics.jsonl is complete"
+    ]
+
+
+def test_a_tracker_that_cannot_begin_still_raises():
+    class Closed(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            raise OSError("no such project")
+
+    with pytest.raises(OSError, match="no such project"):
+        droppable_("trackio", Closed()).on_train_begin(None, None, None)
+
+
+def test_a_table_that_fails_leaves_its_tracker_out(monkeypatch, caplog):
+    module = types.ModuleType("trackio")
+    module.Table, module.log = lambda data: data, lambda row: 1 / 0
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    rows = [{"prompt": "1 + 1", "completion": "2", "advantage": 0.0, "rewards": {"accuracy": 1.0}}]
+    assert log_table(["trackio", "tensorboard"], 3, rows) == ["tensorboard"]
+    assert "the table of completions at trackio failed" in caplog.text
