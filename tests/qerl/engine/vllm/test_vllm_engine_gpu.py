@@ -125,8 +125,11 @@ class TestOnGPU:
         assert checked.dequantization["unscaled_relative_error"] < 1e-6
 
     def test_product_and_input_gradient_are_within_bf16_rounding(self, checked):
-        assert checked.product["forward"] < 2.5e-3
-        assert checked.product["backward"] < 2.5e-3
+        # One rounding to bfloat16 makes 1.7e-3. A start adds its product to one that is rounded: plain torch has 2.4e-3
+        # for a small start, and 2.7e-3 in the gradient for one as large as the weights.
+        most = 3e-3 if checked.flag.startswith("--start") else 2.5e-3
+        assert checked.product["forward"] < most
+        assert checked.product["backward"] < most
 
     def test_sampler_trainer_and_score_agree(self, checked):
         for result in (checked.agreement, checked.temperature, checked.adapter):
