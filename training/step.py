@@ -37,7 +37,7 @@ from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, merged_grades, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
-from training.rollout.sampler import Moment, Rollout, rollout_metrics
+from training.rollout.sampler import Rollout, rollout_metrics
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
@@ -70,21 +70,21 @@ class Collected:
     advantages_P_G: torch.Tensor | None = None
 
 
-def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
+def collect(parts: Parts, prompts: Sequence[Prompt], step: int) -> Collected:
     """Sample, grade and score the prompts of one rollout with the policy as it is now."""
     config, started = parts.config, time.perf_counter()
     # Everything random until the next rollout follows from (seed, step). The dropout of each rank is its own, while
     # the order of rows has to be the same on all, whatever each has drawn until then.
-    torch.manual_seed(derive_seed(config.run.seed, moment.step, f"training/{parts.parallel.rank}"))
-    generator = torch.Generator().manual_seed(derive_seed(config.run.seed, moment.step, "training"))
-    sync_s = parts.sampler.sync(moment.step)
-    groups, metrics = sample_and_grade(parts, prompts, moment)
+    torch.manual_seed(derive_seed(config.run.seed, step, f"training/{parts.parallel.rank}"))
+    generator = torch.Generator().manual_seed(derive_seed(config.run.seed, step, "training"))
+    sync_s = parts.sampler.sync(step)
+    groups, metrics = sample_and_grade(parts, prompts, step)
     total_P_G = torch.stack([graded.total_G for graded in groups])
     advantages_P_G, equal_share = group_advantages(total_P_G, config.loss.advantage_scale)
     batch = padded_batch(groups, advantages_P_G, parts.tokenizer.pad_token_id, config.loss.mask_truncated)
     batch = score(parts, batch)
     batch = batch.rows(torch.randperm(len(batch), generator=generator))
-    batch = replace(batch, compares_replay=moment.step % COMPARED_EVERY == 0)
+    batch = replace(batch, compares_replay=step % COMPARED_EVERY == 0)
     metrics |= {
         **length_metrics(groups),
         **reward_metrics(groups, parts.rewards.names),
@@ -99,9 +99,7 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
     return Collected(batch.to(parts.packed.device), metrics, tokens, groups, advantages_P_G)
 
 
-def sample_and_grade(
-    parts: Parts, prompts: Sequence[Prompt], moment: Moment
-) -> tuple[list[GradedGroup], dict[str, float]]:
+def sample_and_grade(parts: Parts, prompts: Sequence[Prompt], step: int) -> tuple[list[GradedGroup], dict[str, float]]:
     """The groups to train on and the metrics of their rollouts; with dynamic sampling there may be several rollouts.
 
     Each rank samples and grades its share of the prompts, and all get all groups.
@@ -113,10 +111,10 @@ def sample_and_grade(
     def draw(rows: Sequence[int]) -> list[GradedGroup]:
         own = parts.parallel.span(len(rows))
         share = [parts.prompts[row] for row in rows[own]]
-        rollout = sample(parts, share, moment, attempt=len(rollouts), first=own.start)
-        of_ranks = parts.parallel.gather((rollout, grade(parts, rollout, moment)))
+        rollout = sample(parts, share, step, attempt=len(rollouts), first=own.start)
+        of_ranks = parts.parallel.gather((rollout, grade(parts, rollout, step)))
         if parts.carry_over is not None:
-            parts.carry_over.keep(moment.step, [sampled.kept for sampled, _ in of_ranks])
+            parts.carry_over.keep(step, [sampled.kept for sampled, _ in of_ranks])
         rollouts.append(merged_rollouts([sampled for sampled, _ in of_ranks]))
         graded.append(merged_grades([grades for _, grades in of_ranks]))
         return list(graded[-1].groups)
@@ -124,9 +122,9 @@ def sample_and_grade(
     rows = [prompt.row for prompt in prompts]
     if not dynamic.enabled:
         kept = sampled = draw(rows)
-        metrics = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, kept)
+        metrics = {} if parts.carry_over is None else parts.carry_over.metrics(step, kept)
     else:
-        order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
+        order = extra_order(len(parts.prompts), parts.config.run.seed, step)
         if parts.curriculum is not None:
             order = parts.curriculum.preferred(order)
         chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
@@ -144,7 +142,7 @@ def observed(parts: Parts, groups: Sequence[GradedGroup]) -> dict[str, float]:
     return parts.curriculum.metrics()
 
 
-def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int, first: int) -> Rollout:
+def sample(parts: Parts, prompts: Sequence[Prompt], step: int, attempt: int, first: int) -> Rollout:
     """One rollout: a group of completions for each prompt, by the engine with the step's noise in its norms.
 
     `first` is the place of the first prompt in the rollout of all ranks. Where completions are carried over, those in
@@ -152,15 +150,15 @@ def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int
     """
     parts.log.phase("rollout")
     if parts.carry_over is not None:
-        return parts.sampler.go_on(parts.carry_over.pool(moment.step, parts.sampler.sampling), moment)
-    return parts.sampler.sample(prompts, moment, attempt, first)
+        return parts.sampler.go_on(parts.carry_over.pool(step, parts.sampler.sampling), step)
+    return parts.sampler.sample(prompts, step, attempt, first)
 
 
-def grade(parts: Parts, rollout: Rollout, moment: Moment) -> Graded:
+def grade(parts: Parts, rollout: Rollout, step: int) -> Graded:
     """The rewards of every completion."""
     parts.log.phase("grading")
     with parts.times.phase("reward"):
-        return parts.grader.grade(rollout.groups, moment.step)
+        return parts.grader.grade(rollout.groups, step)
 
 
 def padded_batch(

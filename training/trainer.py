@@ -45,7 +45,6 @@ from training.policy.rounding import RandomlyRounded
 from training.policy.shards import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
 from training.rollout.prompts import step_prompts
-from training.rollout.sampler import Moment
 from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, spread
 from training.run_dir.result import settle_best
@@ -182,7 +181,7 @@ class QerlTrainer(GRPOTrainer):
         step = self.state.global_step
         if self._collected is None or step % self.parts.config.loss.num_iterations == 0:
             if self._samples:
-                self._collected = collect(self.parts, generation_batch, Moment(step))
+                self._collected = collect(self.parts, generation_batch, step)
             else:
                 self._collected = collect_rows(self.parts, generation_batch, step)
             self.state.num_input_tokens_seen += self._collected.tokens

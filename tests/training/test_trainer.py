@@ -10,7 +10,6 @@ from trl.trainer.utils import nanstd
 
 from training.loss.advantages import group_advantages
 from training.policy.packed_policy import PackedPolicy
-from training.rollout.sampler import Moment
 from training.run import start
 from training.step import collect
 from training.trl_config import trl_config
@@ -51,7 +50,7 @@ def test_one_update_per_rollout_costs_one_forward_pass(nvfp4_base, tmp_path, mon
 def test_each_group_is_normalized_by_itself(nvfp4_base, tmp_path):
     """Advantage = (reward - mean of its group) / (std of its group + 1e-4), with the unbiased std."""
     trainer = build_trainer(small_config(nvfp4_base, tmp_path), tmp_path)
-    collected = collect(trainer.parts, trainer.parts.prompts[:2], Moment(0))
+    collected = collect(trainer.parts, trainer.parts.prompts[:2], 0)
     rewards = torch.stack([graded.total_G for graded in collected.groups])
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     torch.testing.assert_close(collected.advantages_P_G, expected)
@@ -71,7 +70,7 @@ def test_the_order_of_rows_depends_on_seed_and_step_alone(nvfp4_base, tmp_path):
             return decode(ids)
 
         other = replace(parts, grader=replace(parts.grader, decode=drawing))
-        batches = [collect(other, parts.prompts[:2], Moment(step)).batch for step in (0, 1)]
+        batches = [collect(other, parts.prompts[:2], step).batch for step in (0, 1)]
         return [batch.completion_ids_B_T.tolist() for batch in batches]
 
     assert orders(3) == orders(0)

@@ -36,13 +36,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a run stands: `step` optimizer steps are done."""
-
-    step: int
-
-
-@dataclass(frozen=True)
 class Rollout:
     """The groups that one call of the engine gave, and what it cost."""
 
@@ -100,23 +93,23 @@ class Sampler:
             self.calibration.after_sync(self._engine, step)
         return time.perf_counter() - started
 
-    def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0, first: int = 0) -> Rollout:
+    def sample(self, prompts: Sequence[Prompt], step: int, attempt: int = 0, first: int = 0) -> Rollout:
         """A group for each prompt. `attempt` counts the rollouts of a step, each of which has seeds of its own.
 
         `first` is the place of the first prompt in the whole rollout, of which other ranks sample the rest.
         """
         size = self._options.group_size
         each = [prompt for prompt in prompts for _ in range(size)]
-        samples, cost = self._drawn(moment, attempt, lambda seed: self._samples(each, seed, first * size))
+        samples, cost = self._drawn(step, attempt, lambda seed: self._samples(each, seed, first * size))
         return Rollout(grouped(prompts, samples, size), **cost)
 
-    def go_on(self, pool: Pool, moment: Moment) -> Rollout:
+    def go_on(self, pool: Pool, step: int) -> Rollout:
         """A rollout that goes on with what is in `pool`, and ends as soon as that has groups enough."""
 
         def draw(seed: int) -> tuple[list[Group], Kept]:
             return pool.settle(self._engine.run(pool, seed))
 
-        (groups, kept), cost = self._drawn(moment, 0, draw)
+        (groups, kept), cost = self._drawn(step, 0, draw)
         return Rollout(groups, kept=kept, drawn_tokens=pool.drawn_tokens, **cost)
 
     @property
@@ -124,14 +117,14 @@ class Sampler:
         """How completions are sampled."""
         return self._options.sampling
 
-    def _drawn(self, moment: Moment, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
+    def _drawn(self, step: int, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
         """What `draw(seed)` gives on the engine with the step's noise, and what it cost by the fields of Rollout."""
-        noise, asked = self._noise.at(moment.step), time.perf_counter()
+        noise, asked = self._noise.at(step), time.perf_counter()
         self._engine.wake()
         begin_phase()
         started = time.perf_counter()
         touched = self._set_noise(noise)
-        drawn = draw(derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout"))
+        drawn = draw(derive_seed(self._options.seed, step, f"rollout/{attempt}" if attempt else "rollout"))
         seconds = time.perf_counter() - started
         self._after_rollout(noise)
         memory, ended = card_memory("memory/rollout_card_gib", {}), time.perf_counter()

@@ -144,8 +144,8 @@ def test_a_run_killed_in_an_extra_rollout_resumes_to_equal_numbers(nvfp4_base, t
     rollouts, died = Counter(), []
 
     def dying(parts, given, moment, *rest, **attempt):
-        rollouts[moment.step] += 1
-        if (moment.step, rollouts[moment.step] - 1) == at:
+        rollouts[moment] += 1
+        if (moment, rollouts[moment] - 1) == at:
             died.append(1)
             raise Killed
         return original(parts, given, moment, *rest, **attempt)

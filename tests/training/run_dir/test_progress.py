@@ -101,7 +101,7 @@ def interrupting(monkeypatch, presses, step=2):
     original = Sampler.sample
 
     def sample(self, prompts, moment, *rest):
-        for _ in range(presses if moment.step == step else 0):
+        for _ in range(presses if moment == step else 0):
             signal.raise_signal(signal.SIGINT)
         return original(self, prompts, moment, *rest)
 
