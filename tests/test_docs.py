@@ -26,11 +26,15 @@ from training.preflight.seconds import full_lengths, step_seconds
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("lab/*.md")])
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 WORDS = 1000  # that the README may have
 RECORDINGS = sorted((DOCS / "recordings").glob("*.txt"))
+
+
+def page_name(path):
+    return path.relative_to(ROOT).as_posix().removesuffix(".md")
 
 
 def script(name):
@@ -137,7 +141,7 @@ def test_messages_are_read_from_calls_conditions_and_functions(tmp_path, monkeyp
     ]
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", TEXTS, ids=page_name)
 def test_each_key_that_a_page_names_exists(page):
     keys = {row.key for row in describe_config()}
     named = set(re.findall(rf"\b(?:{'|'.join(RunConfig.model_fields)})\.[a-z0-9_]+(?:\.[a-z_]+)*", page.read_text()))
@@ -147,7 +151,7 @@ def test_each_key_that_a_page_names_exists(page):
     assert {name for name in named if name not in keys | sections} == set()
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", TEXTS, ids=page_name)
 def test_each_file_that_a_page_names_exists(page):
     folders = "qerl|quantize|training|eval|scripts|tests|benchmarks"
     named = set(re.findall(rf"\b(?:{folders})/[\w./-]*\w/?", page.read_text(encoding="utf-8")))
@@ -242,18 +246,18 @@ def test_the_architecture_names_functions_and_files_that_exist():
 
 
 def test_the_first_page_leads_to_each_page_and_so_does_the_menu():
-    pages = {path.name for path in PAGES} - {"index.md"}
+    pages = {path.relative_to(DOCS).as_posix() for path in PAGES} - {"index.md"}
     linked = {path for path, _ in script("docs_links").links((DOCS / "index.md").read_text(encoding="utf-8"))}
     assert pages <= linked
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    assert pages <= set(re.findall(r"- ([\w-]+\.md)", menu))
+    assert pages <= set(re.findall(r"- ([\w/-]+\.md)", menu))
     assert "docs/index.md" in README.read_text(encoding="utf-8")
 
 
 LINKED = [*TEXTS, BENCHMARKS]
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", LINKED, ids=page_name)
 def test_each_relative_link_leads_to_a_file_and_an_anchor_that_exist(page):
     docs_links = script("docs_links")
     name = page.relative_to(ROOT).as_posix()
@@ -283,7 +287,7 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = list(tmp_path.glob("*.html"))
+    pages = [*tmp_path.glob("*.html"), *tmp_path.glob("lab/*.html")]
     assert len(pages) >= len(PAGES) + 2
     loaded = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
     for page in pages:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qerl.plan.sizes import ModelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2}
-DEFAULT_START = "frozen"  # what `adapter.start: auto` takes where the base has a start (docs/study.md)
+DEFAULT_START = "frozen"  # what `adapter.start: auto` takes where the base has a start (docs/lab/study.md)
 ADAPTER_WORK = 16.0  # per parameter of an adapter: its gradient, optimizer state and copies in 16 bits
 
 

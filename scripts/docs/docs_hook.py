@@ -1,8 +1,8 @@
 """What mkdocs calls while it builds docs/, so that one set of pages serves a reader of the repository and of the site.
 
 1. `<!-- made: NAME -->` in a page is replaced by what MADE reads from the source, so that it cannot become outdated.
-2. A link to a recording, a study's table or a source file that is alone on its line becomes that file's content. Of a
-   recording, the button copies the commands alone, without prompts and output.
+2. A link to a recording or a source file that is alone on its line becomes that file's content. The copy button of a
+   recording gives the commands without prompts and output.
 3. Pages outside docs/ (PAGES) are part of the site.
 4. A link to a source file leads to a page with that file; one to a folder or to data stays as its words.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import html
 import os
+import posixpath
 import re
 import sys
 import textwrap
@@ -42,7 +43,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cu": "cpp", ".cuh": "cpp", ".toml": "toml"}
-EMBEDDED = re.compile(r"^( *)\[[^\]\n]*\]\(([^)#\n]+\.(?:txt|py)|\.\./benchmarks/study-[^)#\n]+\.md)\)$", re.MULTILINE)
+EMBEDDED = re.compile(r"^( *)\[[^\]\n]*\]\(([^)#\n]+\.(?:txt|py))\)$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -72,11 +73,11 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def _embedded(path: str, indent: str) -> str:
-    """The content of a file, to replace its link: a table as it is, anything else as code."""
+    """The content of a file as code, to replace its link."""
     text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
     if path.startswith("docs/recordings/"):
         text = "\n\n".join(_session(text))
-    elif not path.endswith(".md"):
+    else:
         text = f"```{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n```"
     return textwrap.indent(text, indent)
 
@@ -95,11 +96,14 @@ def _for_the_site(link: re.Match[str], origin: str) -> str:
     if not link[3]:
         return link[0]
     uri = _uri(target(origin, link[3]))
-    return link[2] if uri is None else f"{link[1]}[{link[2]}]({uri}{link[4] or ''})"
+    if uri is None:
+        return link[2]
+    folder = posixpath.dirname(_uri(origin) or "") or "."
+    return f"{link[1]}[{link[2]}]({posixpath.relpath(uri, folder)}{link[4] or ''})"
 
 
 def _uri(path: str) -> str | None:
-    """Where the site has a file of the repository; None if it has not. All pages that link lie in the site's root."""
+    """Where the site has a file of the repository, from the site's root; None if it has not."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("docs", type=Path, help="the folder of qerl's pages")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
-    pages = [path.read_text(encoding="utf-8") for path in sorted(given.docs.glob("*.md"))]
+    pages = [path.read_text(encoding="utf-8") for path in sorted(given.docs.rglob("*.md"))]
     rows = mixed(read(given.gsm8k), read(given.dapo), pages)
     data = packed(rows)
     given.out.write_bytes(data)

@@ -100,7 +100,7 @@ def _check_experts(adapter: Path, kind: str, rank: int, own: AdapterConfig) -> N
             )
 
 
-HIGHEST_RATE = 1e-3  # from zero, with Adam: one run of five collapsed, and at 2e-3 all (docs/study.md)
+HIGHEST_RATE = 1e-3  # from zero, with Adam: one run of five collapsed, and at 2e-3 all (docs/lab/study.md)
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def _say_rate(rate: float, start: BaseStart) -> None:
     if rate * ratio > HIGHEST_RATE:
         logger.warning(
             "optim.learning_rate %g acts from the trained start like %.2g from zero, and above %g runs collapsed "
-            "(docs/study.md): write optim.learning_rate: %.1g or less, or adapter.start: frozen",
+            "(docs/lab/study.md): write optim.learning_rate: %.1g or less, or adapter.start: frozen",
             *(rate, rate * ratio, HIGHEST_RATE, HIGHEST_RATE / ratio),
         )
 
