@@ -9,7 +9,7 @@ Whole layers are dealt, and not rows or flat pieces: the names in a checkpoint t
 ranks, and neither do the blocks of 256 numbers in which an 8-bit optimizer keeps its moments. PyTorch's own parts were
 looked at. FSDP2 gathers the parameters for each forward pass, here masters that no product reads, and leaves alone a
 gradient that autograd does not see; ZeroRedundancyOptimizer shares out the moments only; both, and
-torch.distributed.checkpoint, work on torch's default group, which vLLM takes for itself (docs/several-gpus.md).
+torch.distributed.checkpoint, work on torch's default group, which vLLM takes for itself (docs/lab/several-gpus.md).
 
 The optimizers of all ranks have the same groups of parameters, in the same order; those of other ranks are empty and
 have neither gradient nor state. So a state has the same number everywhere, the one that a single rank gives it.

@@ -82,7 +82,7 @@ def test_planned_seconds_are_within_15_percent_of_the_measured_ones(name):
 
 @pytest.mark.parametrize(("prompts", "measured"), [(16, 4.41), (32, 7.45)])
 def test_planned_seconds_of_one_of_two_cards_are_within_15_percent_of_the_measured_ones(prompts, measured):
-    """The measurements of docs/several-gpus.md."""
+    """The measurements of docs/lab/several-gpus.md."""
     shared = share_of(load_recipe("dapo_7b", [*WORKLOAD_A, f"rollout.prompts_per_step={prompts}"]), 2)
     made = plan(shared, read_sizes("Qwen/Qwen2.5-7B"), card_of("h200"))
     assert sum(made.seconds.values()) == pytest.approx(measured, rel=0.15)
