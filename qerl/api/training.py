@@ -205,7 +205,7 @@ def train(
 
     `reward` replaces the recipe's rewards: a function, a name as a recipe has it, a mapping with name, weight and args,
     or a list of these. A function is called in this process with the columns that it names, and returns one number for
-    each completion (docs/own-data-and-reward.md#reward). `data` are rows, the path of a file with rows, or several
+    each completion (docs/rewards.md). `data` are rows, the path of a file with rows, or several
     sources by name (docs/python-api.md#several-sources). The first interrupt ends the run after its step; it is saved,
     and the returned run is not finished.
 

@@ -18,7 +18,7 @@ from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import FAILED, build_rewards, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "own-data-and-reward.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "reward-servers.md"
 
 
 def right(count):
