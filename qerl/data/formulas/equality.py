@@ -2,12 +2,6 @@ r"""Whether two answers are equal as mathematics: their shapes part by part, the
 
 Values are numbers as fractions, or formulas at random points; math-verify decides what is left.
 
-Whether an answer only repeats an expression of the question, which the question asked to evaluate.
-
-"Compute $\sqrt{12}+\sqrt{27}$" is not answered by `\sqrt{12}+\sqrt{27}`, although that equals 5\sqrt{3}. An answer
-is a copy if it has an operation in it, is written differently from the task's answer, and stands in the question, as it
-is or with its parts in another order. A number or a fraction in lowest terms is never a copy.
-
 Relations are compared as relations and never solved: an equation equals another one if their differences of sides are
 proportional, and an inequality with a variable alone on its side is an interval. Values that
 qerl/data/formulas/expression.py does not understand (integrals, sets of other kinds) go to `fallback`, which is
@@ -16,30 +10,17 @@ math-verify in its own process.
 
 from __future__ import annotations
 
-import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Literal
 
-from qerl.data.formulas.expression import (
-    ExpressionError,
-    Tree,
-    Value,
-    as_real,
-    close,
-    close_rounded,
-    evaluate,
-    is_zero,
-    parse_expression,
-    ratio,
-    variables,
-)
+from qerl.data.formulas.expression import ExpressionError, Tree, parse_expression, variables
 from qerl.data.formulas.number import is_boxed_unit, parse_number
 from qerl.data.formulas.shape import Shape, is_assignment, is_name, read
-from qerl.data.formulas.spelling import TEXT_BOX, tidy
+from qerl.data.formulas.spelling import TEXT_BOX
+from qerl.data.formulas.value import Value, as_real, close, close_rounded, equal_constants, evaluate, ratio
 
 Verdict = Literal["equal", "different", "unparsable", "bad_answer", "timeout"]
 Fallback = Callable[[str, str], Verdict]  # gold, answer
@@ -80,10 +61,13 @@ _TAIL_UNIT = re.compile(
 )
 
 
+_DEGREE = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)")
+
+
 def _without_unit(text: str) -> str:
     """The value without a currency before it and a unit after it."""
     tail = _TAIL_UNIT.search(text)
-    if tail and tail.start() > 0:
+    if tail and tail.start() > 0 and not _DEGREE.fullmatch(tail[0]):  # which belongs to an angle, or changes nothing
         content = (
             re.search(r"\{\s*([^{}]*?)\s*\}", tail[0])
             if "\\text" in tail[0] or "\\m" in tail[0] or "\\rm" in tail[0]
@@ -110,12 +94,13 @@ def endless(text: str) -> int:
     return 1 if _INFINITY.fullmatch(bare) else 0
 
 
+_BLANK = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # a space between two digits makes them two numbers
 DECIMAL = re.compile(r"\d\.\d")
 
 
 def equal_values(gold: str, answer: str, fallback: Fallback) -> bool:
     """Whether two values are equal, as fractions, at random points, or by math-verify. Raises UndecidedError."""
-    if re.sub(r"\s", "", gold) == re.sub(r"\s", "", answer):
+    if re.sub(_BLANK, "", gold) == re.sub(_BLANK, "", answer):
         return True
     if endless(gold) or endless(answer):
         return endless(gold) == endless(answer)
@@ -162,10 +147,15 @@ def is_prose(text: str) -> bool:
 def equal_everywhere(one: Tree, other: Tree, rounded: bool = False) -> bool | None:
     """Whether two expressions have the same value at random points; None if they have no value at enough of them.
 
+    Two without variables that are understood but have no value, or one that is too large, differ unless they are one.
+
     At points with negative values only real values count, as roots and logarithms have several branches there. With
     `rounded`, values without variables need to agree to six decimal places only.
     """
     names = variables(one) | variables(other)
+    if not names:
+        equal = equal_constants(one, other)
+        return bool(equal) or (rounded and _equal_rounded_values(one, other)) if equal is not None else one == other
     compared = 0
     for positive in (True, False):
         for point in points(names, positive):
@@ -176,82 +166,14 @@ def equal_everywhere(one: Tree, other: Tree, rounded: bool = False) -> bool | No
             if not positive and None in real:
                 continue
             compared += 1
-            if not close(*values) and not (rounded and not names and close_rounded(*values)):
+            if not close(*values):
                 return False
-            if not names:
-                return True
     return True if compared >= 2 else None
 
 
-_OPERATION = re.compile(
-    r"(?<=.)[-+*/!]|\^(?!\{?\\circ)|\\(?:frac|sqrt|cdot|times|div|binom|log|ln|exp|sin|cos|tan|cot|sec|csc|arc\w+|int|sum"
-    r"|prod|lim|lfloor|lceil|pmod|bmod|gcd|det)(?![A-Za-z])|[=<>|]|\\[lg]e(?![A-Za-z])|\\begin"
-)
-_FRACTION = re.compile(r"-?(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))")
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|[^\s(){}\[\]]")
-_MIN_TOKENS = 3
-_MAX_QUESTION_CHARS = 20_000
-
-
-def is_copied(stated: str, answer: str, question: str) -> bool:
-    """Whether `stated`, which equals the task's `answer`, is an expression of `question` left as it was."""
-    mine, theirs = _bare(stated), _bare(answer)
-    name, _, value = mine.partition("=")
-    candidates = {value} if value and is_name(name) else {mine, mine.rpartition("=")[2]} - {""}
-    if theirs in candidates or mine == theirs:
-        return False
-    question = question[:_MAX_QUESTION_CHARS]
-    whole = _bare(question)
-    formulas = [
-        _tokens(part) for formula in _formulas(question) for part in (formula, *re.split(r"=|\\ge|\\le", formula))
-    ]
-    for text in filter(_unevaluated, candidates):
-        tokens = _tokens(text)
-        reordered = tokens.total() >= _MIN_TOKENS and tokens in formulas and tokens != _tokens(theirs)
-        if reordered or _stands_in(text, whole):
-            return True
-    return False
-
-
-def _bare(text: str) -> str:
-    """The text without white space and with one spelling of products."""
-    text = re.sub(r"(?<![\w}])(\d+)\s?/\s?(\d+)(?!\w)", r"\\frac{\1}{\2}", tidy(text))
-    text = re.sub(r"\s+", "", text)
-    text = re.sub(r"\\(?:times|ast)(?![A-Za-z])|(?<!\*)\*(?!\*)", r"\\cdot", text)
-    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
-    while re.fullmatch(r"\(.*\)", text) and text.count("(") == 1:
-        text = text[1:-1]
-    return text
-
-
-def _formulas(question: str) -> list[str]:
-    return [_bare(next(group for group in match.groups() if group)) for match in _FORMULA.finditer(question)]
-
-
-def _tokens(text: str) -> Counter[str]:
-    """How often each token occurs, brackets aside."""
-    return Counter(_TOKEN.findall(text))
-
-
-def _unevaluated(text: str) -> bool:
-    fraction = _FRACTION.fullmatch(text)
-    if fraction:
-        top, bottom = (int(part) for part in fraction.groups() if part)
-        return math.gcd(top, bottom) > 1 or bottom == 1
-    return bool(_OPERATION.search(text))
-
-
-def _stands_in(text: str, question: str) -> bool:
-    """Whether the text occurs in the question as more than the end or the beginning of a longer number or name."""
-    start = question.find(text)
-    while start >= 0:
-        before, after = question[:start][-1:], question[start + len(text) :][:1]
-        cut = (text[0].isdigit() and before.isdigit()) or (text[-1].isdigit() and after.isdigit()) or before == "\\"
-        if not cut and after not in ("^", "!", "_"):
-            return True
-        start = question.find(text, start + 1)
-    return False
+def _equal_rounded_values(one: Tree, other: Tree) -> bool:
+    values = value_at(one, {}), value_at(other, {})
+    return None not in values and close_rounded(*values)
 
 
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
@@ -458,7 +380,7 @@ def _proportional(gold: Sequence[Shape], answer: Sequence[Shape], equation: bool
         values = [value_at(tree, point) for tree in differences]
         if None in values:
             continue
-        zeros = [is_zero(value) for value in values]
+        zeros = [value == 0 for value in values]
         if zeros[0] != zeros[1]:
             return False
         if not zeros[0]:

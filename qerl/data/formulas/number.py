@@ -44,11 +44,14 @@ _SHORT_UNITS = _words("cm mm km kg mg ml ft in mi hr hrs min sec ms lb lbs oz mp
 # Words that may occur within a unit ("18 dollars a day") but not at its start ("18a").
 _INNER = _words("a t by than")
 # Words that change the number before them, and words that are mathematics.
-_ALTERS = _words(
+NUMBER_WORDS = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy "
+    "eighty ninety"
+)
+ALTERS = NUMBER_WORDS | _words(
     "and or to not no but if mod base factorial squared cubed half halves third thirds quarter quarters tenths "
     "hundredths thousandths plus minus times over divided less root pi ln log lg exp sin cos tan cot sec csc sqrt "
-    "frac cdot infinity inf zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty "
-    "fifty"
+    "frac cdot infinity inf"
 )
 _VARIABLES = frozenset("abcdefghijklmnopqrstuvwxyz") - _INNER
 _OF_VALUE = frozenset([*SCALES, *(f"{word}s" for word in SCALES), "percent"])
@@ -78,11 +81,11 @@ def is_unit(tail: str, algebra: bool) -> bool:
 def is_boxed_unit(text: str) -> bool:
     """Whether the content of a LaTeX text box is a unit; there a single letter is never a variable."""
     words = text.lower().replace(".", " ").split()
-    return bool(words) and all(re.fullmatch(r"[a-z/²³]+", word) and word not in _ALTERS | _OF_VALUE for word in words)
+    return bool(words) and all(re.fullmatch(r"[a-z/²³]+", word) and word not in ALTERS | _OF_VALUE for word in words)
 
 
 def _alters(word: str) -> bool:
-    return word.lower() in _ALTERS or (word.lower() in _VARIABLES and word not in _LETTER_UNITS)
+    return word.lower() in ALTERS or (word.lower() in _VARIABLES and word not in _LETTER_UNITS)
 
 
 MAX_CHARS = 1000

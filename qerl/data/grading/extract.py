@@ -6,7 +6,8 @@ graded by its last one:
 1. `\\boxed{...}` (also \\fbox and \\framebox) with balanced braces; empty boxes are skipped. If the last box is never
    closed, the completion was cut off inside its answer, and there is no answer, whatever comes before.
 2. `<answer>...</answer>`.
-3. `#### N`, up to the end of the line, if the line looks like an answer (a Markdown heading does not).
+3. `#### N`, up to the end of the line, if the line looks like an answer (a Markdown heading does not). Words after
+   the value that change nothing, as in "#### 36 and so it is", are left out.
 4. "the answer is ...", "answer: ...", "答案是", up to the end of the sentence; or the line after the heading "Answer".
 5. `**...**`, if the last line of the completion consists of it.
 6. The last number of the completion, but only if the task allows it.
@@ -23,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from qerl.data.formulas.number import parse_number
+from qerl.data.formulas.number import ALTERS, NUMBER_WORDS, parse_number
 from qerl.data.formulas.spelling import LABEL
 
 MAX_COMPLETION_CHARS = 2_000_000  # a completion of 128k tokens has about 500k
@@ -49,6 +50,14 @@ _SENTENCE_END = re.compile(
     r"\n|[.。](?=\s|$|\*|\")|[;；]|[,，]\s*(?!and\b|or\b)(?=[A-Za-z]{2})|\s(?:because|since|which|so)\b"
 )
 _NUMBER = re.compile(r"(?:(?<=^)|(?<=[\s(=$:*]))[-−]?\s?[$€£]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+# Words to the end of the line without a digit or a sign: after a mark, in brackets or after a conjunction.
+_PLAIN = r"[^\d+*/^=<>\\$%]"
+_REMARK = re.compile(
+    rf"\s*(?:\({_PLAIN}*\)\W*|(?:[,;:—–]\s|\s-+\s|\s(?=(?:and|because|since|which|so|as|in)\b)){_PLAIN}*"
+    r"|\s[^\w\s+*/^=<>\\$%(\[-]+\s*)$",
+    re.IGNORECASE,
+)
+_CONJUNCTIONS = frozenset({"and", "to"})
 _MATRIX = re.compile(r"[^\n]{0,20}?\\begin\{(\w+)\}.*?\\end\{\1\}", re.DOTALL)
 _BOLD_LINE = re.compile(r"(?:\*\*|__)([^*\n]+?)(?:\*\*|__)[.!]?")
 # After "the answer is", these words state no answer ("I checked that the answer is correct").
@@ -132,10 +141,22 @@ def _last_hashes(text: str, kind: str) -> str | None:
         if start < 0:
             return None
         line = text[start + 4 : start + 4 + _MAX_LINE_CHARS].split("\n", 1)[0].strip(" #*\t")
-        if _is_answer(line, kind):
-            return line
+        for stated in (line, without_remark(line)):
+            if _is_answer(stated, kind):
+                return stated
         end = start
     return None
+
+
+def without_remark(text: str) -> str:
+    """The value that a text begins with, if what follows are words that change no value: "36 and so it is"."""
+    remark = _REMARK.search(text)
+    if remark is None or remark.start() == 0:
+        return text
+    rest = remark[0].strip()
+    words = {word.lower() for word in re.findall(r"[A-Za-z]+", rest)}
+    changed = ALTERS - _CONJUNCTIONS - (NUMBER_WORDS if rest.startswith("(") else frozenset())
+    return text if words & changed else text[: remark.start()].strip()
 
 
 def _last_bold(text: str, kind: str) -> str | None:

@@ -20,7 +20,7 @@ The grade that reward and evaluation share: extract the answer of a completion a
 Numbers are compared as exact fractions. If the answers of a task are mathematics, an answer that is not a number is
 compared part by part and at random points (qerl/data/formulas/equality.py), and what this does not understand goes to
 math-verify, in a worker process with a time limit. Answers are compared as text only if neither has any mathematics in
-it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/data/formulas/equality.py). A
+it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/data/formulas/copies.py). A
 task whose answers are text compares them as such (qerl/data/grading/grade.py), and a task with a grader of the user's
 own leaves all of this to it (qerl/data/grading/grade.py).
 """
@@ -40,11 +40,12 @@ from qerl.base.errors import ConfigError
 from qerl.base.isolate import ReturnedError, short
 from qerl.base.own_function import Named, OwnFunction, check_columns, own_function
 from qerl.base.program import PYTHON, GivenFunction, given_function
-from qerl.data.formulas.equality import compare_math, is_copied, is_prose, unread_values
+from qerl.data.formulas.copies import is_copied
+from qerl.data.formulas.equality import compare_math, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy
 from qerl.data.grading import math_pool
-from qerl.data.grading.extract import MAX_ANSWER_CHARS, MAX_COMPLETION_CHARS, extract
+from qerl.data.grading.extract import MAX_ANSWER_CHARS, MAX_COMPLETION_CHARS, extract, without_remark
 from qerl.data.tasks import Example, Task
 
 _AROUND = " \t\n*_`\"'“”‘’.。,;:!?()[]"
@@ -66,7 +67,8 @@ def is_same_text(completion: str, answer: str) -> bool:
     if stated is None:
         return False
     first = re.split(r"(?<=[.。!?])\s", stated, maxsplit=1)[0]
-    return any(_same(text, answer) for text in (stated, first, _answered(completion)))
+    number = without_remark(stated) if parse_number(answer) else stated
+    return any(_same(text, answer) for text in (stated, first, number, _answered(completion)))
 
 
 def _answered(completion: str) -> str:
@@ -84,7 +86,9 @@ def _same(text: str, answer: str) -> bool:
 def _plain(text: str) -> str:
     """Without what does not change the meaning: case, white space, marks around it."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return plain.strip(_AROUND) or plain
+    bare = plain.strip(_AROUND) or plain
+    at = plain.find(bare)
+    return f".{bare}" if bare[:1].isdigit() and plain[:at].endswith(".") else bare  # .5 is not 5
 
 
 FUNCTION = "grade"  # where a grader names a file alone

@@ -4,7 +4,7 @@ import pytest
 
 from qerl.data.tasks import get_task, grade
 
-MATH, NUMBER = get_task("math500"), get_task("gsm8k")
+MATH, NUMBER, OWN = get_task("math500"), get_task("gsm8k"), get_task("own")
 STATED = (
     "**Final Answer**: {a}", "**Final Answer:** {a}", "**Final Answer**\n\n{a}", "### Answer\n{a}", "### Answer: {a}",
     "## Final Answer\n\n**{a}**", "The answer should be {a}.", "So the answer must be {a}", "\\boxed{{Answer: {a}}}",
@@ -48,3 +48,29 @@ MATRIX = "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"
 def test_a_spaced_matrix_is_found_without_a_box(text):
     assert grade(MATH, text, "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}").reason == "correct"
     assert grade(MATH, text, "\\begin{bmatrix}1&3\\\\2&4\\end{bmatrix}").reason == "wrong"
+
+
+# after "####": the words that follow a value, and what is no such remark
+REMARKS = (
+    " and so", " and so the reasoning above holds.", " (thirty-six)", ", which is right", "; done", " — as said above",
+    " because they share", ": that is all", " apples, as said", " in total, I think.", " (in all).",
+)  # fmt: skip
+CHANGES = (
+    " or 37", " and a half", " + 4", " of 40", " times two", ", or forty", " and 5 seconds", " to 40", " (squared)",
+    ", not 37", " and one more", " (mod 40)", " - wait, no", " and two halves",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("task", [MATH, NUMBER, OWN], ids=lambda task: task.name)
+@pytest.mark.parametrize(("tail", "correct"), [*((r, True) for r in REMARKS), *((c, False) for c in CHANGES)])
+def test_words_after_the_value_that_change_nothing_are_left_out(task, tail, correct):
+    assert grade(task, f"30 + 6 = 36\n#### 36{tail}", "36").correct is correct
+    assert not grade(task, f"30 + 7 = 37\n#### 37{tail}", "36").correct
+
+
+@pytest.mark.parametrize("form", ["{a}", "\\boxed{{{a}}}", "The answer is {a}", "#### {a}", "**{a}**", '"({a})".'])
+def test_a_fraction_without_its_zero_is_not_its_digits(form):
+    for task in (MATH, NUMBER, OWN):
+        assert not grade(task, form.format(a=".5"), "5").correct
+        assert not grade(task, form.format(a="5"), ".5").correct
+    assert grade(OWN, form.format(a=".5"), "0.5").correct
