@@ -98,7 +98,7 @@ def build(source: Source) -> Built:
     if callable(getattr(first, "env_response", None)):
         raise UnfitError(
             f"environment {name} is one of verifiers, which samples by itself: write solve(base_url, example), a "
-            "function that has it ask that URL and returns its reward (docs/environments.md)"
+            "function that has it ask that URL and returns its reward (docs/other-environments.md)"
         )
     if not callable(getattr(first, "reset", None)):
         raise UnfitError(f"environment {name} has no reset: write reset(self, example), which begins an episode")

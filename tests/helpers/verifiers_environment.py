@@ -1,4 +1,4 @@
-"""A task of verifiers 0.4 and how qerl has it solved, as docs/environments.md shows it."""
+"""A task of verifiers 0.4 and how qerl has it solved, as docs/other-environments.md shows it."""
 
 import verifiers.v1 as vf
 from verifiers.v1.clients import EvalClientConfig

@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md: each is loaded as a recipe names it, and the script of a TRL user runs."""
+"""The examples of both pages on environments: each is loaded as a recipe names it, and the script of a TRL user runs."""
 
 import os
 import re
@@ -9,7 +9,8 @@ import pytest
 from qerl.episodes.build import Source, build
 from qerl.episodes.driven import Action, Call
 
-PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = ("environments.md", "other-environments.md")
 SHORTER = (
     '"run.steps=1", "model.format=bf16", "rollout.prompts_per_step=2", "rollout.group_size=2", '
     '"rollout.max_new_tokens=24", "noise.enabled=false"'
@@ -18,9 +19,9 @@ SHORTER = (
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """The files of the page, in the working directory."""
+    """The files of the pages, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    text = PAGE.read_text(encoding="utf-8")
+    text = "".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
     for name, code in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL):
         Path(name).write_text(code, encoding="utf-8")
     return sorted(os.listdir())
