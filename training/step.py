@@ -158,7 +158,7 @@ def grade(parts: Parts, rollout: Rollout, step: int) -> Graded:
     """The rewards of every completion."""
     parts.log.phase("grading")
     with parts.times.phase("reward"):
-        return parts.grader.grade(rollout.groups, step)
+        return parts.grader.grade(rollout.groups, step + 1, steps_done=step)
 
 
 def padded_batch(

@@ -147,7 +147,7 @@ def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded 
     except AskedError:
         return None
     grader = Grader(questions.rewards, parts.grader.decode, mask_truncated=False)
-    return grader.grade(grouped(prompts, samples, size), step)
+    return grader.grade(grouped(prompts, samples, size), step, steps_done=step)
 
 
 def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]:
@@ -174,7 +174,7 @@ def _rewards(questions: Questions, groups: Sequence[GradedGroup]) -> dict[str, f
     """The means of the recipe's own rewards."""
     means = reward_metrics(groups, questions.rewards.names)
     own = {"reward", *(f"rewards/{name}" for name in questions.reward_names)}
-    return {key: value for key, value in means.items() if key in own}
+    return {key: value for key, value in means.items() if key in own and not math.isnan(value)}
 
 
 def _accuracy(questions: Questions, groups: Sequence[GradedGroup]) -> dict[str, float]:

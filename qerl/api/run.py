@@ -49,7 +49,7 @@ class Run:
     @property
     def completions(self) -> pandas.DataFrame:
         """The completions that were kept (`logging.completions_every`): step, prompt, completion, tokens, whether it
-        was truncated, advantage, and a column for each reward."""
+        was truncated, advantage, a column for each reward, and one for each name that a reward gave to `log_extra`."""
         import pandas
 
         from qerl.report.read import completions_step
@@ -57,8 +57,8 @@ class Run:
         rows = []
         for file in sorted((self.path / "completions").glob("step-*.jsonl")):
             for row in self._rows(file.relative_to(self.path)):
-                rewards = row.pop("rewards", {})
-                rows.append({"step": completions_step(file), **row, **rewards})
+                own = row.pop("extra", {}) | row.pop("rewards", {})
+                rows.append({"step": completions_step(file), **row, **own})
         return pandas.DataFrame(rows)
 
     @property

@@ -44,7 +44,7 @@ class ReturnedError(Exception):
 
 
 def numbers(returned: Any, expected: int) -> list[float]:
-    """One number for each of `expected` completions. Raises ReturnedError.
+    """One number for each of `expected` completions, NaN where there is None. Raises ReturnedError.
 
     At most one value too many is taken, since a generator may have no end.
     """
@@ -64,6 +64,8 @@ def numbers(returned: Any, expected: int) -> list[float]:
 
 
 def _number(value: Any, index: int) -> float:
+    if value is None:  # as in TRL: it says nothing about this completion
+        return math.nan
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -40,7 +41,7 @@ from typing import Any
 
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import close_to
-from qerl.base.isolate import LateError, OwnFunctionError, Process, ReturnedError, numbers, one_line
+from qerl.base.isolate import LateError, OwnFunctionError, Process, ReturnedError, numbers, one_line, short
 
 
 class Caller:
@@ -61,6 +62,9 @@ class Caller:
     def call(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], expected: int) -> list[float]:
         """`expected` numbers. Raises ReturnedError for what it returned, and whatever the function raises."""
         self.index = None
+        if "log_extra" in fixed:
+            log = fixed["log_extra"]
+            fixed = {**fixed, "log_extra": lambda column, values: log(str(column), [as_json(each) for each in values])}
         returned = self._one_by_one(columns, fixed) if self.alone else self._called(expected, **columns, **fixed)
         return numbers(returned, expected)
 
@@ -97,6 +101,14 @@ class Caller:
             return self._runner.run(coroutine)
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._runner.run, coroutine).result()
+
+
+def as_json(value: Any) -> Any:
+    """The value as JSON has it; what JSON cannot have, as text."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return short(value)
 
 
 async def _awaited(returned: Any) -> Any:
@@ -172,12 +184,12 @@ class OwnFunction:
         Raises OwnFunctionError, and ReturnedError for what it returned.
         """
         fixed = dict(fixed or {})
-        log_metric = fixed.pop("log_metric", None)
+        logs = {name: fixed.pop(name) for name in LOGS if name in fixed}
         request = {
             "columns": dict(columns),
             "fixed": _picklable(fixed),
             "seed": zlib.crc32(repr((fixed.get("step"), columns.get("completions"))).encode("utf-8", "replace")),
-            "logs": log_metric is not None,
+            "logs": [*logs],
             "expected": expected,
         }
         with self._lock:
@@ -190,9 +202,9 @@ class OwnFunction:
             )
         if "returned" in reply:
             raise ReturnedError(reply["returned"], reply["index"])
-        for name, value in reply["logged"]:
-            log_metric(name, value)
-        return reply["rewards"]
+        for log, name, value in reply["logged"]:
+            logs[log](name, value)
+        return [math.nan if value is None else value for value in reply["rewards"]]
 
     @property
     def source(self) -> bytes:
@@ -292,6 +304,8 @@ def _loaded(place: str, attribute: str, timeout_s: float, kind: str, _mtime_ns: 
 
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
+LOGS = ("log_metric", "log_extra")  # what a function may call
+GIVEN = (*LOGS, "trainer_state")  # what it is given besides; both as TRL gives them
 EPISODE_COLUMNS = ("episode_reward", "turns", "tool_calls")  # of runs with an environment
 ENVIRONMENTS = (
     "environments"  # a column of the same, where the environments are objects of this process: these, as in TRL
@@ -310,7 +324,7 @@ def check_columns(
 
     `extra` are the columns of the rows, and `further` those of episodes.
     """
-    columns = (*COLUMNS, *further, *sorted(set(extra)), "log_metric")
+    columns = (*COLUMNS, *further, *sorted(set(extra)), *GIVEN)
     for key, parameter in parameters.items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and key not in (*columns, *args):
@@ -420,9 +434,12 @@ class _Worker:
         """The numbers, and what the function logged."""
         columns, fixed, expected, logged = request["columns"], request["fixed"], request["expected"], []
         seed_all(request["seed"])
-        if request["logs"]:
-            fixed["log_metric"] = lambda name, value: logged.append([str(name), float(value)])
-        return {"rewards": self._caller.call(columns, fixed, expected), "logged": logged}
+        own = {
+            "log_metric": lambda name, value: logged.append(["log_metric", str(name), float(value)]),
+            "log_extra": lambda column, values: logged.append(["log_extra", column, values]),
+        }
+        values = self._caller.call(columns, {**fixed, **{name: own[name] for name in request["logs"]}}, expected)
+        return {"rewards": [None if math.isnan(value) else value for value in values], "logged": logged}
 
     def _line(self, error: BaseException) -> str:
         """Where the user's file raised, as in ` (rewards.py, line 9)`; "" if that is not known."""

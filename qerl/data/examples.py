@@ -181,7 +181,8 @@ class Collector:
         used = {path.split(".")[0] for path in self._paths.values()}
         extra = {column: value for column, value in row.items() if column not in used}
         name = self._identify(place, look_up(row, self._paths["id"]))
-        self._examples[key] = place, Example(question, answer, name, extra, asked.earlier, asked.beside, tools)
+        asks = asked.earlier, asked.beside, tools, asked.conversational
+        self._examples[key] = place, Example(question, answer, name, extra, *asks)
 
     def _asked(self, row: Mapping[str, Any]) -> Asked:
         """The question of a row, and the messages before and after it."""

@@ -57,13 +57,15 @@ class MessageError(ValueError):
 class Asked:
     """The last message of the user, those `earlier`, and the assistant's `reply` to it, if it is there.
 
-    `beside` is what the last message holds beside its role and content, such as a name.
+    `beside` is what the last message holds beside its role and content, such as a name. `conversational` says whether
+    the row has messages; else its question is a text.
     """
 
     question: str
     earlier: tuple[Spoken, ...] = ()
     reply: str = ""
     beside: Mapping[str, Any] = field(default_factory=dict)
+    conversational: bool = False
 
 
 def as_messages(cell: Any) -> list[Any] | None:
@@ -94,7 +96,7 @@ def read_messages(cell: Sequence[Any]) -> Asked:
         raise MessageError("messages that cannot be asked", f"its messages ask nothing: {last}")
     *earlier, last = messages
     beside = {key: value for key, value in last.items() if key not in ("role", "content")}
-    return Asked(last["content"].strip(), tuple(earlier), reply.strip(), beside)
+    return Asked(last["content"].strip(), tuple(earlier), reply.strip(), beside, conversational=True)
 
 
 def with_system(row: Mapping[str, Any], messages: Sequence[Spoken]) -> list[Spoken]:

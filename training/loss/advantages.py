@@ -25,21 +25,22 @@ def group_advantages(total_P_G: torch.Tensor, scale: str) -> Advantages:
     """(reward - mean of its group) / (standard deviation + 1e-4), of float32 rewards (P, G).
 
     `scale` chooses the unbiased standard deviation: that of the "group", that of the "batch", or "none" for no
-    division.
+    division. A completion whose reward is NaN counts in neither, and has the advantage 0.
     """
-    advantages_P_G = total_P_G - total_P_G.mean(1, keepdim=True)
+    advantages_P_G = total_P_G - _means(total_P_G)
     if scale == "group":
         advantages_P_G = advantages_P_G / (deviation(total_P_G) + 1e-4)
     elif scale == "batch":
         advantages_P_G = advantages_P_G / (deviation(total_P_G.reshape(1, -1)) + 1e-4)
     equal_P = ~rewards_differ(total_P_G)
-    return Advantages(advantages_P_G.masked_fill(equal_P[:, None], 0.0), equal_P.float().mean().item())
+    none_P_G = equal_P[:, None] | total_P_G.isnan()
+    return Advantages(advantages_P_G.masked_fill(none_P_G, 0.0), equal_P.float().mean().item())
 
 
 def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
     """Whether the rewards (P, G) of each group differ: bool (P,). Differences under 1e-6 are float32 rounding."""
-    spread = rewards.amax(1) - rewards.amin(1)
-    return spread > 1e-6 * rewards.abs().amax(1).clamp(min=1.0)
+    spread = rewards.nan_to_num(-torch.inf).amax(1) - rewards.nan_to_num(torch.inf).amin(1)
+    return spread > 1e-6 * rewards.nan_to_num(0.0).abs().amax(1).clamp(min=1.0)
 
 
 def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[bool]:
@@ -49,6 +50,11 @@ def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[boo
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
     """The unbiased standard deviations (R, 1) of the rows (R, N), with TRL's order of operations."""
-    count = torch.tensor(rewards.shape[1])
-    variance = ((rewards - rewards.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True)
+    count = (~rewards.isnan()).sum(1, keepdim=True)
+    variance = _means((rewards - _means(rewards)) ** 2)
     return torch.sqrt(variance * (count / (count - 1)))
+
+
+def _means(rewards: torch.Tensor) -> torch.Tensor:
+    """The means (R, 1) of the rows (R, N), without NaN."""
+    return rewards.nanmean(1, keepdim=True) if rewards.isnan().any() else rewards.mean(1, keepdim=True)

@@ -101,9 +101,16 @@ class GradedGroup:
 
     group: Group
     texts: tuple[str, ...]
-    rewards_G_F: torch.Tensor  # float32 on the CPU; NaN for a reward that is of other sources
-    total_G: torch.Tensor  # sum over the source's own functions of weight * reward
+    rewards_G_F: torch.Tensor  # float32 on the CPU; NaN for a reward that is of other sources, or does not apply
+    total_G: torch.Tensor  # sum of weight * reward over those that apply; NaN if none does
     informative: bool  # its rewards differ, and at least one completion enters the loss
+    extra: tuple[Mapping[str, Any], ...] = ()  # what the rewards logged of each completion
+
+
+def mean_of_known(values: torch.Tensor) -> float:
+    """The mean of the values that are not NaN."""
+    known = ~values.isnan()
+    return values.mean().item() if known.all() else values[known].mean().item()
 
 
 def length_metrics(groups: Sequence[GradedGroup]) -> dict[str, float]:
@@ -126,7 +133,7 @@ def group_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[s
 
     What is right is decided by the reward called accuracy; without it nobody knows. `names` are those of the rewards.
     """
-    found = {"groups/reward_std": deviation(torch.stack([graded.total_G for graded in groups])).mean().item()}
+    found = {"groups/reward_std": mean_of_known(deviation(torch.stack([graded.total_G for graded in groups])))}
     if "accuracy" not in names:
         return found
     grades = [graded.rewards_G_F[:, names.index("accuracy")] for graded in groups]
@@ -142,7 +149,7 @@ def sampled_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict
     """Mean rewards of all that dynamic sampling sampled: the groups that it kept are a choice of undecided ones."""
     rewards_B_F = torch.cat([graded.rewards_G_F for graded in groups])
     means_F = rewards_B_F.nanmean(0) if rewards_B_F.isnan().any() else rewards_B_F.mean(0)
-    total = torch.cat([graded.total_G for graded in groups]).mean().item()
+    total = mean_of_known(torch.cat([graded.total_G for graded in groups]))
     by_name = zip((f"sampled/{name}" for name in names), means_F.tolist(), strict=True)
     return {"sampled/reward": total, **dict(by_name)}
 

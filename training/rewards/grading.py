@@ -14,10 +14,10 @@ import torch
 
 from qerl.base.own_function import ENVIRONMENTS
 from training.loss.advantages import deviation, informative_groups
-from training.loss.groups import GradedGroup, Group, Logged, Prompt, Sample
+from training.loss.groups import GradedGroup, Group, Logged, Prompt, Sample, mean_of_known
 from training.rewards.rewards import Reward, Rewards
 
-# name -> for each call of a reward the mean of what it gave to `log_metric`, and its completions
+Extra = dict[str, Sequence[Any]]  # what a call of a reward gave to `log_extra`: column -> a value per completion
 
 
 @dataclass(frozen=True)
@@ -28,38 +28,43 @@ class Grader:
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
     mask_truncated: bool  # a truncated completion does not enter the loss
 
-    def grade(self, groups: Sequence[Group], step: int) -> Graded:
+    def grade(self, groups: Sequence[Group], step: int, steps_done: int) -> Graded:
         """Call each reward once, with all completions of its source; at the same time if they wait for others.
 
-        Raises RewardError.
+        `step` is counted as in metrics.jsonl, from 1. Raises RewardError.
         """
         if not groups:
             return Graded([])
         samples = [sample for group in groups for sample in group.samples]
         texts = self._texts(samples)
-        rewards_B_F, total_B, logged = self._graded(groups, samples, texts, step)
+        when = {"step": step, "steps_done": steps_done}
+        rewards_B_F, total_B, extra_B, logged = self._graded(groups, samples, texts, when)
         graded, first = [], 0
         in_loss = [not (self.mask_truncated and sample.truncated) for sample in samples]
         for group in groups:
             part = slice(first, first + len(group.samples))
             first = part.stop
             signal = informative_groups(total_B[None, part], torch.tensor([in_loss[part]]))[0]
-            graded.append(GradedGroup(group, tuple(texts[part]), rewards_B_F[part], total_B[part], signal))
+            own = tuple(texts[part]), rewards_B_F[part], total_B[part], signal, tuple(extra_B[part])
+            graded.append(GradedGroup(group, *own))
         return Graded(graded, logged)
 
     def _graded(
-        self, groups: Sequence[Group], samples: Sequence[Sample], texts: Sequence[str], step: int
-    ) -> tuple[torch.Tensor, torch.Tensor, Logged]:
-        """Rewards (B, F) with NaN for those of other sources, totals (B,), and what was logged."""
+        self, groups: Sequence[Group], samples: Sequence[Sample], texts: Sequence[str], when: Mapping[str, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, Any]], Logged]:
+        """Rewards (B, F) with NaN for those that do not apply, totals (B,), and what was logged: of each, and metrics.
+
+        A total is NaN if none of its rewards applies.
+        """
         prompts = [group.prompt for group in groups for _ in group.samples]
         sources = sorted({prompt.source for prompt in prompts})
         rows_of = {source: [row for row, one in enumerate(prompts) if one.source == source] for source in sources}
         functions, names = self.rewards.functions, self.rewards.names
         asked: list[tuple[int, Mapping[str, Any]]] = []  # the place of a function, and what it is called with
         for source, rows in rows_of.items():
-            columns = _columns(rows, samples, prompts, texts, step)
+            columns = {**_columns(rows, samples, prompts, texts), **when}
             asked += [(index, columns) for index in self.rewards.of_source(source)]
-        given, logged = _call([(functions[index], columns) for index, columns in asked])
+        given, extra, logged = _call([(functions[index], columns) for index, columns in asked])
         values = {index: torch.tensor(each) for (index, _), each in zip(asked, given, strict=True)}
         rewards_B_F, total_B = torch.full((len(samples), len(names)), math.nan), torch.zeros(len(samples))
         for source, rows in rows_of.items():
@@ -67,8 +72,15 @@ class Grader:
             own_b_f = torch.stack([values[index] for index in own], 1)
             places = [names.index(functions[index].__name__) for index in own]
             rewards_B_F[torch.tensor(rows)[:, None], torch.tensor(places)] = own_b_f
-            total_B[rows] = (own_b_f * torch.tensor([self.rewards.weights[index] for index in own])).sum(-1)
-        return rewards_B_F, total_B, logged
+            weighted_b_f = own_b_f * torch.tensor([self.rewards.weights[index] for index in own])
+            total_B[rows] = weighted_b_f.nansum(-1).masked_fill(own_b_f.isnan().all(-1), math.nan)
+        extra_B: list[dict[str, Any]] = [{} for _ in samples]
+        for (index, _), of_call in zip(asked, extra, strict=True):
+            for column, values in of_call.items():
+                for row, value in zip(rows_of[self.rewards.source_of(index)], values, strict=True):
+                    name = f"{functions[index].__name__}/{column}" if column in extra_B[row] else column
+                    extra_B[row][name] = value
+        return rewards_B_F, total_B, extra_B, logged
 
     def _texts(self, samples: Sequence[Sample]) -> list[str]:
         """What rewards read: a completion's text, and of an episode what the policy wrote last."""
@@ -98,7 +110,7 @@ def _episode_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def _columns(
-    rows: Sequence[int], samples: Sequence[Sample], prompts: Sequence[Prompt], texts: Sequence[str], step: int
+    rows: Sequence[int], samples: Sequence[Sample], prompts: Sequence[Prompt], texts: Sequence[str]
 ) -> dict[str, Any]:
     """What the rewards of one source are called with; `rows` are its places among all."""
     own = [samples[row] for row in rows]
@@ -107,23 +119,24 @@ def _columns(
         "completion_ids": [_written(sample) for sample in own],
         "prompts": [prompts[row].text for row in rows],
         "row": [prompts[row].row for row in rows],
-        "step": step,
         **_episode_columns(own),
     }
 
 
-def _call(asked: Sequence[tuple[Reward, Mapping[str, Any]]]) -> tuple[list[list[float]], Logged]:
+def _call(asked: Sequence[tuple[Reward, Mapping[str, Any]]]) -> tuple[list[list[float]], list[Extra], Logged]:
     """What each reward gives, and what they logged, in their order. Raises what the first one raised that failed.
 
     The threads are daemons: an interrupted run does not wait for a reward.
     """
     logs: list[dict[str, list[float]]] = [defaultdict(list) for _ in asked]
+    extra: list[Extra] = [{} for _ in asked]
     given: list[Future[list[float]]] = [Future() for _ in asked]
 
     def call(index: int) -> None:
         try:
             log, (function, columns) = logs[index], asked[index]
-            given[index].set_result(function(**columns, log_metric=lambda name, value: log[name].append(value)))
+            own = {"log_metric": lambda name, value: log[name].append(value), "log_extra": extra[index].__setitem__}
+            given[index].set_result(function(**columns, **own))
         except BaseException as error:
             given[index].set_exception(error)
 
@@ -138,7 +151,7 @@ def _call(asked: Sequence[tuple[Reward, Mapping[str, Any]]]) -> tuple[list[list[
     for log, (_, columns) in zip(logs, asked, strict=True):
         for name, logged in log.items():
             merged[name].append((sum(logged) / len(logged), len(columns["completions"])))
-    return values, dict(merged)
+    return values, extra, dict(merged)
 
 
 @dataclass(frozen=True)
@@ -150,20 +163,16 @@ class Graded:
 
 
 def reward_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
-    """Mean reward by function and in all, and the standard deviation of the latter, over all completions.
+    """Mean reward by function and in all, and the standard deviation of the latter, over all completions that have it.
 
-    The mean of a reward is that of its own sources' completions; NaN if there are none.
+    NaN if there are none. `completions/unscored_share` is there if some completions have no reward at all.
     """
     rewards_B_F = torch.cat([graded.rewards_G_F for graded in groups])
     total_B = torch.cat([graded.total_G for graded in groups])
-    by_name = {f"rewards/{name}": own_mean(rewards_B_F[:, i]) for i, name in enumerate(names)}
-    return {**by_name, "reward": total_B.mean().item(), "reward_std": deviation(total_B[None]).item()}
-
-
-def own_mean(rewards_B: torch.Tensor) -> float:
-    """The mean of a reward over the completions that have it."""
-    has = ~rewards_B.isnan()
-    return rewards_B.mean().item() if has.all() else rewards_B[has].mean().item()
+    found = {f"rewards/{name}": mean_of_known(rewards_B_F[:, i]) for i, name in enumerate(names)}
+    if (unscored := total_B.isnan()).any():
+        found["completions/unscored_share"] = unscored.float().mean().item()
+    return {**found, "reward": mean_of_known(total_B), "reward_std": deviation(total_B[None]).item()}
 
 
 def source_metrics(groups: Sequence[GradedGroup], rewards: Rewards) -> dict[str, float]:

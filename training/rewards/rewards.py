@@ -16,9 +16,13 @@ A reward is a function that takes columns and returns one finite number per comp
 
 It is called with the columns that training/rewards/rewards.py lists, as keyword arguments; a function that does not
 end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/base/own_function.py), within
-`timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns None, NaN or the wrong number
-of values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the
-name is a URL, the reward is a reward server (training/rewards/server.py).
+`timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns NaN or the wrong number of
+values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the name
+is a URL, the reward is a reward server (training/rewards/server.py).
+
+A user's function gets what TRL 1.16 gives one (GRPOTrainer._calculate_rewards): of a row of messages each completion is
+a list of messages, and so is its prompt; `trainer_state`, `log_metric` and `log_extra` are there; None for a completion
+leaves the reward out of its sum.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
@@ -40,6 +45,7 @@ from qerl.base.own_function import (
     COLUMNS,
     ENVIRONMENTS,
     EPISODE_COLUMNS,
+    GIVEN,
     TIMEOUT_S,
     LateError,
     Named,
@@ -181,6 +187,7 @@ def code(**_: Any) -> list[float]:
 
 Reward = Callable[..., Sequence[float]]
 LogMetric = Callable[[str, float], None]
+LogExtra = Callable[[str, Sequence[Any]], None]
 
 GRADED = ("accuracy", "length")  # rewards that use the task's grading
 FAILED = "failed_reward.json"
@@ -210,8 +217,8 @@ def episode_columns(function: Reward) -> tuple[str, ...]:
     return (*EPISODE_COLUMNS, *([ENVIRONMENTS] if isinstance(function, GivenFunction) else []))
 
 
-def _log_nothing(_name: str, _value: float) -> None:
-    """The `log_metric` that rewards get outside of a run."""
+def _log_nothing(_name: str, _value: Any) -> None:
+    """The `log_metric` and `log_extra` that rewards get outside of a run."""
 
 
 @dataclass(frozen=True)
@@ -252,27 +259,54 @@ class GuardedReward:
         self._wanted = None if takes_all else set(parameters)
 
     def __call__(
-        self, completions: list[str], row: list[int], step: int = 0, log_metric: LogMetric = _log_nothing, **given: Any
+        self,
+        completions: list[str],
+        row: list[int],
+        step: int = 0,
+        log_metric: LogMetric = _log_nothing,
+        log_extra: LogExtra = _log_nothing,
+        **given: Any,
     ) -> list[float]:
-        """One reward per completion; `row` indexes into the run's examples. Raises RewardError."""
-        columns = self._columns(completions, row, given)
-        fixed = {**self._fixed, "step": step, "log_metric": _own_metrics(log_metric, self.__name__)}
+        """One reward per completion, NaN where it does not apply; `row` indexes into the run's examples.
+
+        `log_extra` gets a value per completion. Raises RewardError.
+        """
+        columns, extra = self._columns(completions, row, given), defaultdict(list)
+        fixed = {
+            **self._fixed,
+            "step": step,
+            "trainer_state": SimpleNamespace(global_step=given.get("steps_done", 0), **self._fixed["trainer_state"]),
+            "log_metric": _own_metrics(log_metric, self.__name__),
+            "log_extra": lambda column, values: extra[column].extend(values),
+        }
         try:
-            return self._run(columns, fixed, self._timeout_s)
+            rewards = self._run(columns, fixed, self._timeout_s)
         except ReturnedError as error:
             self._fail(error.what, columns, error.index, fixed)
         except OwnFunctionError as error:
             index = error.index if error.index is not None else self._first_to_fail(columns, fixed)
-            self._fail(str(error), columns, index, fixed, error)
+            self._fail(f"{error}{self._hint(error, columns)}", columns, index, fixed, error)
+        for column, values in extra.items():
+            if len(values) != len(completions):
+                what = f"gave log_extra({column!r}, ...) {len(values)} values for {len(completions)} completions"
+                self._fail(what, columns, None, fixed)
+            log_extra(column, values)
+        return rewards
 
     def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
         examples = [self._examples[index] for index in row]
         names = dict.fromkeys(key for example in examples for key in example.extra)
+        asked, written = given["prompts"], completions
+        if isinstance(self._function, OwnFunction | GivenFunction):
+            turns = given.get("turns") or [[{"role": "assistant", "content": text}] for text in completions]
+            chats = [example.conversational for example in examples]
+            written = [said if chat else text for chat, said, text in zip(chats, turns, completions, strict=True)]
+            asked = [ex.messages if ex.conversational else text for ex, text in zip(examples, asked, strict=True)]
         return {
             **{key: [example.extra.get(key) for example in examples] for key in names},
-            "completions": completions,
+            "completions": written,
             "completion_ids": given["completion_ids"],
-            "prompts": given["prompts"],
+            "prompts": asked,
             "question": [example.question for example in examples],
             "answer": [example.answer for example in examples],
             "row": row,
@@ -291,6 +325,16 @@ class GuardedReward:
             fixed["task"] = replace(fixed["task"], grader_timeout_s=timeout_s)
         own = {key: [list(value) if isinstance(value, list) else value for value in columns[key]] for key in columns}
         return numbers(self._function(**own, **fixed), len(completions))
+
+    def _hint(self, error: OwnFunctionError, columns: Mapping[str, list[Any]]) -> str:
+        """What may explain an error of a function that reads the messages of a completion as text, or the reverse."""
+        if not str(error).startswith(("raised TypeError", "raised AttributeError", "raised KeyError")):
+            return ""
+        if not isinstance(columns["completions"][0], str):
+            return (
+                '. The rows have messages, so a completion is a list of messages, and its text completion[0]["content"]'
+            )
+        return ". The rows have no messages, so a completion is a text" if "string ind" in str(error) else ""
 
     def _first_to_fail(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
         def call(index: int, timeout_s: float) -> None:
@@ -358,14 +402,18 @@ class Rewards:
         """The metrics, each once."""
         return list(dict.fromkeys(function.__name__ for function in self.functions))
 
+    def source_of(self, index: int) -> int:
+        """Whose rewards a function gives."""
+        return self.sources[index] if self.sources else 0
+
     def of_source(self, source: int) -> list[int]:
         """The indices of a source's functions."""
         return [index for index in range(len(self.functions)) if not self.sources or self.sources[index] == source]
 
 
-def fixed_columns(task: Task, max_new_tokens: int) -> dict[str, Any]:
+def fixed_columns(task: Task, max_new_tokens: int, max_steps: int = 0) -> dict[str, Any]:
     """The arguments of a reward that are the same for every completion of a run."""
-    return {"task": task, "max_new_tokens": max_new_tokens}
+    return {"task": task, "max_new_tokens": max_new_tokens, "trainer_state": {"max_steps": max_steps}}
 
 
 def build_rewards(
@@ -425,7 +473,7 @@ def rewards_of_run(
     """The rewards of a recipe over a run's prompts."""
     given = []
     for index, source in enumerate(sources_of(config)):
-        fixed = fixed_columns(task_of(source.data), config.rollout.max_new_tokens)
+        fixed = fixed_columns(task_of(source.data), config.rollout.max_new_tokens, config.run.steps)
         examples = [prompt.example for prompt in prompts if prompt.source == index]
         given.append(RewardsOf(source.name, source.rewards, fixed, examples))
     return build_all_rewards(given, run_dir, episodes)
@@ -470,7 +518,7 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     own = reward.name not in REWARDS and not is_url(reward.name)
     takes_all = own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    options = [name for name in named if name not in (*COLUMNS, *episode_columns(function), "log_metric")]
+    options = [name for name in named if name not in (*COLUMNS, *episode_columns(function), *GIVEN)]
     for key in reward.args:
         if key in COLUMNS or (key not in options and not takes_all):
             near = difflib.get_close_matches(key, options, n=1)

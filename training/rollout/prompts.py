@@ -224,8 +224,9 @@ class Curriculum:
         """Note how many of each group's completions were right."""
         for graded in groups:
             prompt = graded.group.prompt
-            right = graded.rewards_G_F[:, self._columns[prompt.source]] >= CORRECT_FROM
-            self._solved[prompt.row] = right.double().mean().item()
+            rewards_G = graded.rewards_G_F[:, self._columns[prompt.source]]
+            if len(known := rewards_G[~rewards_G.isnan()]):
+                self._solved[prompt.row] = (known >= CORRECT_FROM).double().mean().item()
 
     def preferred(self, order: Sequence[int]) -> list[int]:
         """The same rows, those that are neither hard nor easy first."""

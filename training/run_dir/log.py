@@ -229,7 +229,7 @@ def completion_rows(
     groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, rewards: Rewards
 ) -> list[dict[str, Any]]:
     """A rollout as rows for people to read: prompt, completion, its length and whether that is the limit, advantage,
-    rewards by name, and which of several sources it is of."""
+    rewards by name, what they logged of it as `extra`, and which of several sources it is of."""
     names, sources = rewards.names, rewards.source_names
     return [
         {
@@ -239,12 +239,18 @@ def completion_rows(
             "truncated": sample.truncated,
             "advantage": advantage,
             "rewards": {name: own for name, own in zip(names, rewards_F, strict=True) if not math.isnan(own)},
+            **({"extra": dict(extra)} if extra else {}),
             **({"source": sources[graded.group.prompt.source]} if any(sources) else {}),
             **_episode_row(sample),
         }
         for graded, advantages in zip(groups, advantages_P_G.tolist(), strict=True)
-        for sample, text, advantage, rewards_F in zip(
-            graded.group.samples, graded.texts, advantages, graded.rewards_G_F.tolist(), strict=True
+        for sample, text, advantage, rewards_F, extra in zip(
+            graded.group.samples,
+            graded.texts,
+            advantages,
+            graded.rewards_G_F.tolist(),
+            graded.extra or [{}] * len(graded.texts),
+            strict=True,
         )
     ]
 

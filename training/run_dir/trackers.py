@@ -156,8 +156,17 @@ def table_of(step: int, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], l
     """Columns and cells; each row has a cell for the rewards of all sources."""
     rows = rows[:ROWS]
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
-    values = [[step, *(row[name] for name in COLUMNS[1:]), *map(row["rewards"].get, names)] for row in rows]
-    return [*COLUMNS, *names], [[each[:TEXT] if isinstance(each, str) else each for each in row] for row in values]
+    logged = list(
+        dict.fromkeys(name for row in rows for name in row.get("extra", ()) if name not in (*COLUMNS, *names))
+    )
+    values = [
+        [step, *(row[name] for name in COLUMNS[1:]), *map(row["rewards"].get, names)]
+        + [None if (value := row.get("extra", {}).get(name)) is None else str(value) for name in logged]
+        for row in rows
+    ]
+    return [*COLUMNS, *names, *logged], [
+        [each[:TEXT] if isinstance(each, str) else each for each in row] for row in values
+    ]
 
 
 def _id(run_dir: Path) -> str:

@@ -160,7 +160,10 @@ def _questions(
         examples = _unseen(asked.name, examples, trained, environments is not None)[: config.validation.limit]
         own = _prompts(asked.source.data, examples, tokenizer, environments)
         prompts += [replace(prompt, row=len(prompts) + prompt.row, source=index) for prompt in own]
-        rows, fixed = [prompt.example for prompt in own], fixed_columns(asked.task, sampling.max_new_tokens)
+        rows, fixed = (
+            [prompt.example for prompt in own],
+            fixed_columns(asked.task, sampling.max_new_tokens, config.run.steps),
+        )
         rewards = _with_grading(asked.source.rewards, asked.task, rows)
         wanted.append(RewardsOf(asked.source.name, rewards, fixed, rows))
     return prompts, wanted

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -138,6 +139,7 @@ def scores(task: Task, columns: Mapping[str, Sequence[Any]], fixed: Mapping[str,
     values = function(len(next(iter(columns.values()), ())), task.grader_timeout_s, fixed, **columns)
     for index, value in enumerate(values):
         if not 0 <= value <= 1:
+            value = None if math.isnan(value) else value
             raise ReturnedError(f"returned {short(value)}, and a grade is a number from 0 (wrong) to 1 (right)", index)
     return values
 

@@ -92,6 +92,7 @@ class Example:
 
     A row of messages has the last message of the user as its question, those before it in `earlier`, and what the last
     one holds besides (a name) in `beside`. `tools` are schemas that the row brings for its chat template.
+    `conversational` says whether the row has messages, as TRL calls it.
     """
 
     question: str
@@ -101,6 +102,12 @@ class Example:
     earlier: tuple[Message, ...] = ()
     beside: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
+    conversational: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The row's messages up to the question."""
+        return [*map(dict, self.earlier), {"role": "user", "content": self.question, **self.beside}]
 
 
 # The module of each task, which defines TASK. A new task needs one more row.

@@ -48,7 +48,7 @@ def test_a_run_of_functions_and_rows_is_that_of_the_command(by_command, tmp_path
     interrupted = []
 
     def reward(completions, step):
-        if step == 1 and not interrupted:
+        if step == 2 and not interrupted:
             interrupted.append(os.kill(os.getpid(), signal.SIGINT))
         return digits(completions)
 

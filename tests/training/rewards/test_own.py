@@ -221,7 +221,9 @@ def test_rewards_that_wait_run_at_once_and_keep_their_order(tmp_path):
     rewards = build(tmp_path, *wanted, RewardConfig(name="format"))
     sample = SimpleNamespace(token_ids=[1], truncated=False, episode=None)
     group = SimpleNamespace(samples=[sample, sample], prompt=SimpleNamespace(text="p", row=0, source=0))
-    graded = Grader(rewards, lambda ids: ["\\boxed{1}"] * len(ids), mask_truncated=True).grade([group], step=1)
+    graded = Grader(rewards, lambda ids: ["\\boxed{1}"] * len(ids), mask_truncated=True).grade(
+        [group], step=1, steps_done=0
+    )
     assert graded.groups[0].rewards_G_F.tolist() == [[0.0, 1.0, 2.0, 1.0]] * 2
     assert graded.logged == {"own/n": [(0, 2), (1, 2), (2, 2)]}  # each with its two completions
 

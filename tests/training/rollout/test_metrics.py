@@ -72,8 +72,8 @@ def test_what_rewards_log_weighs_as_many_completions_as_the_call_had():
     """Each source is a call of its own on each rank and in each rollout: here of 1, 3, 2 and 1 completions."""
     rewards = Rewards([words, words], [1.0, 1.0], (0, 1), ("first", "second"))
     grader = Grader(rewards, lambda ids: ["x" * len(each) for each in ids], mask_truncated=False)
-    rank = grader.grade([of_lengths(0, 1), of_lengths(1, 1, 2, 3)], step=1)
-    other_rank = grader.grade([of_lengths(0, 4, 8)], step=1)
-    extra_rollout = grader.grade([of_lengths(0, 1)], step=1)
+    rank = grader.grade([of_lengths(0, 1), of_lengths(1, 1, 2, 3)], step=1, steps_done=0)
+    other_rank = grader.grade([of_lengths(0, 4, 8)], step=1, steps_done=0)
+    extra_rollout = grader.grade([of_lengths(0, 1)], step=1, steps_done=0)
     found = logged_means(merged_grades([merged_grades([rank, other_rank]), extra_rollout]).logged)
     assert found == pytest.approx({"own/long_share": 4 / 7, "own/mean": 20 / 7})

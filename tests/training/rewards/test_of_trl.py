@@ -1,0 +1,129 @@
+"""Rewards as TRL 1.16's documentation has them: what they are given, and what None means."""
+
+import json
+import sys
+
+import pytest
+import torch
+from small_run import small_config
+from trl.trainer.utils import nanstd
+
+import qerl
+from qerl.base.errors import RewardError
+from qerl.config.recipe import save_config
+from training.loss.advantages import deviation, group_advantages, rewards_differ
+from training.run_dir.log import read_metrics
+
+WORDS = ["Ann", "buys", "cups", "pens", "jars", "nuts", "keys", "maps"]
+ROWS = [
+    {
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{word}?"}],
+        "solution": str(n),
+        "kind": ("word", "number")[n % 2],
+    }
+    for n, word in enumerate(WORDS)
+]
+SOURCE = """
+def written(prompts, completions, completion_ids, solution, trainer_state, log_extra=None, log_metric=None, **kwargs):
+    assert all([m["role"] for m in prompt] == ["system", "user"] for prompt in prompts)
+    assert all(set(message) == {"role", "content"} for completion in completions for message in completion)
+    texts = [completion[0]["content"] for completion in completions]
+    log_extra("solution", solution)
+    log_extra("odd", [object() for _ in texts])
+    log_metric("own/step", trainer_state.global_step)
+    log_metric("own/of", trainer_state.max_steps)
+    return [len(text) / 100 for text in texts]
+
+
+def numbers_only(completions, kind, **kwargs):
+    return [float(len(c[0]["content"])) if each == "number" else None for c, each in zip(completions, kind)]
+
+
+async def later(completions, step, **kwargs):
+    return [float(step) for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(nvfp4_base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    settings = "noise.enabled=false", "logging.completions_every=1", "logging.completions_count=8"
+    save_config(small_config(nvfp4_base, folder, *settings, steps=2), folder / "recipe.yaml")
+    return qerl.Recipe.load(folder / "recipe.yaml").set("data.limit=null")
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["function", "file"])
+def test_conversational_rewards_train(given, recipe, tmp_path):
+    names = ["written", "numbers_only", "later"]
+    (tmp_path / "of_trl.py").write_text(SOURCE)
+    functions: dict = {}
+    exec(SOURCE, functions)
+    reward = [functions[name] if given else f"{tmp_path}/of_trl.py:{name}" for name in names]
+    run = qerl.train(recipe, reward=reward, data=ROWS, out=tmp_path / "run")
+    rows = run.completions
+    assert set(rows["solution"]) <= {row["solution"] for row in ROWS}
+    assert rows["odd"].str.startswith("<object").all()
+    assert run.metrics["own/step"].tolist() == [0, 1]  # as TRL counts: steps that are done
+    assert run.metrics["own/of"].tolist() == [2, 2]
+    assert run.metrics["rewards/later"].tolist() == [1, 2]  # as the log counts
+    texts = {int(row["solution"]) % 2 for _, row in rows.iterrows() if row["numbers_only"] == row["numbers_only"]}
+    assert texts <= {1}
+
+
+def test_a_completion_without_any_reward_has_no_say(recipe, tmp_path):
+    """In each group of 4, two have no reward: the others' advantages are those of a group of two."""
+
+    def half(completions, **kwargs):
+        return [None, None, 1.0, 0.0] * (len(completions) // 4)
+
+    run = qerl.train(recipe, reward=half, data=ROWS, out=tmp_path / "run", steps=1)
+    (metrics,) = read_metrics(run.path)
+    assert metrics["completions/unscored_share"] == 0.5
+    assert metrics["reward"] == metrics["rewards/half"] == 0.5
+    file = next((run.path / "completions").glob("*.jsonl"))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["advantage"] for row in rows if not row["rewards"]} == {0.0}
+    known = 0.5 / (torch.tensor([1.0, 0.0]).std().item() + 1e-4)
+    assert {round(row["advantage"], 5) for row in rows if row["rewards"]} == {round(known, 5), round(-known, 5)}
+
+
+def test_nothing_is_learned_where_no_completion_has_a_reward(recipe, tmp_path):
+    run = qerl.train(
+        recipe, reward=lambda completions: [None] * len(completions), data=ROWS, out=tmp_path / "r", steps=1
+    )
+    (metrics,) = read_metrics(run.path)
+    assert (metrics["completions/unscored_share"], metrics["reward"], metrics["grad_norm"]) == (1.0, None, 0.0)
+
+
+def test_advantages_are_those_of_trl():
+    rewards = torch.tensor([[1.0, torch.nan, 0.0, 0.5], [torch.nan, 0.25, torch.nan, torch.nan], [torch.nan] * 4])
+    mean, std = rewards.nanmean(1, keepdim=True), nanstd(rewards, dim=1)[:, None]
+    expected = ((rewards - mean) / (std + 1e-4)).nan_to_num(0.0)
+    assert rewards_differ(rewards).tolist() == [True, False, False]
+    torch.testing.assert_close(group_advantages(rewards, "group").advantages_P_G, expected)
+    torch.testing.assert_close(deviation(rewards.reshape(1, -1))[0, 0], nanstd(rewards.reshape(-1)))
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "line"),
+    [
+        (lambda completions: [c.lower() for c in completions], ROWS, 'its text completion[0]["content"]'),
+        (lambda completions: [c[0]["content"] for c in completions], [{"prompt": w} for w in WORDS], "is a text"),
+        (lambda completions, log_extra: log_extra("a", [1]), ROWS, "gave log_extra('a', ...) 1 values for"),
+        (lambda completions: [float("nan")] * len(completions), ROWS, "returned nan, which is not a finite number"),
+    ],
+)
+def test_what_does_not_fit_is_said(reward, rows, line, recipe, tmp_path):
+    def told(completions, **columns):
+        return reward(completions, *([columns["log_extra"]] if "log_extra" in line else [])) or [0.0] * len(completions)
+
+    with pytest.raises(RewardError) as raised:
+        qerl.train(recipe, reward=told, data=rows, out=tmp_path / "run")
+    assert line in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["think_format_reward", "accuracy_reward"])
+def test_rewards_that_come_with_trl(name, recipe, tmp_path):
+    run = qerl.train(recipe, reward=f"trl.rewards:{name}", data=ROWS, out=tmp_path / "run", steps=1)
+    assert f"rewards/{name}" in run.metrics
+    assert "trl" in sys.modules
