@@ -20,6 +20,7 @@ from qerl.base.errors import ConfigError
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 TIMEOUT_S = 10
+BF16_CAPABILITY = (8, 0)  # Ampere and newer
 FP8_CAPABILITY = (8, 9)  # for products of e4m3: Ada, Hopper and newer
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from qerl.base.errors import ConfigError
 from qerl.cli.train import card_values, key_values, recipe_values
 from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.sizes import KNOWN
-from training.preflight.advice import MEAN_COMPLETION, Likely, duration, likely
+from training.preflight.advice import MEAN_COMPLETION, Likely, duration, hours, in_words, likely
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_RECIPE = "dapo_7b"  # where only a model is named
-SAME_SIZE = 0.05  # the memory that a card reports differs by less than this share from the table of known cards
 
 
 def plan_command(
@@ -40,7 +39,7 @@ def plan_command(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="GiB (24) or card (4090, a100, h100, h200, ...); default: this machine's, or 24.",
+            help="GiB (24) or card (4060, 4090, l4, a100, h200, ...); default: this machine's, or 24.",
             autocompletion=card_values,
         ),
     ] = None,
@@ -98,12 +97,13 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     from qerl.checkpoint.resolve import model_under
     from qerl.plan.engine_memory import card_of
     from qerl.plan.sizes import check_kv_cache, read_sizes
-    from training.preflight.plan import plan
+    from training.preflight.plan import check_card, plan
 
+    card = this_card(gpus) if gpu is None else card_of(gpu)
+    check_card(config, card)
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
     check_kv_cache(config.rollout.kv_cache_dtype, sizes, base, config.rollout.calibrates_kv)
-    card = this_card(gpus) if gpu is None else card_of(gpu)
     return plan(config, sizes, replace(card, ranks=gpus))
 
 
@@ -114,7 +114,7 @@ def this_card(gpus: int = 1) -> Card:
     that it reports (a laptop's 4090 has 16 GiB). Otherwise it is described by its memory alone.
     """
     from qerl.base.devices import best_card, visible_cards
-    from qerl.plan.engine_memory import CARDS, card_of
+    from qerl.plan.engine_memory import card_named, card_of
 
     seen = [card for card in visible_cards() if card.total_gib]
     if not seen:
@@ -122,23 +122,33 @@ def this_card(gpus: int = 1) -> Card:
     found = best_card(seen) if gpus == 1 else min(seen[:gpus], key=lambda card: card.total_gib)
     if len(seen) > 1:
         logger.info("planning for card %s of %d visible ones", found, len(seen))
-    gib, words = round(found.total_gib, 1), found.name.lower().replace("-", " ").split()
-    named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
-    if not named:
-        return card_of(str(gib))
-    nearest = min(named, key=lambda card: abs(card.memory_gib - gib))
-    if abs(nearest.memory_gib - gib) <= SAME_SIZE * gib:
-        return nearest
-    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
+    gib = round(found.total_gib, 1)
+    return card_named(found.name, gib) or card_of(str(gib))
 
 
 def show(config: RunConfig, made: Plan, console: SafeConsole, expected: Likely) -> None:
     """Print the tables, what fits and how long it takes, or what to change if the run does not fit."""
+    console.print(verdict(config, made, expected), highlight=False, soft_wrap=True)
     console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
     for table in tables(made):
         console.print(table)
     lines = sentences(config, made) + ([] if made.problems else duration(config, made, expected))
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+
+
+def verdict(config: RunConfig, made: Plan, expected: Likely) -> str:
+    """Whether it fits, in one line."""
+    name, limit = made.card.name, made.limit / 2**30
+    if not made.found:
+        likely_s, full_s = hours(config, made, expected)
+        most = max(map(made.peak, made.memory)) / 2**30
+        time = in_words(full_s) if likely_s is None else f"probably {in_words(likely_s)}"
+        return f"Fits on {name}: at most {most:.1f} of {limit:.1f} GiB, and {time} for {config.run.steps} steps."
+    first = made.found[0]
+    if not first.needed:
+        return f"Does not fit, because {first.text}."
+    needed, left = first.needed / 2**30, first.available / 2**30
+    return f"Does not fit on {name}, because it needs {needed:.1f} GiB where {left:.1f} are left."
 
 
 def show_plan_at(config: RunConfig, model: str, console: SafeConsole, expected: Likely) -> bool:

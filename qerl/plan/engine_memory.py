@@ -7,9 +7,11 @@ How much GPU memory the engine may take: a budget for rollouts inside a limit fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
+from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import CAP_GIB, MEMORY, ConfigError, EngineError
 
 
@@ -25,22 +27,42 @@ class Card:
     gb_per_s: float
     tflops: float
     ranks: int = 1  # cards that share a run, of which this is one
+    capability: tuple[int, int] | None = None  # what the card can compute; None: not known, and nothing is refused
+
+    @property
+    def has_bf16(self) -> bool:
+        return self.capability is None or self.capability >= BF16_CAPABILITY
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.capability is None or self.capability >= FP8_CAPABILITY
 
 
-CARDS = {
-    card.name: card
-    for card in (
-        Card("3090", 23.6, 796, 60),
-        Card("4090", 23.6, 857, 140),
-        Card("5090", 31.4, 1523, 178),
-        Card("a6000", 47.4, 653, 131),
-        Card("l40s", 44.5, 734, 180),
-        Card("a100-40", 39.4, 1322, 265),
-        Card("a100", 79.2, 1733, 265),
-        Card("h100", 79.2, 2848, 690),
-        Card("h200", 139.8, 4200, 690),
-    )
+_KNOWN = {  # capability -> name, GiB, GB/s, TFLOPS; GeForce cards add float32 at half the rate, which counts
+    (8, 6): (
+        *(("3090", 23.6, 796, 60), ("3060", 11.7, 306, 22), ("3060-ti", 7.7, 381, 28), ("3070", 7.7, 381, 35)),
+        *(("3070-ti", 7.7, 517, 37), ("3080", 9.7, 646, 51), ("3080-ti", 11.7, 775, 58), ("3090-ti", 23.6, 857, 68)),
+        *(("a10", 22.1, 510, 106), ("a10g", 22.1, 510, 60), ("a6000", 47.4, 653, 131)),
+    ),
+    (8, 9): (
+        *(("4090", 23.6, 857, 140), ("4060", 7.7, 231, 26), ("4060-ti", 7.7, 245, 38), ("4060-ti-16", 15.6, 245, 38)),
+        *(("4070", 11.7, 428, 50), ("4070-super", 11.7, 428, 60), ("4070-ti", 11.7, 428, 68)),
+        *(("4070-ti-super", 15.6, 571, 75), ("4080", 15.6, 609, 83), ("4080-super", 15.6, 626, 89)),
+        *(("l4", 22.1, 255, 103), ("l40s", 44.5, 734, 180)),
+    ),
+    (12, 0): (
+        *(("5090", 31.4, 1523, 178), ("5060", 7.7, 381, 33), ("5060-ti", 7.7, 381, 40), ("5060-ti-16", 15.6, 381, 40)),
+        *(("5070", 11.7, 571, 52), ("5070-ti", 15.6, 762, 75), ("5080", 15.6, 816, 96)),
+        ("pro-6000", 94.9, 1523, 428),
+    ),
+    (8, 0): (("a100-40", 39.4, 1322, 265), ("a100", 79.2, 1733, 265)),
+    (9, 0): (("h100", 79.2, 2848, 690), ("h200", 139.8, 4200, 690)),
+    (10, 0): (("b200", 178.3, 6800, 1912),),
+    (7, 5): (("t4", 14.6, 272, 55),),
+    (7, 0): (("v100", 15.8, 765, 106), ("v100-32", 31.7, 765, 106)),
 }
+CARDS = {name: Card(name, *rest, capability=able) for able, cards in _KNOWN.items() for name, *rest in cards}
+SAME_SIZE = 0.05  # the memory that a card reports differs by less than this share from the table
 
 
 def card_of(text: str) -> Card:
@@ -48,19 +70,48 @@ def card_of(text: str) -> Card:
 
     Raises ConfigError for anything else.
     """
-    given = text.lower().replace(" ", "")
-    if (card := CARDS.get(given.removeprefix("rtx"))) is not None:
-        return card
+    given = re.sub(r"nvidia|geforce|rtx|tesla|blackwell|gi?b|\s|\b[_-]\b", "", text.lower())
+    for card in CARDS.values():
+        name = card.name.replace("-", "")
+        if given in (name, f"{name}{_gb(card)}"):
+            return card
     try:
-        gib = float(given.removesuffix("gib").removesuffix("gb"))
+        gib = float(given)
     except ValueError:
         raise ConfigError(f"--gpu {text!r} is not known: write GiB (24) or one of {', '.join(CARDS)}") from None
     if not 0 < gib < 1024:
         raise ConfigError(
             f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80, or one of {', '.join(CARDS)}"
         )
-    nearest = min(CARDS.values(), key=lambda card: abs(card.memory_gib - gib))
+    nearest = min((card for card in CARDS.values() if card.has_bf16), key=lambda card: abs(card.memory_gib - gib))
     return Card(f"a card of {gib:g} GiB, as fast as a {nearest.name}", gib, nearest.gb_per_s, nearest.tflops)
+
+
+def card_named(name: str, gib: float) -> Card | None:
+    """The known card of a driver's name, `NVIDIA A100-SXM4-40GB`, and of `gib` GiB; None if there is none.
+
+    Of another size (a laptop's 4090 has 16 GiB) it is as fast as the known card.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+
+    def named(card: Card) -> int:
+        own = card.name.removesuffix(f"-{_gb(card)}").split("-")
+        return len(own) if own in [words[at : at + len(own)] for at in range(len(words))] else 0
+
+    longest = max(map(named, CARDS.values()))  # 4070 ti, not 4070
+    found = [card for card in CARDS.values() if longest and named(card) == longest]
+    if not found:
+        return None
+    nearest = min(found, key=lambda card: abs(card.memory_gib - gib))
+    if abs(nearest.memory_gib - gib) <= SAME_SIZE * gib:
+        return nearest
+    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
+
+
+def _gb(card: Card) -> int:
+    """As it is sold: 24 GB of a 3090, 40 of an A100."""
+    sold = (8, 10, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
+    return min(sold, key=lambda gb: abs(gb - card.memory_gib))
 
 
 GIB = 2**30

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,6 +89,8 @@ def _known(
 
 QWEN2 = {"max_position_embeddings": 32768}
 QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3"}
+MISTRAL = {"max_position_embeddings": 32768, "head_dim": 128}
+SMOL = {"max_position_embeddings": 8192, **{"tie_word_embeddings": True}}
 LLAMA3 = {"max_position_embeddings": 131072}
 TIED = {"tie_word_embeddings": True}
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
@@ -102,6 +105,10 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
     "qwen2.5-14b": _known(5120, 13824, 48, 40, 8, 152064, **QWEN2),
     "qwen2.5-32b": _known(5120, 27648, 64, 40, 8, 152064, **QWEN2),
     "qwen2.5-72b": _known(8192, 29568, 80, 64, 8, 152064, **QWEN2),
+    "qwen2.5-math-1.5b": _known(1536, 8960, 28, 12, 2, 151936, max_position_embeddings=4096, **TIED),
+    "qwen2.5-math-7b": _known(3584, 18944, 28, 28, 4, 152064, max_position_embeddings=4096),
+    "deepseek-r1-distill-qwen-1.5b": _known(1536, 8960, 28, 12, 2, 151936, max_position_embeddings=131072),
+    "qwen3-0.6b": _known(1024, 3072, 28, 16, 8, 151936, **QWEN3, **TIED),
     "qwen3-1.7b": _known(2048, 6144, 28, 16, 8, 151936, **QWEN3, **TIED),
     "qwen3-4b": _known(2560, 9728, 36, 32, 8, 151936, **QWEN3, **TIED),
     "qwen3-8b": _known(4096, 12288, 36, 32, 8, 151936, **QWEN3),
@@ -110,10 +117,25 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
     "qwen3-30b-a3b": _known(2048, 6144, 48, 32, 4, 151936, **{**QWEN3, "model_type": "qwen3_moe"}, **A3B),
     "llama-3.2-1b": _known(2048, 8192, 16, 32, 8, 128256, **LLAMA3, **TIED, head_dim=64),
     "llama-3.2-3b": _known(3072, 8192, 28, 24, 8, 128256, **LLAMA3, **TIED, head_dim=128),
+    "llama-3-8b": _known(4096, 14336, 32, 32, 8, 128256, **{**LLAMA3, "max_position_embeddings": 8192}),
+    "llama-3-70b": _known(8192, 28672, 80, 64, 8, 128256, **{**LLAMA3, "max_position_embeddings": 8192}),
     "llama-3.1-8b": _known(4096, 14336, 32, 32, 8, 128256, **LLAMA3),
     "llama-3.1-70b": _known(8192, 28672, 80, 64, 8, 128256, **LLAMA3),
     "llama-3.3-70b": _known(8192, 28672, 80, 64, 8, 128256, **LLAMA3),
+    "smollm2-135m": _known(576, 1536, 30, 9, 3, 49152, **SMOL),
+    "smollm2-360m": _known(960, 2560, 32, 15, 5, 49152, **SMOL),
+    "smollm2-1.7b": _known(2048, 8192, 24, 32, 32, 49152, **SMOL),
+    "smollm3-3b": _known(2048, 11008, 36, 16, 4, 128256, max_position_embeddings=65536, **TIED),
+    "mistral-7b": _known(4096, 14336, 32, 32, 8, 32768, **MISTRAL),
+    "mistral-nemo": _known(5120, 14336, 40, 32, 8, 131072, **{**MISTRAL, "max_position_embeddings": 131072}),
 }
+SAME_AS = (  # the beginning of a name -> of a known model with the same sizes
+    (r"deepseek-r1-distill-qwen-(\d+b)", r"qwen2.5-\1"),
+    (r"deepseek-r1-distill-llama-(\d+b)", r"llama-3.1-\1"),
+    (r"meta-llama-", "llama-"),
+    (r"qwen2\.5-coder-", "qwen2.5-"),
+    (r"qwq-32b", "qwen2.5-32b"),
+)
 
 
 @dataclass(frozen=True)
@@ -222,12 +244,21 @@ def read_sizes(base: str) -> ModelSizes:
 
     base = model_under(base)
     name = base.rpartition("/")[2].lower()
+    for pattern, same in SAME_AS:
+        name = re.sub(f"^{pattern}", same, name)
     known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
     if known is not None and not os.path.isdir(base):
         return sizes_of(known, base)
     if base not in EMBEDDED and not os.path.isdir(base):
-        what = no_folder(base) if is_path(base) else f"the sizes of {base} are not known here"
-        raise CheckpointError(f"{what}: give a folder with its config.json, or one of {', '.join(KNOWN)}")
+        if is_path(base):
+            raise CheckpointError(
+                f"{no_folder(base)}: give a folder with its config.json, or a model's name on the hub"
+            )
+        folder = base.rpartition("/")[2]
+        raise CheckpointError(
+            f"the sizes of {base} are not known here: fetch them with `hf download {base} config.json --local-dir "
+            f"{folder}` and write --model ./{folder}, or give a folder with its config.json"
+        )
     return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
 
 

@@ -23,7 +23,7 @@ from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import CARDS, Card
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
 from qerl.plan.trained import trains_masters
-from training.preflight.plan import Plan, plan
+from training.preflight.plan import Plan, lacks, plan
 from training.preflight.seconds import Lengths, full_lengths, step_seconds
 
 if TYPE_CHECKING:
@@ -71,16 +71,25 @@ def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts:
     return Likely(Lengths(config.data.max_prompt_tokens, new), "the most that they may have: its rows are not here")
 
 
+def hours(config: RunConfig, made: Plan, expected: Likely) -> tuple[float | None, float]:
+    """Seconds of a whole run with the expected lengths, None where rows are given, and with full ones."""
+    steps = config.run.steps
+    if config.sft is not None:
+        return None, steps * sum(made.seconds.values())
+    shorter, full = (
+        steps * sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
+        for lengths in (expected.lengths, full_lengths(config))
+    )
+    return shorter, full
+
+
 def duration(config: RunConfig, made: Plan, expected: Likely) -> list[str]:
     """Steps and hours of the run in words, first with full lengths, then with the expected ones."""
     steps, expect = config.run.steps, expected.lengths
-    if config.sft is not None:
-        longest = in_words(steps * sum(made.seconds.values()))
+    shorter, full = hours(config, made, expected)
+    if shorter is None:
+        longest = in_words(full)
         return [f"All {steps} steps take {longest} if every row has sft.max_tokens tokens; shorter rows take less."]
-    full, shorter = (
-        steps * sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
-        for lengths in (full_lengths(config), expect)
-    )
     discarded = ", and what dynamic sampling discards comes on top" if config.rollout.dynamic_sampling.enabled else ""
     return [
         f"All {steps} steps take {in_words(full)} if completions and prompts have their full length.",
@@ -168,6 +177,8 @@ def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
     found = []
     for values in _changes(config):
         changed = with_values(config, values)
+        if lacks(changed, card) is not None:
+            continue
         if not plan(changed, sizes, card).problems:
             found.append(_options(values))
         elif (tokens := largest_completion(changed, sizes, card)) >= USEFUL:
@@ -262,7 +273,7 @@ def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
     gib = _least(fits, int(card.memory_gib), 1024)
     if gib is None:
         return []
-    names = [known.name for known in CARDS.values() if known.memory_gib >= gib]
+    names = [known.name for known in CARDS.values() if known.memory_gib >= gib and lacks(config, known) is None]
     which = (" without memory.cap_gib" if cap else "") + (f" ({', '.join(names)})" if names else "")
     return [f"{gib} GiB of GPU memory{which}"]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
 from qerl.config.experts import adapts_experts, expert_rank
 from qerl.config.names import OF_EXPERTS
@@ -104,7 +105,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     config = settled_for(config, sizes, card)
     if config.sft is not None:
         return _plan_of_rows(config, sizes, card)
-    room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks))
+    room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks), card.has_fp8)
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
     common = {"weights": room.weights, **_trainer(config, sizes, card.ranks)}
@@ -194,6 +195,53 @@ def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
     return second if narrow is not None and wide.micro_batches.cost > SLOWER * narrow.cost else first
 
 
+def lacks(config: RunConfig, card: Card) -> str | None:
+    """What of a recipe a card cannot compute, and what to write instead; None if nothing is known to be lacking."""
+    if not card.has_bf16:
+        return (
+            f"the card {card.name} has no bfloat16, in which qerl trains and samples (compute capability "
+            f"{_dotted(card.capability)}, and {_dotted(BF16_CAPABILITY)} is the least): take a card from Ampere on, "
+            "such as 3060, l4, a10 or a100"
+        )
+    if card.has_fp8 or not (asked := _in_fp8(config)):
+        return None
+    wanted = " and ".join(f"{key} {value}" for key, value, _ in asked)
+    instead = ", ".join(f"{key}: {value}" for key, _, value in asked)
+    return (
+        f"{wanted} {'needs' if len(asked) == 1 else 'need'} products in FP8 (compute capability "
+        f"{_dotted(FP8_CAPABILITY)}: Ada, Hopper or newer), and the card {card.name} has {_dotted(card.capability)}: "
+        f"write {instead}, or take a card that has them, such as l4, 4060 or h100"
+    )
+
+
+def check_card(config: RunConfig, card: Card) -> None:
+    """Raise ConfigError for a card that lacks what the recipe computes with."""
+    if (what := lacks(config, card)) is not None:
+        raise ConfigError(what)
+
+
+def _in_fp8(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(key, value, what to write instead) of what computes in FP8: gradients, and the engine's products."""
+    found = []
+    if config.train.fp8_recipe is not None:
+        found.append(("train.fp8_recipe", config.train.fp8_recipe, "null"))
+    if config.sft is not None:
+        return found
+    if (kind := config.rollout.kv_cache_dtype) != "auto":
+        found.append(("rollout.kv_cache_dtype", kind, "auto"))
+    key, name, rounds = "model.format", config.model.format, True
+    if config.qat is not None:
+        quant = config.qat.quant_cfg
+        key, name, rounds = "qat.quant_cfg.weights.format", quant.weights.format, quant.activations != "none"
+    if rounds and formats.get(name).rounds_inputs and not formats.get(name).four_bit_inputs:
+        found.append((key, name, formats.DEFAULT.name))
+    return found
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
+
+
 def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
     """What the trainer keeps on the card during a rollout, as one of `ranks`."""
     return sum(_trainer(config, sizes, ranks).values())
@@ -236,11 +284,15 @@ def _training(config: RunConfig, sizes: ModelSizes, ranks: int, needed: float) -
 
 @dataclass(frozen=True)
 class _Room:
-    """Bytes of the card, of the engine's weights with its adapter buffers, and of what lies outside the budget."""
+    """Bytes of the card, of the engine's weights with its adapter buffers, and of what lies outside the budget.
+
+    `has_fp8`: whether keys and values may be kept in FP8.
+    """
 
     total: int
     weights: int
     outside: int
+    has_fp8: bool
 
     def limit_and_budget(self, config: RunConfig) -> tuple[int, int]:
         return budget_bytes(self.total, config.rollout.memory, config.memory.cap_gib, self.outside)
@@ -271,7 +323,7 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
         other += chosen_bytes(allowed, room.weights, per_token, _chosen_bytes(config, sizes))
     cache = wanted if wanted is not None else budget - other
     if cache < context * per_token:
-        smaller = "set rollout.kv_cache_dtype: fp8, " if kind == "auto" else ""
+        smaller = "set rollout.kv_cache_dtype: fp8, " if kind == "auto" and room.has_fp8 else ""
         text = (
             f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
             f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "

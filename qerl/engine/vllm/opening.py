@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
-from qerl.base.devices import FP8_CAPABILITY
+from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import (
     CAP_GIB,
     ENGINE,
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from qerl.engine.options import EngineOptions
 
 
-MIN_CAPABILITY = (8, 0)  # bfloat16
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
@@ -258,10 +257,10 @@ def check_device(dtype: str) -> int:
             "%s computes in bfloat16: set model.dtype to auto or bfloat16, not %s", ENGINE.set_to("vllm"), dtype
         )
     capability = torch.cuda.get_device_capability()
-    if capability < MIN_CAPABILITY:
+    if capability < BF16_CAPABILITY:
         raise EngineError(
             "%s has compute capability %s, bfloat16 needs %s: set %s",
-            *(torch.cuda.get_device_name(), capability, MIN_CAPABILITY, ENGINE.set_to("transformers")),
+            *(torch.cuda.get_device_name(), capability, BF16_CAPABILITY, ENGINE.set_to("transformers")),
         )
     return torch.cuda.current_device()
 

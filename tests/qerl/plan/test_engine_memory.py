@@ -1,8 +1,18 @@
 import pytest
 from transformers import Qwen2Config
 
-from qerl.base.errors import EngineError
-from qerl.plan.engine_memory import GIB, engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory, sampler_bytes
+from qerl.base.errors import ConfigError, EngineError
+from qerl.plan.engine_memory import (
+    CARDS,
+    GIB,
+    card_named,
+    card_of,
+    engine_bytes,
+    kv_bytes_per_token,
+    kv_cache_bytes,
+    plan_memory,
+    sampler_bytes,
+)
 
 CARD = 140 * GIB
 WEIGHTS_7B = int(5.5 * GIB)
@@ -106,3 +116,57 @@ def test_vllm_requires_only_as_much_free_memory_as_a_small_engine_takes():
 def test_the_counts_of_the_sampler_of_a_7b_computed_by_hand():
     assert sampler_bytes(256, 152064) == 256 * 152064 * 4 + 256 * 4752 * 4
     assert sampler_bytes(1, 33) == 33 * 4 + 2 * 4  # 33 bits need two words
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("T4", "t4"),
+        ("rtx 4090", "4090"),
+        ("RTX 4070 Ti SUPER", "4070-ti-super"),
+        ("A100-80GB", "a100"),
+        ("a100-40gb", "a100-40"),
+        ("h100 80GB", "h100"),
+        ("4060ti", "4060-ti"),
+        ("RTX PRO 6000", "pro-6000"),
+        ("H200-141GB", "h200"),
+        ("v100 32gb", "v100-32"),
+    ],
+)
+def test_a_card_is_known_by_its_names(given, name):
+    assert card_of(given) is CARDS[name]
+
+
+@pytest.mark.parametrize("given", ["4095", "a1000", "t40", "gtx", "0", "x24"])
+def test_what_is_no_card_is_refused(given):
+    with pytest.raises(ConfigError, match="write GiB"):
+        card_of(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.6, "a100-40"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "a100"),
+        ("NVIDIA A10", 22.5, "a10"),
+        ("Tesla T4", 15.0, "t4"),
+        ("Tesla V100-SXM2-32GB", 32.0, "v100-32"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16.0, "4070-ti-super"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16.0, "4060-ti-16"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6, "pro-6000"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "a card of 16 GiB, as fast as a 4090"),
+    ],
+)
+def test_the_drivers_name_of_a_card_is_known(name, gib, known):
+    assert card_named(name, gib).name == known
+
+
+def test_a_driver_names_cards_that_are_not_known():
+    assert card_named("NVIDIA T400 4GB", 4.0) is None
+    assert card_named("NVIDIA GB10", 0.0) is None
+
+
+def test_a_card_of_some_gib_is_as_fast_as_one_that_trains():
+    assert card_of("15").has_bf16
+    assert card_of("15").capability is None  # nothing is known of it

@@ -121,7 +121,8 @@ def test_the_known_cards(text, gib):
         ("NVIDIA A100-SXM4-80GB, 81920", 79.2, 1733),
         ("NVIDIA H100 NVL, 95830", 93.6, 2848),
         ("NVIDIA H200, 143771", 139.8, 4200),
-        ("NVIDIA GeForce RTX 3060, 12288", 12.0, 796),
+        ("NVIDIA GeForce RTX 3060, 12288", 11.7, 306),
+        ("NVIDIA GeForce GTX 1060, 12288", 12.0, 306),
     ],
 )
 def test_this_card_has_the_memory_that_it_reports(tmp_path, monkeypatch, reported, gib, gb_per_s):
@@ -193,7 +194,7 @@ def test_more_tokens_than_the_model_has_positions_are_a_problem():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size"), ("4070", "or one of 3090")]
+    ("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size"), ("4075", "or one of 3090")]
 )
 def test_unknown_cards_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):

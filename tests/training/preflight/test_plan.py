@@ -1,6 +1,7 @@
 """`qerl plan`: sizes by hand, memory and seconds against measured runs, and its output."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.cli.main import app
-from qerl.cli.plan import sentences
+from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
@@ -229,19 +230,81 @@ def test_impossible_sizes_are_refused(key, value):
 
 
 def test_for_a_model_of_unknown_size_its_folder_is_asked_for():
-    with pytest.raises(CheckpointError, match=r"give a folder with its config\.json"):
+    with pytest.raises(CheckpointError, match=r"give a folder with its config\.json") as refused:
         read_sizes("someone/mystery-model")
+    line = "hf download someone/mystery-model config.json --local-dir mystery-model` and write --model ./mystery-model"
+    assert line in str(refused.value)
     with pytest.raises(CheckpointError, match="only dense decoder models"):
         sizes_of({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-0.6B", 0.60),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", 7.62),
+        ("Qwen/Qwen2.5-Math-1.5B", 1.54),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.62),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.03),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", 8.03),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 7.25),
+        ("mistralai/Mistral-Nemo-Instruct-2407", 12.2),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135),
+        ("HuggingFaceTB/SmolLM2-360M", 0.362),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.71),
+        ("HuggingFaceTB/SmolLM3-3B", 3.08),
+    ],
+)
+def test_sizes_of_common_models_are_those_on_their_cards(name, billions):
+    sizes = read_sizes(name)
+    count = sizes.body + sizes.head * (1 if sizes.tied else 2)
+    assert count / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("card", "settings", "line"),
+    [
+        ("t4", (), "the card t4 has no bfloat16"),
+        ("v100-32", ("rollout.max_new_tokens=512",), "the card v100-32 has no bfloat16"),
+        ("3090", ("rollout.kv_cache_dtype=fp8",), "rollout.kv_cache_dtype fp8 needs products in FP8"),
+        ("a100-40", ("train.fp8_recipe=blockwise",), "write train.fp8_recipe: null"),
+    ],
+)
+def test_a_card_that_lacks_what_a_recipe_computes_with_is_refused_in_one_line(card, settings, line):
+    with pytest.raises(ConfigError) as refused:
+        plan_of(load_recipe("dapo_7b", [*settings]), card)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_fp8_base_needs_a_card_with_fp8():
+    config = load_recipe("dapo_7b_fp8")
+    with pytest.raises(ConfigError, match=r"model\.format fp8_block .* 3090 has 8\.6: write model\.format: nvfp4"):
+        plan_of(config, "3090")
+    assert plan_of(config, "l4").card.name == "l4"
+    assert plan_of(config, "24").card.capability is None
+
+
+def test_nothing_is_advised_that_the_card_lacks():
+    config = load_recipe("dapo_32b", ["model.format=bf16"])
+    sizes = read_sizes("Qwen/Qwen2.5-32B")
+    assert not any("fp8" in change for change in advice(config, sizes, card_of("a100-40")))
+    assert any("fp8_block" in change for change in advice(config, sizes, card_of("l40s")))
+    assert not any(card in change for change in advice(config, sizes, card_of("3060")) for card in ("v100", "t4"))
 
 
 def test_the_command_says_what_fits_and_fails_if_nothing_does():
     done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_7b", "--gpu", "24"])
     assert done.exit_code == 0
+    assert re.match(r"Fits on a card of 24 GiB, as fast as a 3090: at most \d+\.\d of 24\.0 GiB, and prob", done.stdout)
     assert "micro-batches of" in done.stdout
     assert "KV cache holds" in done.stdout
     done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_32b", "--gpu", "24"])
     assert done.exit_code == 1
+    assert re.match(
+        r"Does not fit on a card of 24 .*, because it needs 2\d\.\d GiB where \d+\.\d are left", done.stdout
+    )
     assert "Does not fit: the weights take" in done.stdout
     assert "Fits with --model Qwen/Qwen2.5-14B-Instruct." in done.stdout
 
