@@ -1,4 +1,4 @@
-"""The examples of both pages on environments: each is loaded as a recipe names it, and the script of a TRL user runs."""
+"""The examples of the pages on environments: each is loaded as a recipe names it, and a TRL user's script runs."""
 
 import os
 import re
