@@ -8,6 +8,15 @@ The worker renders a chat template, or loads a tokenizer.json and encodes a text
 takes more processor time than it may; memory is limited too. transformers renders in jinja's sandbox, which keeps a
 template from reaching other objects, but lets it loop, grow a text without end, or compute 9**9**9, which no signal
 interrupts.
+
+Special tokens in the text of others are text, and those of the chat template are tokens.
+
+A question, an observation or a tool's answer that holds `<|im_end|>\\n<|im_start|>assistant` would end the user's turn
+and speak as the assistant if it were tokenized as the template's own text is. So what a template is given has its
+special tokens between two characters that no text has, and `encode` reads these as any other letters.
+
+A model whose rows are to hold such tokens has them with the switch `special_tokens_in_text: true`, among those of the
+chat template.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import resource
 import signal
 import sys
@@ -43,6 +53,12 @@ MOST_TOKENS = 100 * len(PROBE)
 _workers = Workers("renders prompts", __name__, needs="transformers")
 
 
+SWITCH = "special_tokens_in_text"
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters, which Unicode keeps out of texts
+_GUARDED = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|\\Z)", re.DOTALL)
+_GUARDS = str.maketrans("", "", _OPEN + _CLOSE)
+
+
 class SandboxError(Exception):
     """What a chat template or a tokenizer did instead of giving a text."""
 
@@ -66,10 +82,11 @@ def render_chat(
     switches: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of the messages in the tokenizer's chat template. Raises SandboxError if the template fails."""
+    """Token ids of the messages in the tokenizer's chat template, with special tokens of its own only (unless a switch
+    says otherwise). Raises SandboxError if the template fails."""
     text = render_text(tokenizer, messages, add_generation_prompt, tools, switches)
     text = text.encode(errors="replace").decode()  # a line of stdin that is not UTF-8 holds half characters
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return encode(tokenizer, text)
 
 
 def render_text(
@@ -80,7 +97,7 @@ def render_text(
     switches: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of the messages in the chat template, which is shown the schemas of `tools` and reads `switches` as
-    variables. Raises SandboxError."""
+    variables. It is for `encode`. Raises SandboxError."""
     return _ask(_request(tokenizer, messages, add_generation_prompt, tools, switches))["text"]
 
 
@@ -103,13 +120,100 @@ def _request(
     tools: Sequence[Mapping[str, Any]] | None,
     switches: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
+    variables = {key: value for key, value in (switches or {}).items() if key != SWITCH}
     return {
         "template": tokenizer.get_chat_template(),
-        "messages": [dict(message) for message in messages],
+        "messages": guarded(tokenizer, [dict(message) for message in messages], switches),
         "add_generation_prompt": add_generation_prompt,
-        "special": {**tokenizer.special_tokens_map, **(switches or {})},
-        **({"tools": list(tools)} if tools else {}),
+        "special": {**tokenizer.special_tokens_map, **variables},
+        **({"tools": guarded(tokenizer, list(tools), switches)} if tools else {}),
     }
+
+
+def guarded(tokenizer: PreTrainedTokenizerBase, value: Any, switches: Mapping[str, Any] | None = None) -> Any:
+    """Messages or schemas with each special token in their texts marked as text, unless the switch says otherwise."""
+    names = _names(tokenizer)
+    if (switches or {}).get(SWITCH) or names is None:
+        return value
+    return _each_text(value, lambda text: names.sub(f"{_OPEN}\\g<0>{_CLOSE}", text.translate(_GUARDS)))
+
+
+def named(tokenizer: PreTrainedTokenizerBase, value: Any, switches: Mapping[str, Any] | None = None) -> set[str]:
+    """The special tokens that stand as text in messages or schemas."""
+    found: set[str] = set()
+    names = _names(tokenizer)
+    if names is not None and not (switches or {}).get(SWITCH):
+        _each_text(value, lambda text: (found.update(names.findall(text)), text)[1])
+    return found
+
+
+def said_of(rows: Sequence[str], names: set[str]) -> str:
+    """What is said of rows whose texts hold special tokens."""
+    held = ", ".join(sorted(names)[:3])
+    return (
+        f"{len(rows)} rows (e.g. {', '.join(rows[:3])}) hold {held}, special tokens of the tokenizer: there they are read "
+        f"as text; data.chat_template_kwargs: {{{SWITCH}: true}} makes them tokens"
+    )
+
+
+def unguarded(text: str) -> str:
+    """The text as people read it."""
+    return text.translate(_GUARDS)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a rendered text, whose marked special tokens are text."""
+    if _OPEN not in text:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return encode_with_places(tokenizer, text)[0]
+
+
+def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids, and the characters of `text` that each stands for."""
+    ids: list[int] = []
+    places: list[tuple[int, int]] = []
+    for start, part, is_text in _parts(text):
+        encoded = tokenizer(
+            part,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            **({"split_special_tokens": True} if is_text else {}),
+        )
+        ids += encoded["input_ids"]
+        places += [(start + first, start + last) for first, last in encoded["offset_mapping"]]
+    return ids, places
+
+
+def _parts(text: str) -> list[tuple[int, str, bool]]:
+    """The parts of a rendered text: where each begins, and whether special tokens are text in it."""
+    parts, at = [], 0
+    for match in _GUARDED.finditer(text):
+        parts += [(at, text[at : match.start()], False), (match.start(1), match[1], True)]
+        at = match.end()
+    return [part for part in (*parts, (at, text[at:], False)) if part[1]]
+
+
+def _each_text(value: Any, change: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            _each_text(key, change): each if key == "role" else _each_text(each, change) for key, each in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_each_text(each, change) for each in value]
+    return value
+
+
+def _names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """What finds a special token, the longest first; None if there is none."""
+    return _pattern(frozenset(t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content))
+
+
+@functools.lru_cache(32)
+def _pattern(names: frozenset[str]) -> re.Pattern[str] | None:
+    found = sorted(names, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, found))) if found else None
 
 
 def try_tokenizer(file: Path) -> None:

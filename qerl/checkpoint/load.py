@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.sandbox import try_tokenizer
+from qerl.base.sandbox import SWITCH, try_tokenizer
 from qerl.checkpoint.activations import INPUT_SCALE, check_experts, kind_of_activations, place_activations_
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
@@ -423,7 +423,11 @@ def check_chat_template(ref: ModelRef) -> None:
 def check_switches(tokenizer: PreTrainedTokenizerBase, switches: Mapping[str, Any], key: str) -> None:
     """Raise ConfigError for a variable that the chat template does not read, under the `key` that set it."""
     template = tokenizer.get_chat_template() if switches else ""
-    for name in switches:
+    for name, value in switches.items():
+        if name == SWITCH:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key}.{name} is {value!r}: write true or false")
+            continue
         if name in GIVEN:
             raise ConfigError(f"{key} sets {name}, which qerl gives the chat template itself: leave it out")
         if not re.search(rf"\b{re.escape(name)}\b", template):

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.sandbox import unguarded
 from qerl.data.rows import is_empty, without_nulls
 
 if TYPE_CHECKING:
@@ -292,9 +293,9 @@ class Written:
         """
         wanted = [each for number, message in enumerate(messages) for each in self._texts(message, number in learned)]
         wanted += [("the row's tools", "calls", (_name(tool),)) for tool in tools if _name(tool)]
-        left = _squeezed(text)
+        left = _squeezed(unguarded(text))
         for what, remedy, forms in sorted(wanted, key=lambda each: -len(each[2][0])):
-            found = next((form for each in forms if (form := _squeezed(each)) in left), None)
+            found = next((form for each in forms if (form := _squeezed(unguarded(each))) in left), None)
             if found is None:
                 return f"the chat template writes nothing of {what}: {REMEDIES[remedy]}"
             left = left.replace(found, "\0", 1) if found else left

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, DataError
-from qerl.base.sandbox import SandboxError, render_chat, render_text
+from qerl.base.sandbox import SandboxError, named, render_chat, render_text, said_of
 from qerl.data.messages import INPUT, INSTRUCTION, Written, as_messages
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.data.tasks import TASKS, Example, Message, render_prompt
@@ -64,7 +64,7 @@ class Renderer:
 
         Raises DataError if none is left, CheckpointError for a template that refuses one.
         """
-        rows = []
+        rows, quoting, quoted = [], [], set()
         for example, messages in asked:
             if (reason := self._missing(example, messages)) is not None:
                 self.left_out.setdefault(reason, []).append(example.id)
@@ -74,12 +74,15 @@ class Renderer:
             else:
                 ids = render_prompt(self.tokenizer, messages, self.switches, example.tools)
             rows.append(RenderedRow(example, tuple(messages), ids))
+            if names := named(self.tokenizer, [list(messages), list(example.tools)], self.switches):
+                quoting.append(example.id)
+                quoted |= names
         said = [
             f"{len(ids)} rows are left out (e.g. {', '.join(ids[:3])}): {why}" for why, ids in self.left_out.items()
         ]
         if asked and not rows:
             raise DataError(f"no row can be asked: {'; '.join(said)}")
-        for line in said:
+        for line in [*said, *([said_of(quoting, quoted)] if quoting else [])]:
             logger.warning("%s", line)
         return rows
 

@@ -34,6 +34,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
+from qerl.base.sandbox import encode, guarded
 from qerl.checkpoint.load import CompletionText
 from qerl.episodes.driven import Action, BadEnvironmentError, Call, Message, Reply, Schema, called, number
 
@@ -94,7 +95,7 @@ class Chat:
 
     def cut(self, text: str, limit: int) -> str | None:
         """The beginning of a text that has more than `limit` tokens; None if it has no more."""
-        ids = self._encode(text)
+        ids = self._encode(guarded(self._tokenizer, text, self._switches))
         return None if len(ids) <= limit else self._tokenizer.decode(ids[:limit], skip_special_tokens=False)
 
     def most_characters(self, tokens: int) -> int:
@@ -140,8 +141,7 @@ class Chat:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
-        text = text.encode(errors="replace").decode()
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode(self._tokenizer, text.encode(errors="replace").decode())
 
     def _check_tools(self) -> None:
         name = self._schemas[0]["function"]["name"]

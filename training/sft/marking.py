@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.base.errors import CheckpointError
-from qerl.base.sandbox import SandboxError, render_marked, render_text
+from qerl.base.sandbox import SandboxError, encode_with_places, named, render_marked, render_text
 from qerl.data.conversations import Conversation
 from qerl.data.messages import Written
 
@@ -95,6 +95,10 @@ class Marker:
             return [self._single(conversation, answer) for answer in answers]
         except SandboxError as error:
             raise UnmarkableError(f"{REFUSES}: {error}") from error
+
+    def quoted(self, conversation: Conversation) -> set[str]:
+        """The special tokens that are text in a conversation."""
+        return named(self._tokenizer, [conversation.messages, conversation.tools], self._switches)
 
     def unended_text(self, unended: Mapping[int, int]) -> str:
         """What to do about answers that hold no token which ends a completion, counted by the token at their end."""
@@ -197,8 +201,7 @@ class Marker:
         return parts_ids, parts_places
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        return encode_with_places(self._tokenizer, text)
 
     def _joined(self, text: str, at: int, ids: Sequence[int], places: Sequence[Span]) -> bool:
         """Whether a token lies across a place of the text. Some tokenizers leave white space out of a token's place."""

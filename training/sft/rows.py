@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from qerl.base.errors import ConfigError, DataError
+from qerl.base.sandbox import said_of
 from qerl.checkpoint.load import end_token_ids, local_folder
 from qerl.data.conversations import Conversation, Source, held_out_source, load_conversations
 from qerl.data.tasks import task_of
@@ -120,6 +121,7 @@ def _rows(
     left_out: Counter[str] = Counter()
     named: dict[str, str] = {}
     unended: Counter[int] = Counter()
+    quoting, quoted = [], set()
     parts = cut = 0
     for each in conversations:
         try:
@@ -129,6 +131,9 @@ def _rows(
             named.setdefault(str(error), each.id)
             continue
         parts += len(marked) > 1
+        if names := marker.quoted(each):
+            quoting.append(each.id)
+            quoted |= names
         for row in marked:
             unended.update(row.unended)
             cut += len(row.ids) > this.max_tokens
@@ -142,6 +147,8 @@ def _rows(
         logger.warning("%s: %d rows are longer than sft.max_tokens=%d and are cut there", where, cut, this.max_tokens)
     for reason, count in left_out.items():
         logger.warning("%s: %d rows are left out, %s (e.g. row %s)", where, count, reason, named[reason])
+    if quoting:
+        logger.warning("%s: %s", where, said_of(quoting, quoted))
     if parts:
         logger.info("%s: %d conversations become a row for each answer, as the template asks for it", where, parts)
     if not rows:
