@@ -35,7 +35,7 @@ from qerl.base.files import no_folder
 from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import LateError, OwnFunctionError, first_to_fail
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.adapter_file import export_line, through_quantizer
+from qerl.checkpoint.adapter_file import export_line, kind_of_run
 from qerl.checkpoint.folder import kind_of
 from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
@@ -330,7 +330,7 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
         raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
     if kind_of(run) != "run":
         raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
-    if through_quantizer(run):
+    if kind_of_run(run).packs:
         raise CheckpointError(
             f"--run {run} trains through the quantizer, so that its checkpoints are no adapters beside a base: write "
             f"`{export_line(run)} --step STEP`, and give the folder that it makes as --model; the finished run itself "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.load import text_of_engine
@@ -15,9 +15,13 @@ from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
 from training.rollout.carry_over import CarryOver
-from training.rollout.prompts import Curriculum, weights_of
+from training.rollout.prompts import Curriculum, StepPrompts, step_prompts, weights_of
 from training.rollout.sampler import Sampler, SamplerOptions
+from training.run_dir.inputs import inputs_of_run
 from training.run_dir.phase_times import PhaseTimes
+from training.sft_step import collect_rows, measure_rows, sft_loss, step_rows
+from training.step import Collected, Loss, Objective, collect
+from training.validate import measure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,27 +35,74 @@ if TYPE_CHECKING:
     from training.policy.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
     from training.run_dir.log import RunLog
+    from training.run_dir.stop import Stop
     from training.sft.rows import Row, Rows
     from training.validation.questions import Questions
 
 
 @dataclass(frozen=True)
 class Given:
-    """What is known before an engine is opened."""
+    """What a run is given before an engine is opened."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt | Row]
-    rewards: Rewards | None
+    rewards: Rewards | None = None
     parallel: Parallel = ALONE
-    questions: Questions | None = None  # of a run that validates
+    questions: Questions | None = None  # of a run that validates by asking
     environments: Environments | None = None  # of a run with episodes of several turns
     teacher: FoundTeacher | None = None  # of a run that distills
-    rows: Rows | None = None  # of a run on given conversations, which has neither rewards nor questions
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        """Digests of it, for run.json."""
+        validated = self.questions.prompts if self.questions else ()
+        files = self.environments.runner.files if self.environments else ()
+        inputs = inputs_of_run(config, self.prompts, validated, files)
+        return inputs | (self.teacher.inputs() if self.teacher else {})
+
+    def parts(self, config: RunConfig, opened: Loaded, shared: Mapping[str, Any]) -> TrainingParts:
+        """The parts of the run over what is open."""
+        check_reference(opened.policy, config.loss.kl_coef)
+        sampler = Sampler(opened.engine, opened.policy, sampler_options(config), self.environments)
+        if config.rollout.calibrates_kv:
+            prompts = [prompt.ids for prompt in self.prompts]
+            refresh = config.rollout.kv_refresh
+            sampler.calibration = KVCalibration(opened.policy.base_model, prompts, refresh, self.parallel)
+        decode = text_of_engine(self.tokenizer, opened.engine).batch
+        return Parts(
+            prompts=self.prompts,
+            rewards=self.rewards,
+            questions=self.questions,
+            sampler=sampler,
+            grader=Grader(self.rewards, decode, config.loss.mask_truncated),
+            carry_over=CarryOver(config, self.prompts, self.parallel) if config.rollout.carry_over else None,
+            curriculum=self._curriculum(config),
+            **shared,
+        )
+
+    def _curriculum(self, config: RunConfig) -> Curriculum | None:
+        wanted = config.data.curriculum
+        return wanted and Curriculum(wanted, weights_of(config), self.prompts, self.rewards, config.run.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenRows(Given):
+    """What a run on given conversations is given: its prompts are the rows that it trains on."""
+
+    rows: Rows
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return self.rows.inputs()
+
+    def parts(self, config: RunConfig, opened: Loaded, shared: Mapping[str, Any]) -> TrainingParts:
+        return SftParts(base=opened.engine, rows=self.rows, **shared)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingParts:
-    """What every run is made of: a policy, how it is packed, and where its numbers go."""
+    """What every run is made of: a policy, how it is packed, and where its numbers go.
+
+    The two kinds of parts below say what differs between runs that sample and runs on given conversations.
+    """
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
@@ -67,6 +118,9 @@ class TrainingParts:
     def run_dir(self) -> Path:
         return self.log.run_dir
 
+    def clear_noise(self) -> None:
+        """Take the noise out of what is trained, if there is any."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(TrainingParts):
@@ -76,8 +130,52 @@ class Parts(TrainingParts):
     rewards: Rewards
     sampler: Sampler
     grader: Grader
+    questions: Questions | None = None
     carry_over: CarryOver | None = None  # of a run whose completions go on from step to step
     curriculum: Curriculum | None = None
+
+    @property
+    def validates(self) -> bool:
+        return self.questions is not None
+
+    def steps(self, first: int) -> StepPrompts:
+        """What each step trains on, from step `first` on."""
+        return step_prompts(self.config, self.prompts, first, self.curriculum)
+
+    def collect(self, prompts: Sequence[Prompt], step: int) -> Collected:
+        return collect(self, prompts, step)
+
+    def objective(self, rewarded: Loss) -> Objective:
+        """What a step minimizes; `rewarded` is the loss of rewards."""
+        loss = self.config.loss
+        if self.teacher is not None:
+            from training.loss.divergence import distillation_loss
+
+            return Objective(distillation_loss, "dapo")
+        return Objective(rewarded, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)
+
+    def measure(self, step: int, stop: Stop) -> dict[str, float]:
+        return measure(self, self.questions, step, stop)
+
+    def clear_noise(self) -> None:
+        self.sampler.clear_noise()
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write what the next rollouts depend on, beside policy and optimizer."""
+        if self.carry_over is not None:
+            self.carry_over.save(folder, step)
+        if self.curriculum is not None:
+            self.curriculum.save(folder, step // self.config.loss.num_iterations)
+        if self.sampler.calibration is not None:
+            self.sampler.calibration.save(folder)
+
+    def load(self, folder: Path, step: int) -> None:
+        if self.carry_over is not None:
+            self.carry_over.load(folder, step)
+        if self.curriculum is not None:
+            self.curriculum.load(folder)
+        if self.sampler.calibration is not None:
+            self.sampler.calibration.load(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +184,28 @@ class SftParts(TrainingParts):
 
     base: LoadedBase
     rows: Rows
+
+    @property
+    def validates(self) -> bool:
+        return bool(self.rows.held_out)
+
+    def steps(self, first: int) -> StepPrompts:
+        return step_rows(self, first)
+
+    def collect(self, rows: Sequence[Row], step: int) -> Collected:
+        return collect_rows(self, rows, step)
+
+    def objective(self, rewarded: Loss) -> Objective:
+        return Objective(sft_loss, "dapo")
+
+    def measure(self, step: int, stop: Stop) -> dict[str, float]:
+        return measure_rows(self, step, stop)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Rows follow from the seed and the step."""
+
+    def load(self, folder: Path, step: int) -> None:
+        """Nothing, likewise."""
 
 
 @dataclass(frozen=True)
@@ -100,47 +220,26 @@ class Loaded:
 
 def make_parts(config: RunConfig, given: Given, opened: Loaded, log: RunLog) -> TrainingParts:
     """The parts of a run over what is open."""
-    engine, policy, plan = opened.engine, opened.policy, opened.plan
-    rollout, sampled = config.rollout, given.rows is None
+    temperature = config.rollout.temperature if config.kind.samples else 1.0
     packed = PackedPolicy(
-        policy.base_model,
-        rollout.temperature if sampled else 1.0,
-        plan,
+        opened.policy.base_model,
+        temperature,
+        opened.plan,
         config.loss.entropy_coef > 0,
-        rollout.deterministic,
+        config.rollout.deterministic,
     )
     shared = {
         "config": config,
         "tokenizer": given.tokenizer,
-        "policy": policy,
+        "policy": opened.policy,
         "packed": packed,
-        "plan": plan,
+        "plan": opened.plan,
         "log": log,
         "times": PhaseTimes(packed.device),
         "parallel": given.parallel,
         "teacher": opened.teacher,
     }
-    if not sampled:
-        return SftParts(base=engine, rows=given.rows, **shared)
-    check_reference(policy, config.loss.kl_coef)
-    sampler = Sampler(engine, policy, sampler_options(config), given.environments)
-    if config.rollout.calibrates_kv:
-        prompts = [prompt.ids for prompt in given.prompts]
-        sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh, given.parallel)
-    return Parts(
-        prompts=given.prompts,
-        rewards=given.rewards,
-        sampler=sampler,
-        grader=Grader(given.rewards, text_of_engine(given.tokenizer, engine).batch, config.loss.mask_truncated),
-        carry_over=CarryOver(config, given.prompts, given.parallel) if rollout.carry_over else None,
-        curriculum=_curriculum(config, given),
-        **shared,
-    )
-
-
-def _curriculum(config: RunConfig, given: Given) -> Curriculum | None:
-    wanted = config.data.curriculum
-    return wanted and Curriculum(wanted, weights_of(config), given.prompts, given.rewards, config.run.seed)
+    return given.parts(config, opened, shared)
 
 
 def sampler_options(config: RunConfig) -> SamplerOptions:

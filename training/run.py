@@ -18,8 +18,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
-from training.parts import Given, Loaded, TrainingParts, make_parts
+from training.parts import Given, GivenRows, Loaded, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.teacher import find_teacher
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
@@ -61,7 +60,7 @@ from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import check_shared, new_run_dir, only_writer, read_about, written
-from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of_run, note_inputs, qat_record, versions
+from training.run_dir.inputs import Inputs, check_same_inputs, note_inputs, qat_record, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.result import TrainResult, finished, settle_best
 from training.run_dir.resume import base_to_resume, check_same_base, config_to_resume, note_base_, prolong_, rewind_
@@ -70,10 +69,9 @@ from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_sign
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
 from training.run_dir.verdict import best_kept, ending
-from training.sft_step import measure_rows
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
-from training.validate import Validation, measure
+from training.validate import Validation
 from training.validation.questions import read_questions
 
 if TYPE_CHECKING:
@@ -125,7 +123,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     check_same(parallel, {"recipe": config.model_dump()})
-    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.qat is not None))
+    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.kind.packs))
     config = parallel.broadcast(settle_qat(config, base, parallel.size) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
@@ -173,17 +171,16 @@ def _train(
     """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
     parallel, found = place.parallel, written(place.run_dir)
     given = _check(config, base, place)
-    inputs = _inputs(config, given)
+    inputs = given.inputs(config)
     agree_on_inputs(config, base, place, inputs, accept_changes)
     args = trl_config(config, place.run_dir)
-    served = base if config.qat is None else packed_base(config, base, place, given.prompts)
-    engine = _open_base(config, served) if given.rows is not None else _open_engine(config, served, given)
+    served = packed_base(config, base, place, given.prompts) if config.kind.packs else base
+    engine = _open_engine(config, served, given) if config.kind.samples else _open_base(config, served)
     policy = policy_on(config, engine, base, parallel)
     device = policy.base_model.get_input_embeddings().weight.device
     teacher = None if given.teacher is None else given.teacher.opened(config, device)
     plan = settled_plan(config, base, place, policy, engine)
-    if given.rows is None:
-        engine.sleep()  # a resumed run loads its optimizer before its first rollout
+    engine.sleep()  # a resumed run loads its optimizer before its first rollout
     return _carry_out(
         Opened(config, base, place, checkpoint, found, given, inputs, args, engine, policy, plan, teacher)
     )
@@ -191,7 +188,7 @@ def _train(
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
-    samples = config.sft is None
+    samples = config.kind.samples
     on_card = check_engine(config) == "vllm" if samples else torch.cuda.is_available()
     check_installed(config)
     check_trackers(config.logging.report_to)
@@ -205,21 +202,11 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
         check_memory(config, base, free_bytes(), place.parallel.size)
     if not samples:
         tokenizer, rows = read_given(config, base)
-        return Given(tokenizer, rows.trained, None, place.parallel, rows=rows)
+        return GivenRows(tokenizer, rows.trained, parallel=place.parallel, rows=rows)
     rewards = rewards_of_run(config, prompts, place.run_dir, environments.columns if environments else ())
     questions = read_questions(config, tokenizer, prompts, sizes, place.run_dir, environments)
     teacher = None if config.distill is None else find_teacher(config, base, tokenizer, sizes)
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
-
-
-def _inputs(config: RunConfig, given: Given) -> dict[str, str]:
-    """Digests of what a run was given, for run.json."""
-    if given.rows is not None:
-        return given.rows.inputs()
-    validated = given.questions.prompts if given.questions else ()
-    files = given.environments.runner.files if given.environments else ()
-    inputs = inputs_of_run(config, given.prompts, validated, files)
-    return inputs | (given.teacher.inputs() if given.teacher else {})
 
 
 def agree_on_inputs(config: RunConfig, base: ModelRef, place: Place, inputs: Inputs, accept_changes: bool) -> None:
@@ -342,17 +329,16 @@ def _carry_out(run: Opened) -> TrainResult:
             note_base_(run_dir, config, run.base.base)
         log.start_at(run.start_step)
         if parallel.first:
-            settle_best(run_dir, best_kept(log.validations, config.validation))
+            settle_best(run_dir, best_kept(log.validations, config.validation), config.kind.has_adapter)
         parts = make_parts(config, given, Loaded(run.engine, run.policy, run.plan, run.teacher), log)
-        validation = _validation(parts, given, stop)
+        validation = Validation(parts, parts.measure, stop) if parts.validates else None
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)
         with opened_set_aside():
             steps = train_until_stopped(trainer, stop, run.checkpoint)
         if not stop.abandoned:  # else the engine may be in the midst of a rollout, and there is no time
             warn_of_retries()
-            if given.rows is None:
-                parts.sampler.clear_noise()
+            parts.clear_noise()
             run.engine.close()
         if given.environments is not None:
             given.environments.close()
@@ -369,13 +355,6 @@ def train_until_stopped(trainer: QerlTrainer, stop: Stop, checkpoint: Path | Non
     except EndedError:
         pass
     return trainer.state.global_step
-
-
-def _validation(parts: TrainingParts, given: Given, stop: Stop) -> Validation | None:
-    """What validates the run, if the recipe asks for it."""
-    if given.rows is not None and given.rows.held_out:
-        return Validation(parts, partial(measure_rows, parts), stop)
-    return Validation(parts, partial(measure, parts, given.questions), stop) if given.questions else None
 
 
 @contextmanager
@@ -424,6 +403,6 @@ def _open_run_dir(run: Opened) -> None:
         about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
         about |= {"inputs": dict(run.inputs), "on_adapter": base.adapter is not None}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(run.plan)}
-        about |= {"qat": qat_record(config.qat)}
+        about |= {"kind": asdict(config.kind), "qat": qat_record(config.qat)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)

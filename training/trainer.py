@@ -40,17 +40,14 @@ from qerl.plan.trained import masters_dtype, trains_masters
 from qerl.report.metrics import rename
 from training.loss.correction import mean_k3
 from training.loss.gates import MismatchGate, check_gradient, check_loss, check_trained, rounding_causes
-from training.parts import Parts
 from training.policy.rounding import RandomlyRounded
 from training.policy.shards import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
-from training.rollout.prompts import step_prompts
 from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, spread
 from training.run_dir.result import settle_best
 from training.run_dir.resume import set_rates_
-from training.sft_step import collect_rows, sft_loss, step_rows
-from training.step import Objective, backward, collect
+from training.step import backward
 from training.trial_adapter import try_adapter
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 
     from training.loss.batch import Batch, LossInputs
     from training.loss.micro_batches import Metrics
-    from training.parts import TrainingParts
+    from training.parts import Parts, TrainingParts
     from training.policy.shards import Answer
     from training.rollout.prompts import StepPrompts
     from training.step import Collected, StepResult
@@ -102,7 +99,6 @@ class QerlTrainer(GRPOTrainer):
         """`args` are those of `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
         config = parts.config
         self.parts, self._start_step, self.validation = parts, start_step, validation
-        self._samples = isinstance(parts, Parts)
         self._collected: Collected | None = None
         self._result: StepResult | None = None
         self._unwritten: Metrics | None = None  # of the step that is validated
@@ -116,7 +112,7 @@ class QerlTrainer(GRPOTrainer):
             args=args,
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # TRL wants one
             processing_class=parts.tokenizer,
-            callbacks=[*callbacks, *own, *([TrialAtStart(parts, self.gate)] if self._samples else [])],
+            callbacks=[*callbacks, *own, *([TrialAtStart(parts, self.gate)] if config.kind.samples else [])],
         )
         keep_expert_reference_(parts.policy.model)
         # TRL's switches for "the loss is multiplied by importance weights".
@@ -126,9 +122,7 @@ class QerlTrainer(GRPOTrainer):
     # -- before the first step
 
     def get_train_dataloader(self) -> StepPrompts:
-        if not self._samples:
-            return step_rows(self.parts, self._start_step)
-        return step_prompts(self.parts.config, self.parts.prompts, self._start_step, self.parts.curriculum)
+        return self.parts.steps(self._start_step)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
@@ -140,14 +134,7 @@ class QerlTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         self.parts.policy.load(folder)
-        if not self._samples:
-            return
-        if self.parts.carry_over is not None:
-            self.parts.carry_over.load(folder, self._start_step)
-        if self.parts.curriculum is not None:
-            self.parts.curriculum.load(folder)
-        if (calibration := self.parts.sampler.calibration) is not None:
-            calibration.load(folder)
+        self.parts.load(folder, self._start_step)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.parts.policy.shards is not None:
@@ -180,10 +167,7 @@ class QerlTrainer(GRPOTrainer):
         """The batch of prompts, or of given rows."""
         step = self.state.global_step
         if self._collected is None or step % self.parts.config.loss.num_iterations == 0:
-            if self._samples:
-                self._collected = collect(self.parts, generation_batch, step)
-            else:
-                self._collected = collect_rows(self.parts, generation_batch, step)
+            self._collected = self.parts.collect(generation_batch, step)
             self.state.num_input_tokens_seen += self._collected.tokens
         return self._collected.batch
 
@@ -191,19 +175,9 @@ class QerlTrainer(GRPOTrainer):
         self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Forward and backward of a whole step. The loss that is returned has no graph any more."""
-        self._result = backward(self.parts, inputs, self.objective(), self.accelerator.backward)
+        objective = self.parts.objective(self.loss_of)
+        self._result = backward(self.parts, inputs, objective, self.accelerator.backward)
         return self._result.loss.requires_grad_()
-
-    def objective(self) -> Objective:
-        """What a step minimizes: TRL's loss, the divergence from a teacher, or the loss of given rows."""
-        loss = self.parts.config.loss
-        if not self._samples:
-            return Objective(sft_loss, "dapo")
-        if self.parts.teacher is not None:
-            from training.loss.divergence import distillation_loss
-
-            return Objective(distillation_loss, "dapo")
-        return Objective(self.loss_of, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)
 
     def loss_of(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """TRL's loss of one micro-batch, and the metrics that TRL logs of it."""
@@ -253,7 +227,7 @@ class QerlTrainer(GRPOTrainer):
         counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/switch_s", "time/sync_s"))
         metrics = rename(metrics) | parts.times.metrics(counted_s)
         metrics["time/train_s"] = metrics["time/step_s"] - metrics["time/optimizer_s"] - before_s
-        if not self._samples:
+        if not self.parts.config.kind.samples:
             metrics["speed/tokens_per_s"] = self._collected.tokens / metrics["time/step_s"]
         if card := [metrics[key] for key in metrics if key.endswith("_card_gib")]:
             metrics["memory/peak_gib"] = max(card)  # of this step
@@ -303,8 +277,7 @@ class QerlTrainer(GRPOTrainer):
     def save_now(self) -> None:
         """Write a checkpoint of the policy and the optimizer as they are; it may be called outside of the loop."""
         self.parts.log.phase("saving")
-        if self._samples:
-            self.parts.sampler.clear_noise()
+        self.parts.clear_noise()
         policy, run_dir, step = self.parts.policy, self.parts.run_dir, self.state.global_step
         shards = policy.shards
         # Ranks with replicas have the same numbers; one that saves outside of the loop is alone.
@@ -316,7 +289,7 @@ class QerlTrainer(GRPOTrainer):
         keep = self.parts.config.run.keep_checkpoints
         best = self.validation.best if self.validation else None
         write_checkpoint(run_dir, step, keep, self._write_state, best and best.step)
-        settle_best(run_dir, best)
+        settle_best(run_dir, best, self.parts.config.kind.has_adapter)
         if shards is not None:
             shards.end()
 
@@ -331,14 +304,7 @@ class QerlTrainer(GRPOTrainer):
         self._save_optimizer_and_scheduler(str(folder))
         self._save_rng_state(str(folder))
         self.state.save_to_json(str(folder / "trainer_state.json"))
-        if not self._samples:
-            return
-        if self.parts.carry_over is not None:
-            self.parts.carry_over.save(folder, self.state.global_step)
-        if self.parts.curriculum is not None:
-            self.parts.curriculum.save(folder, self.state.global_step // self.parts.config.loss.num_iterations)
-        if (calibration := self.parts.sampler.calibration) is not None:
-            calibration.save(folder)
+        self.parts.save(folder, self.state.global_step)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if (shards := self.parts.policy.shards) is None:

@@ -15,7 +15,7 @@ one. It has no shared factors, so they are written once for each expert, and rec
 `rank_pattern` and `alpha_pattern` hold a rank that differs from the other linears'.
 
 A run's checkpoints and its result are sealed: they carry a checksum of each file, so that a lost bit is noticed. A run
-that trains through the quantizer is recognized by its files:
+that trains through the quantizer has, as run.json says of which kind it is:
 
     base/                          the packed model that the run began with
     checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/
@@ -24,6 +24,7 @@ that trains through the quantizer is recognized by its files:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -35,12 +36,14 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, fsync, parse_json, read_text
+from qerl.checkpoint.shards import read_json
 from qerl.config.names import OF_EXPERTS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from qerl.config.objectives import RunKind
     from qerl.model.experts import ExpertAdapter, Experts
 
 
@@ -372,14 +375,18 @@ STEP = re.compile(r"step-(\d+)")
 logger = logging.getLogger(__name__)
 
 
-def through_quantizer(run: Path) -> bool:
-    """Whether a run that has begun trains through the quantizer, so that its result is a packed model."""
-    return (run / BASE).is_dir() or (run / MODEL).is_dir()
+def kind_of_run(run: Path) -> RunKind:
+    """What kind of run it is, by run.json; where that does not say it, as in an earlier version's, by its recipe."""
+    from qerl.config.objectives import RunKind
+    from qerl.config.recipe import read_config
 
-
-def trains_weights(run: Path) -> bool:
-    """Whether it has no adapter: it trains whole weights, or has saved nothing yet."""
-    return through_quantizer(run) and not adapters_of_run(run)
+    with contextlib.suppress(CheckpointError):
+        if (found := RunKind.read(read_json(run / "run.json").get("kind"))) is not None:
+            return found
+    try:
+        return RunKind.of(read_config(run / "config.yaml")[0])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run / 'config.yaml'} cannot be read ({error}): give another run") from error
 
 
 def export_line(run: Path) -> str:

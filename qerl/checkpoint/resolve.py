@@ -27,9 +27,8 @@ from qerl.checkpoint.adapter_file import (
     adapter_damage,
     adapters_of_run,
     export_line,
+    kind_of_run,
     model_of,
-    through_quantizer,
-    trains_weights,
 )
 from qerl.checkpoint.base_start import BaseStart, find_start, start_beside, start_of_adapter
 from qerl.checkpoint.folder import (
@@ -62,10 +61,9 @@ def adapter_of_run(run: Path) -> Path:
 
     Damaged ones are passed over, with a warning. Raises CheckpointError if none is left.
     """
-    if trains_weights(run):
+    if not kind_of_run(run).has_adapter:
         raise CheckpointError(
-            f"{run} trains whole weights, or has saved nothing yet, and has no adapter: write "
-            f"`{export_line(run)}`, which makes a model of it"
+            f"{run} trains whole weights, and has no adapter: write `{export_line(run)}`, which makes a model of it"
         )
     saved, damaged = adapters_of_run(run), []
     for folder in saved:
@@ -242,7 +240,7 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
 
     If the run began from another adapter, the base is the one under that adapter: the run's own adapter continues it.
     """
-    if through_quantizer(run):
+    if kind_of_run(run).packs:
         return replace(resolve_model(str(model_of(run)), load), kind="run", path=run, run=run)
     model_under(str(run))  # refuses runs that name one another
     base, recipe_format = model_in_recipe(run)
@@ -411,7 +409,7 @@ def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
     if given is None:
         return _own(base.base)
     found = resolve_model(given)
-    if found.run is not None and trains_weights(found.run):
+    if found.run is not None and not kind_of_run(found.run).has_adapter:
         raise ConfigError(_no_whole_model(given, "a run", export_line(found.run)))
     if found.adapter is not None:
         kind = "an adapter" if found.kind == "adapter" else "a run"

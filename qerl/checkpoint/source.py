@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter_file import export_line, through_quantizer
+from qerl.checkpoint.adapter_file import export_line, kind_of_run
 from qerl.checkpoint.experts import TITLES, Decoder, check_numbers, check_uncapped, decoder_of, fused, matching
 from qerl.checkpoint.folder import WORDS, kind_of
 from qerl.checkpoint.hub import download_model, is_hub_id
@@ -135,7 +135,7 @@ def read_source(
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
     kind = kind_of(Path(model)) if Path(model).is_dir() else "base16"
     if kind in ("adapter", "run"):  # checked first, since `resolve_model` would look for its base
-        whole = kind == "run" and through_quantizer(Path(model))
+        whole = kind == "run" and kind_of_run(Path(model)).packs
         command = export_line(Path(model)) if whole else f"qerl merge --adapter {model}"
         raise CheckpointError(
             f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "

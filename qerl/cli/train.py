@@ -324,7 +324,7 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
 
         if quantize_first:
             raise ConfigError("--quantize is for an adapter's base; qat quantizes its own: leave it out")
-        starting_model(config.model.base, config.model.format, config.qat is not None)
+        starting_model(config.model.base, config.model.format, config.kind.packs)
         return
     try:
         check_chat_template(resolve_model(base, config.model.format))

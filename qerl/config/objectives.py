@@ -1,8 +1,10 @@
-"""What a run learns from in place of rewards: the sections `sft` and `distill`, with their rules."""
+"""What a run learns from, and what kind of run that is; the sections `sft` and `distill`, with their rules."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -12,6 +14,53 @@ from qerl.config.section import Section
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
+
+
+Learns = Literal["samples", "teacher", "conversations"]
+Trains = Literal["adapter", "packed_adapter", "weights"]
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """What a run learns from (rewarded samples, a teacher who reads its samples, or given conversations), and what it
+    trains: an adapter beside the base, one that each sync packs into the base, or whole weights behind packed ones."""
+
+    learns: Learns
+    trains: Trains
+
+    @classmethod
+    def of(cls, recipe: Mapping[str, Any]) -> RunKind:
+        """The kind of a recipe's sections, as keys. The sections that decide may be left out, or null."""
+        sections = [name for name in ("sft", "distill") if recipe.get(name) is not None]
+        learns = {"sft": "conversations", "distill": "teacher"}[sections[0]] if sections else "samples"
+        if (qat := recipe.get("qat")) is None:
+            return cls(learns, "adapter")
+        in_adapter = isinstance(qat, Mapping) and qat.get("mode") == "adapter"
+        return cls(learns, "packed_adapter" if in_adapter else "weights")
+
+    @classmethod
+    def read(cls, value: object) -> RunKind | None:
+        """The kind that run.json holds; None if it holds none."""
+        if not isinstance(value, Mapping):
+            return None
+        found = [value.get(field.name) for field in fields(cls)]
+        known = all(name in get_args(names) for name, names in zip(found, (Learns, Trains), strict=True))
+        return cls(*found) if known else None
+
+    @property
+    def samples(self) -> bool:
+        """Whether an engine samples what the run trains on."""
+        return self.learns != "conversations"
+
+    @property
+    def packs(self) -> bool:
+        """Whether the run trains through the quantizer, so that its result is a packed model."""
+        return self.trains != "adapter"
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether checkpoints hold an adapter, and not whole weights."""
+        return self.trains != "weights"
 
 
 class SftConfig(Section):

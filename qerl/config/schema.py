@@ -19,7 +19,7 @@ from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.names import ENGINES, KERNELS, KV_CACHE_DTYPES, PROJECTIONS
 from qerl.config.noise import NoiseConfig
-from qerl.config.objectives import DistillConfig, SftConfig
+from qerl.config.objectives import DistillConfig, RunKind, SftConfig
 from qerl.config.quant import QatConfig, with_its_format
 from qerl.config.rules import rules_of
 from qerl.config.section import OneOf, Section
@@ -269,6 +269,12 @@ class RunConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description=ValidationConfig.__doc__)
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description=MemoryConfig.__doc__)
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description=LoggingConfig.__doc__)
+
+    @property
+    def kind(self) -> RunKind:
+        """What kind of run this is."""
+        qat = None if self.qat is None else {"mode": self.qat.mode}
+        return RunKind.of({"sft": self.sft, "distill": self.distill, "qat": qat})
 
     @property
     def longest_row(self) -> int:

@@ -94,6 +94,7 @@ class About(Shape):
     inputs: dict[str, Any] | None = None
     changes: list[dict[str, Any]] | None = None
     totals: list[Change] | None = None
+    kind: dict[str, Any] | None = None
     qat: dict[str, Any] | None = None
 
 

@@ -29,7 +29,7 @@ from qerl.base.errors import CheckpointError, ConfigError, QerlError
 from qerl.base.files import replace_text
 from qerl.checkpoint import adapter_file as sealed
 from qerl.checkpoint.activations import rounds_to_four_bits
-from qerl.checkpoint.adapter_file import BASE, STEP, checkpoint_of, read_adapter, through_quantizer
+from qerl.checkpoint.adapter_file import BASE, STEP, checkpoint_of, kind_of_run, read_adapter
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
 from qerl.checkpoint.folder import REPORT, resting_kind
@@ -121,10 +121,10 @@ def _packed_run(options: ExportOptions) -> tuple[ExportOptions, Path] | None:
     if options.to == "adapter":
         return None
     run, step = Path(options.adapter).expanduser(), options.step
-    if not (run.is_dir() and resting_kind(run) == "run" and through_quantizer(run)):
+    if not (run.is_dir() and resting_kind(run) == "run" and kind_of_run(run).packs):
         adapter = adapter_folder(options.adapter)
         run = run_of_adapter(adapter)
-        if run is None or not through_quantizer(run):
+        if run is None or not kind_of_run(run).packs:
             return None
         step = _step_of(adapter) if step is None else step
     asked = {"--model": options.model, "--prompts": options.prompts}

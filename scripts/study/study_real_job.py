@@ -84,7 +84,7 @@ def rounded(value: float | None) -> float | None:
 @contextmanager
 def answers_kept(settings: Settings) -> Iterator[dict[int, dict[str, Any]]]:
     """Within it, a run's validations fill the mapping with what `answers` returns, by the number of steps."""
-    import training.run
+    import training.parts
 
     kept: dict[int, dict[str, Any]] = {}
 
@@ -99,11 +99,11 @@ def answers_kept(settings: Settings) -> Iterator[dict[int, dict[str, Any]]]:
             "validation/truncated_share": kept[step]["truncated_share"],
         }
 
-    original, training.run.measure = training.run.measure, measure
+    original, training.parts.measure = training.parts.measure, measure
     try:
         yield kept
     finally:
-        training.run.measure = original
+        training.parts.measure = original
 
 
 def answers(parts: Parts, questions: Questions, step: int, settings: Settings) -> dict[str, Any]:

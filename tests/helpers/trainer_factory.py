@@ -94,4 +94,5 @@ def inputs_of(trainer, batch):
 
 def run_backward(trainer, batch, parts=None):
     """`training.step.backward` as the trainer calls it."""
-    return backward(parts or trainer.parts, batch, trainer.objective(), trainer.accelerator.backward)
+    parts = parts or trainer.parts
+    return backward(parts, batch, parts.objective(trainer.loss_of), trainer.accelerator.backward)

@@ -8,7 +8,7 @@ import torch
 from bases import write_base
 from killed import killed_in
 from small_run import numbers, small_config
-from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, with_plan
+from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, run_backward, with_plan
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import weights_digest
@@ -16,7 +16,6 @@ from qerl.checkpoint.load import load_model
 from qerl.config.recipe import load_recipe
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from training.run import resume, start
-from training.step import backward
 from training.trainer import QerlTrainer
 
 DISTILL = (
@@ -77,7 +76,7 @@ def test_a_step_is_the_dense_loss_however_it_is_cut(base, teacher, tmp_path, bet
     for budget in (8, 64):  # several micro-batches, and one
         trainer.model.zero_grad()
         parts = with_plan(trainer.parts, MicroBatchPlan(budget))
-        found = backward(parts, batch_of(None, torch.zeros(4, 4)), trainer.objective(), trainer.accelerator.backward)
+        found = run_backward(trainer, batch_of(None, torch.zeros(4, 4)), parts)
         torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-7)
         for each, gradient in zip(parameters, gradients, strict=True):
             torch.testing.assert_close(each.grad, gradient, rtol=2e-4, atol=1e-6)
@@ -215,7 +214,7 @@ def test_models_that_divide_their_logits_are_student_and_teacher(tmp_path):
     trainer = build_trainer(config_of(student, tmp_path, *keys), tmp_path)
     expected = dense_loss(trainer, load_model(teacher, "bf16"), 1.0, 0.7)
     parts = with_plan(trainer.parts, MicroBatchPlan(64))
-    found = backward(parts, batch_of(None, torch.zeros(4, 4)), trainer.objective(), trainer.accelerator.backward)
+    found = run_backward(trainer, batch_of(None, torch.zeros(4, 4)), parts)
     torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-7)
     run = start(config_of(student, tmp_path, *keys, steps=1, out="ran"), "granite").run_dir
     assert numbers(run)[0]["mismatch_kl"] < 1e-6

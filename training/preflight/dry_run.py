@@ -41,7 +41,7 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     For the first rows the rewards are given the answer itself and an empty completion. Raises the errors that the run
     itself would raise for its model, adapter, data or rewards.
     """
-    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.qat is not None))
+    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.kind.packs))
     if config.sft is not None:
         return _dry_run_of_rows(config, base, console, show_plan)
     tokenizer, prompts, environments = read_prompts(config, base)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.base.program import GivenFunction
+from qerl.config.objectives import RunKind
 from qerl.config.rewards import is_url
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of
@@ -167,13 +168,18 @@ def qat_record(qat: QatConfig | None) -> dict[str, Any] | None:
     return {**qat.model_dump(mode="json", exclude=set(MAY_CHANGE)), "masters": masters_dtype(qat)}
 
 
-def check_same_qat(run_dir: Path, qat: QatConfig | None) -> None:
-    """Raise ConfigError if the recipe of a run trains or packs something else than when the run began.
+def check_same_kind(run_dir: Path, config: RunConfig) -> None:
+    """Raise ConfigError if a run's recipe learns from, trains or packs something else than when the run began.
 
     Masters and optimizer state are of what was trained, and RUN/base has the scales. A run.json of an earlier version
     does not say it.
     """
-    about = read_about(run_dir)
+    about, qat = read_about(run_dir), config.qat
+    if (began := RunKind.read(about.get("kind"))) is not None and began.learns != config.kind.learns:
+        raise ConfigError(
+            f"{run_dir / 'config.yaml'} now learns from {config.kind.learns}, and the run began with {began.learns}: "
+            "put its sections sft and distill back, or start a new run"
+        )
     if KEY not in about:
         return
     before, now = dict(_flat(KEY, about[KEY])), dict(_flat(KEY, qat_record(qat)))

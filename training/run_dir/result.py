@@ -28,14 +28,12 @@ from qerl.checkpoint.adapter_file import (
     export_line,
     read_sums,
     seal,
-    trains_weights,
 )
 from qerl.checkpoint.base_start import start_of_adapter
 from qerl.checkpoint.export import read_trained, write_trained
 from qerl.checkpoint.folder import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.config.recipe import load_config
-from qerl.plan.trained import trains_masters
 from qerl.report.read import sampling_text
 from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.checkpoint import damage_of as checkpoint_damage
@@ -66,13 +64,13 @@ def settle_result(run_dir: Path, step: int) -> Path:
     return final
 
 
-def settle_best(run_dir: Path, best: Best | None) -> Path | None:
+def settle_best(run_dir: Path, best: Best | None, has_adapter: bool = True) -> Path | None:
     """Make best/ that of the best validation; None if there is none, or if it cannot be made.
 
     A run that trains whole weights keeps the checkpoint alone. A best/ of another step is replaced. If nothing can
     replace it, because its run was taken up at an earlier step, it is moved aside.
     """
-    if trains_weights(run_dir):
+    if not has_adapter:
         return None
     final = run_dir / BEST
     checkpoint = None if best is None else checkpoint_path(run_dir, best.step)
@@ -116,7 +114,7 @@ def _complete_(folder: Path, final: Path, config: RunConfig) -> None:
     What an adapter through the quantizer is added to are the 16-bit weights.
     """
     base = beside(final, model_of_adapter(folder)[0])
-    if config.qat is None:
+    if not config.kind.packs:
         origin, note = TrainedOn(base, config.model.format, start_of_adapter(folder)), ""
     else:
         origin, note = trained_on(base), _packed_note(final)
@@ -193,23 +191,18 @@ def finished(run_dir: Path, steps: int, config: RunConfig, parallel: Parallel, e
 def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
     """Say how a run ended; after its last step, or one that validation made the last, its adapter is the result."""
     rows = read_metrics(run_dir)
-    settle_best(run_dir, best_kept(rows, config.validation))
+    settle_best(run_dir, best_kept(rows, config.validation), config.kind.has_adapter)
     if steps < config.run.steps and not ending(rows, config.validation, steps):
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
-    if config.qat is not None:
-        final = settle_model(run_dir, steps)
-        if not trains_masters(config.qat):
-            settle_result(run_dir, steps)
-        logger.info("finished %d steps: %s; model in %s", steps, _reward_text(rows, run_dir), final)
-        _say_best(run_dir, rows, config)
-        return TrainResult(run_dir, final, steps)
-    final = settle_result(run_dir, steps)
-    logger.info("finished %d steps: %s; adapter in %s", steps, _reward_text(rows, run_dir), final)
+    final = settle_model(run_dir, steps) if config.kind.packs else None
+    adapter = settle_result(run_dir, steps) if config.kind.has_adapter else None
+    what = f"model in {final}" if final else f"adapter in {adapter}"
+    logger.info("finished %d steps: %s; %s", steps, _reward_text(rows, run_dir), what)
     if sampling := sampling_text(rows):
         logger.info("dynamic sampling: %s", sampling)
     _say_best(run_dir, rows, config)
-    return TrainResult(run_dir, final, steps)
+    return TrainResult(run_dir, final or adapter, steps)
 
 
 def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
@@ -217,7 +210,7 @@ def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfi
     if best is None:
         return
     where = f", adapter in {run_dir / BEST}" if (run_dir / BEST).is_dir() else ""
-    if trains_weights(run_dir) and config.validation.keep_best:
+    if not config.kind.has_adapter and config.validation.keep_best:
         where = f", of which `{export_line(run_dir)} --step {best.step}` makes a model"
     logger.info("best validation: %s%s", best, where)
     first = validations(rows)[0]

@@ -33,7 +33,7 @@ from qerl.checkpoint.resolve import RUNS, starting_model
 from qerl.config.recipe import load_config, save_config
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_dir.folder import make_aside, only_writer, read_about, written
-from training.run_dir.inputs import check_same_qat
+from training.run_dir.inputs import check_same_kind
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -152,7 +152,7 @@ def config_to_resume(
     """
     check_run(run_dir)
     config = load_config(run_dir / "config.yaml", base=model)
-    check_same_qat(run_dir, config.qat)
+    check_same_kind(run_dir, config)
     done = max(map(checkpoint_step, checkpoints(run_dir)), default=0) if step is None else step
     if steps is None:
         return config, done
@@ -180,7 +180,7 @@ def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
     """
     base = config.model.base
     try:
-        found = starting_model(config.model.base, config.model.format, config.qat is not None, run_dir)
+        found = starting_model(config.model.base, config.model.format, config.kind.packs, run_dir)
     except CheckpointError as error:
         if not is_path(base) or expanded(beside(run_dir, base)).exists():
             raise

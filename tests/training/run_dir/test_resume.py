@@ -21,7 +21,7 @@ from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
 from training.run_dir.log import read_metrics
-from training.run_dir.resume import LAST, find_run, rewind_
+from training.run_dir.resume import LAST, config_to_resume, find_run, rewind_
 
 
 def fake_run(folder, recipe, age_s, steps=()):
@@ -59,6 +59,16 @@ def runs(tmp_path, monkeypatch):
 def test_the_run_and_the_step_that_are_found(runs, arguments, expected):
     run_dir, step = find_run(*arguments)
     assert (str(run_dir), step) == expected
+
+
+@pytest.mark.parametrize(
+    ("began", "now"), [("samples", "sft_tiny"), ("teacher", "tiny"), ("conversations", "qad_tiny")]
+)
+def test_a_recipe_that_was_made_another_kind_of_run_is_refused(tmp_path, began, now):
+    save_config(load_recipe(now), tmp_path / "config.yaml")
+    (tmp_path / "run.json").write_text(json.dumps({"kind": {"learns": began, "trains": "adapter"}}))
+    with pytest.raises(ConfigError, match=f"now learns from .*, and the run began with {began}: .*start a new run"):
+        config_to_resume(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"recipe": 3}'])

@@ -16,9 +16,9 @@ from small_sft import TALKS, small_sft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+import training.parts
 import training.run
 import training.sft_step
-import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_model, load_tokenizer
@@ -189,7 +189,7 @@ def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     assert ending(rows, config.model_copy(update={"target": values[6] - 0.1}), 6) is None
 
 
-KILLS = {"step": (training.trainer, "collect_rows", 4), "save": (QerlTrainer, "save_now", 2)}
+KILLS = {"step": (training.parts, "collect_rows", 4), "save": (QerlTrainer, "save_now", 2)}
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), KILLS.values(), ids=KILLS)
@@ -204,7 +204,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, owner,
 
 
 def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch):
-    collected, calls = training.trainer.collect_rows, []
+    collected, calls = training.parts.collect_rows, []
 
     def signalled(*given):
         calls.append(1)
@@ -212,7 +212,7 @@ def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch)
             signal.raise_signal(signal.SIGTERM)
         return collected(*given)
 
-    monkeypatch.setattr(training.trainer, "collect_rows", signalled)
+    monkeypatch.setattr(training.parts, "collect_rows", signalled)
     held_out = ran.parent / "held_out.jsonl"
     stopped = start(small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6), "sft")
     assert (stopped.adapter, stopped.steps, stopped.stopped_by) == (None, 3, signal.SIGTERM)

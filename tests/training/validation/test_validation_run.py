@@ -10,7 +10,7 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 from validated_run import validated_config, validated_steps, without_validation
 
-import training.run
+import training.parts
 import training.validate
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import resolve_model
@@ -114,7 +114,7 @@ def signalled(monkeypatch):
     """Let a signal come in the first batch of a validation, after which the engine asks whether to go on."""
 
     def at(number, validation):
-        original, calls = training.run.measure, []
+        original, calls = training.parts.measure, []
 
         def measure(parts, questions, step, stop):
             calls.append(step)
@@ -123,7 +123,7 @@ def signalled(monkeypatch):
                 stop.leave_if_asked = lambda *given: (signal.raise_signal(number), leave(*given))
             return original(parts, questions, step, stop)
 
-        monkeypatch.setattr(training.run, "measure", measure)
+        monkeypatch.setattr(training.parts, "measure", measure)
 
     return at
 
