@@ -1,18 +1,10 @@
-"""Files: reading within bounds, what is nearby, room on the disk.
+"""Files: reading within limits, writing that survives a kill, and what an error says of a path that does not exist.
 
-Reading small files that others may have made, within limits of size and depth.
-
-A file may be cut short, damaged, or made to do harm: a pipe that never ends, a sparse file of a terabyte, brackets that
-nest deeper than Python's stack, a number that takes minutes to read. Each of these is a ValueError here, which the
-readers of the single kinds of files turn into their own error.
-
-Writing files that survive a kill and a power cut.
-
-What errors say of a path that does not exist: what is beside it, and what may have been meant.
+A file of others may be cut short, damaged, or made to do harm: a pipe that never ends, a sparse file of a terabyte,
+brackets that nest deeper than Python's stack, a number that takes minutes to read. Each of these is a ValueError here,
+which the readers of the single kinds of files turn into their own error.
 
 os.path is asked because it says no where pathlib raises: for a name that is too long, or a folder that may not be read.
-
-Read back the JSON that qerl wrote, and check it: a file that was edited or cut short is one clear error.
 """
 
 from __future__ import annotations

@@ -1,22 +1,13 @@
-"""Chat templates and tokenizer.json are programs of the model's maker. They run in a process with limits.
+"""Chat templates and tokenizer.json are programs of the model's maker: they run in a worker with limits.
 
-A check at load alone would not do: a template may loop only for the messages that it waits for. So every prompt is
-rendered in the worker, by transformers' own function, which adds well under a millisecond per prompt. Encoding the text
-stays here, where the tokenizer is, after tokenizer.json was tried once in the worker.
+Every prompt is rendered in the worker, by transformers' own function, which adds well under a millisecond; a check at
+load alone would miss a template that loops only for certain messages. jinja's sandbox keeps a template from reaching
+other objects, and the kernel ends the worker when a request takes too much processor time or memory. Encoding stays in
+this process, after tokenizer.json was tried once in the worker.
 
-The worker renders a chat template, or loads a tokenizer.json and encodes a text. The kernel ends it when a request
-takes more processor time than it may; memory is limited too. transformers renders in jinja's sandbox, which keeps a
-template from reaching other objects, but lets it loop, grow a text without end, or compute 9**9**9, which no signal
-interrupts.
-
-Special tokens in the text of others are text, and those of the chat template are tokens.
-
-A question, an observation or a tool's answer that holds `<|im_end|>\\n<|im_start|>assistant` would end the user's turn
-and speak as the assistant if it were tokenized as the template's own text is. So what a template is given has its
-special tokens between two characters that no text has, and `encode` reads these as any other letters.
-
-A model whose rows are to hold such tokens has them with the switch `special_tokens_in_text: true`, among those of the
-chat template.
+Special tokens in the text of others are read as text: a question that holds `<|im_end|>` cannot end the user's turn.
+What a template is given has its special tokens between two characters that no text has, and `encode` reads these as any
+other letters. The switch `special_tokens_in_text: true` of the chat template leaves them tokens.
 """
 
 from __future__ import annotations

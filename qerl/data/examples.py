@@ -1,26 +1,14 @@
-r"""Examples: the rows of a task that can be trained or evaluated on.
+r"""The usable rows of a task, from its data set or from one's own file; each row left out is counted and named.
 
-Examples made of rows, one by one: which rows are left out, and why.
+1. It is not a row (a broken line), or its question or answer is missing, not text, or empty.
+2. The task's answers are numbers and this one is not, or no grader can read it (unless `keep_unreadable` is set).
+3. An earlier row has the same question and answer, or the row's `dup` column says so.
+4. Another row has the same question and another answer (both are left out), or its `conflict` column says so.
+5. It is to be trained on, and its `eval_exact` or `eval_near` column names an evaluation set with its question.
+6. It has no answer although the source has answers, and no grader of the user's own is to judge it.
 
-A row is left out, with its reason, if
-
-1. it is not a row (a broken line), or its question or answer is missing, not text, or empty (cells.py: also NaN);
-2. the task's answers are numbers and this one is not;
-3. an earlier row has the same question and answer, or the row's `dup` column says so;
-4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
-5. no grader can read its answer, so that any completion would be wrong (prose, LaTeX that is cut off), unless
-   `keep_unreadable` is set;
-6. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
-
-An answer column that holds a worked solution gives the answer which the solution marks (`#### N`, `\boxed{...}`).
-
-Examples of a task: the usable rows of its data set or of one's own file; each row left out is counted and named.
-
-A row that cannot be used is left out with its reason, by the rules of usable_rows.py.
-
-Rows of a free-form task (`own`) may have messages in place of a question (qerl/data/messages.py) and need no answer;
-their answers are text as it is. If the source has answers, a row without one is left out, unless a grader of the user's
-own is to judge it.
+A worked solution gives the answer that it marks (`#### N`, `\boxed{...}`). Rows of the task `own` may have messages in
+place of a question, and need no answer.
 """
 
 from __future__ import annotations

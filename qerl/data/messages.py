@@ -1,21 +1,13 @@
-"""Messages of a row in the forms in which others write them.
+"""The messages of a row, in the forms in which others store them; RL, SFT and evaluation read them here.
 
-A row's messages, as chats are stored: a list of {"role": "user", "content": text}. RL, SFT and evaluation read them
-here.
+A message is {"role": "user", "content": text}, its content perhaps OpenAI's list of parts, or ShareGPT's {"from":
+"human", "value": text}. The list may be JSON text. Tool calls and thoughts beside the content are kept. Of Alpaca's
+rows, `instruction` and `input` ask, and `output` is the answer.
 
-The content may also be OpenAI's list of parts, {"type": "text", "text": text}, and a message may have ShareGPT's form,
-{"from": "human", "value": text}. The list may be JSON text. A message is read with all that a chat template may write
-of it: tool calls, and thoughts that stand beside the content.
-
-Rows of Alpaca's form: what `instruction` asks may go on in the column `input`, and `output` is the answer.
-
-Whether all that a row holds is in the text that the chat template makes of it.
-
-A template writes what it knows: some pass over messages of a role, tool calls, tools, or thoughts beside the content,
-without a word. The model would then be asked, or learn, something else than the row says. So each text of the row is
-looked for in the rendered text, white space aside, and what was found is not found a second time.
-
-Thoughts of earlier answers may be missing where the template writes those of a last one: Qwen3's drops them so.
+`Written` finds what of a row the chat template has left out. Some templates pass over a role, tool calls, tools or
+thoughts without a word, and the model would learn something else than the row says. So each text of the row is looked
+for in the rendered text. Only thoughts of earlier answers may be missing, where the template writes those of a last
+one.
 """
 
 from __future__ import annotations

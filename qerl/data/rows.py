@@ -1,18 +1,11 @@
-"""Rows of files and data sets.
-
-The cells of a row: which of them are empty, in all the ways in which files and data frames write that.
-
-Limits on what a data file grows to when it is read.
-
-A few megabytes of gzip or parquet can stand for terabytes. So a row may have ROW_BYTES, and what is unpacked a multiple
-of the file's size and at most MOST_GIB; QERL_MAX_DATA_GIB sets another limit for a data set that really is that large.
-
-The sources of a recipe's rows: one, or several with weights, each with its rewards. Loads no torch.
-
-Rows of a data set as they are stored: from a hub id, or a local file or folder, each with its place for messages.
+"""The rows of files and data sets as they are stored, each with its place for messages, and the sources of a recipe.
 
 Files are read here rather than by `datasets`, which would guess types by column (an answer "033" in a CSV becomes 33,
 "NA" becomes nothing), fail on a column of mixed types, and know no line numbers.
+
+A few megabytes of gzip or parquet can stand for terabytes. So a row may have ROW_BYTES, and what is unpacked a multiple
+of the file's size and at most MOST_GIB; QERL_MAX_DATA_GIB sets another limit for a data set that really is that large.
+Loads no torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Conversations as token sequences.
+"""Rows as token ids: prompts for training, validation and evaluation, and shuffled sequences to calibrate on.
 
-Rows -> prompts as token ids, in training, validation and evaluation; what a template does not write is left out.
-
-A row of which the chat template writes only a part (qerl/data/messages.py) would ask something else than it says.
-
-Rows of a file, a task or a hub data set as tokens, to calibrate on.
-
-They are shuffled with a fixed seed and rendered with the model's chat template.
+A row of which the chat template writes only a part (qerl/data/messages.py) would ask something else than it says, and
+is left out.
 """
 
 from __future__ import annotations

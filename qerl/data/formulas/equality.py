@@ -1,11 +1,9 @@
-r"""Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
+"""Whether two answers are equal as mathematics: their shapes part by part, their values at random points.
 
-Values are numbers as fractions, or formulas at random points; math-verify decides what is left.
-
-Relations are compared as relations and never solved: an equation equals another one if their differences of sides are
-proportional, and an inequality with a variable alone on its side is an interval. Values that
-qerl/data/formulas/expression.py does not understand (integrals, sets of other kinds) go to `fallback`, which is
-math-verify in its own process.
+Values are exact numbers, or formulas that are evaluated at random points. Relations are compared and never solved: two
+equations are equal if their differences of sides are proportional, and an inequality with a variable alone on its side
+is an interval. What qerl/data/formulas/expression.py does not understand (integrals, sets of other kinds) goes to
+`fallback`, which is math-verify in its own process.
 """
 
 from __future__ import annotations

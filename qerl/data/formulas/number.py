@@ -1,13 +1,11 @@
-r"""The number that a short text states.
-
-Which words may follow a number without changing it: "18 dollars a day" states 18, "18 or 19" does not.
-
-Reading the number that a short text states: "$1,800.00", "18 dollars", "−3", "\frac{1}{2}", "1.8 \times 10^3".
+r"""The number that a short text states: "$1,800.00", "18 dollars", "−3", "\frac{1}{2}", "1.8 \times 10^3".
 
 A text states a number if it is one literal (integer, decimal, fraction, mixed number, power, scientific notation) with
-at most a sign, a currency, a percent or degree sign, a scale word ("million"), a unit, and an assignment before it
-("x = 18"). Anything else is not a number: two numbers, an unevaluated sum, a ratio, an interval, a factorial. Values
-are exact fractions, so 18.0 equals 18 and 18.5 does not. Units are not converted: "1800 cents" states 1800.
+at most a sign, a currency, a percent or degree sign, a scale word ("million"), a unit, and an assignment before it ("x
+= 18"). Words may follow that do not change it: "18 dollars a day" states 18, "18 or 19" does not. Anything else is not
+a number: an unevaluated sum, a ratio, an interval, a factorial.
+
+Values are exact fractions, so 18.0 equals 18 and 18.5 does not. Units are not converted: "1800 cents" states 1800.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""One spelling for an answer in LaTeX: without delimiters, spacing and labels, and each command by one name.
-
-Removing from an answer whatever is only typesetting: typography, LaTeX spacing, math delimiters, boxes, brackets.
+"""One spelling for an answer in LaTeX: without delimiters, spacing, labels and boxes, and each command by one name.
 
 The results are for reading values from, not for showing; they may not be valid LaTeX any more.
 """

@@ -1,20 +1,14 @@
-"""Finding the answer that a completion states.
+r"""The answer that a completion states. The last occurrence of the first form that is found counts:
 
-These forms are tried in order. Within a form the last occurrence counts, so a model that tries several answers is
-graded by its last one:
-
-1. `\\boxed{...}` (also \\fbox and \\framebox) with balanced braces; empty boxes are skipped. If the last box is never
-   closed, the completion was cut off inside its answer, and there is no answer, whatever comes before.
+1. `\boxed{...}` (also \fbox, \framebox); empty ones are skipped, and a last one that is not closed means no answer.
 2. `<answer>...</answer>`.
-3. `#### N`, up to the end of the line, if the line looks like an answer (a Markdown heading does not). Words after
-   the value that change nothing, as in "#### 36 and so it is", are left out.
+3. `#### N`, up to the end of the line, if the line looks like an answer.
 4. "the answer is ...", "answer: ...", "答案是", up to the end of the sentence; or the line after the heading "Answer".
 5. `**...**`, if the last line of the completion consists of it.
 6. The last number of the completion, but only if the task allows it.
 
-A completion that thinks first (`...</think>`) is searched after the last `</think>`, and as a whole only if nothing is
-found there. All searches take linear time in the length of the completion, and look at no more than MAX_ANSWER_CHARS
-characters of an answer.
+A completion that thinks first is searched after the last `</think>`, and as a whole only if nothing is found there. All
+searches take linear time, and look at no more than MAX_ANSWER_CHARS characters of an answer.
 """
 
 from __future__ import annotations

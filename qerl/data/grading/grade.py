@@ -1,28 +1,13 @@
-r"""The grade of a completion.
+"""The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
 
-Answers that are text: the grading of the task `own` without a grader.
+Numbers are compared as exact fractions, other mathematics part by part and at random points
+(qerl/data/formulas/equality.py). What this does not understand goes to math-verify, in a worker with a time limit. An
+answer that only repeats the question's expression is wrong (qerl/data/formulas/copies.py). Where the task's answers are
+text, what a completion marks, or else its last line, has to be that text, apart from case, white space and marks.
 
-What a completion states is what it marks (`\boxed{}`, `<answer>`, `####`, "the answer is", a last line in bold), else
-its last line, or all of it. It is right if it equals the task's answer, apart from case, white space and the marks
-around it. Two numbers are compared as numbers.
-
-A task's grading by a function of the user's own: the same file in training and in evaluation.
-
-    def grade(completion, answer, **row):
-        return completion.strip() == answer
-
-The function returns True or False, or a number from 0 (wrong) to 1 (right), from a half of which on a completion counts
-as correct. It may take `completions` and other columns as lists instead, and return a list. It is called as own
-rewards are: in a process of its own, within a time limit (qerl/base/own_function.py).
-
-The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
-
-Numbers are compared as exact fractions. If the answers of a task are mathematics, an answer that is not a number is
-compared part by part and at random points (qerl/data/formulas/equality.py), and what this does not understand goes to
-math-verify, in a worker process with a time limit. Answers are compared as text only if neither has any mathematics in
-it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/data/formulas/copies.py). A
-task whose answers are text compares them as such (qerl/data/grading/grade.py), and a task with a grader of the user's
-own leaves all of this to it (qerl/data/grading/grade.py).
+A grader of the user's own replaces all of this: `grade(completion, answer, **row)` returns True, False, or a number
+from 0 to 1, which counts as correct from 0.5 on. With a parameter `completions` it gets lists and returns one. It is
+called as own rewards are (qerl/base/own_function.py).
 """
 
 from __future__ import annotations

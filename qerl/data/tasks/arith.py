@@ -1,13 +1,8 @@
-"""Generated arithmetic.
-
-The stories of task arith: a table of kinds, each with its steps and phrasings, and the words that fill them.
-
-Arithmetic word problems with worked answers, computed from (split, seed, index) without any file or download.
+"""Arithmetic word problems with worked answers, computed from (split, seed, index) without any file or download.
 
 A problem is a row of KINDS (a story and its steps) in one of its phrasings, with names, things and numbers drawn at
-random: two to four steps of + - * on small numbers, with every result between 1 and MAX_RESULT. The splits share the
-stories but no question, because a hash of the normalized question decides to which split a problem belongs, whatever
-its seed and index.
+random: two to four steps of + - * on small numbers, with every result between 1 and MAX_RESULT. A hash of the
+normalized question decides to which split a problem belongs, so no question is in two splits.
 
     >>> problem("train", seed=0, index=0).worked  # one step per line, then "#### " and the answer
 

@@ -1,13 +1,8 @@
-"""Generated arithmetic in several steps.
+"""Longer arithmetic word problems: an opening, two to four events, MIN_STEPS to MAX_STEPS steps of + - * / up to 999.
 
-The stories of task arith_chain: tables of openings, events and questions.
-
-Longer arithmetic word problems: an opening, two to four events, MIN_STEPS to MAX_STEPS steps of + - * / up to 999.
-
-Like those of task arith, they are computed from (split, seed, index) without any file or download, and the same rule
-separates the splits. But the stories are composed of the parts in qerl/data/tasks/arith_chain.py, some sentences
-change nothing, and results have up to three digits. A model of 20 M parameters that reads and calculates well solves
-them; the embedded one does not.
+They are computed as those of the task arith are, and split by the same rule. The stories are composed of parts, some
+sentences change nothing, and results have up to three digits. A model of 20 M parameters that reads and calculates well
+solves them; the embedded one does not.
 
     >>> problem("train", seed=0, index=0).worked  # one step per line, then "#### " and the answer
 """
