@@ -1,17 +1,12 @@
-"""Evaluations shown, and beside each other.
-
-What an evaluation shows while it runs and at its end. Importing this loads no torch.
-
-Compare two evaluations of the same questions: is the second better or worse, or can it not be told?
+"""Compare two evaluations of the same questions: is the second better or worse, or can it not be told?
 
     one completion per question   exact McNemar test on the questions that only one of the two has right; Newcombe's
                                   interval of the difference (Statistics in Medicine 17, 1998, 2635-2650, method 10)
     several                       sign-flip test on the per-question differences of mean@n; Gaffke's bounds for the
-                                  mean of these differences (eval/metrics.py), which lie between -1 and 1
+                                  mean of these differences, which lie between -1 and 1
 
-The verdict is "better" or "worse" only if the test gives p < 0.05 and the interval excludes zero. The two rest on
-different approximations, and a claim should survive both. Evaluations of different questions, or with different
-settings, are refused.
+The verdict is "better" or "worse" only if the test gives p < 0.05 and the interval excludes zero: the two rest on
+different approximations, and a claim should survive both. Evaluations with different questions or settings are refused.
 """
 
 from __future__ import annotations

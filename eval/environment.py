@@ -1,14 +1,11 @@
-"""What an evaluation depends on, and by what it is known again.
+"""What an evaluation depends on: the environment that it plays, and the identity by which its numbers are known again.
 
-An evaluation against an environment: which one, and its episodes as completions that are graded.
+An environment is named, or it is the one that the run was trained with. A model that is evaluated chooses no code to
+run and no server to ask: if the run's environment does not ship with qerl, it has to be named.
 
-It is named, or it is the one that the run was trained with. A run is a model, and a model that is evaluated chooses no
-code to run and no server to ask: if the run's environment is not one of those that ship with qerl, it has to be named.
-
-What decides an evaluation's numbers, as plain JSON values. Two evaluations with equal identities give equal rows.
-
-Weights and data are identified by their contents and not by their paths. If a folder was replaced, or trained further,
-it counts as another model, and completions of the old one are never taken for those of the new one.
+The identity is what decides the numbers, as plain JSON values; two evaluations with equal identities give equal rows.
+Weights and data are identified by their contents and not by their paths, so a folder that was trained further counts as
+another model.
 """
 
 from __future__ import annotations

@@ -1,29 +1,11 @@
-"""The result of an evaluation and where it is kept.
-
-An evaluation's folder: what was asked, every graded completion, and the result.
+"""An evaluation's folder and its numbers, from graded completions to the table that is shown.
 
     settings.json      identity of the evaluation (what decides its numbers), and the engine that runs it
     completions.jsonl  one line per completion; a batch is appended at once and flushed to the disk
-    result.json        written last, whole or not at all
+    result.json        the fields of `EvalResult`, written last, whole or not at all
 
 A killed evaluation leaves whole batches and at most one unfinished batch. That one is dropped and sampled again with
 the same seed, so that a continued evaluation gives the numbers of an uninterrupted one.
-
-From graded completions to numbers: the summary of an evaluation, its JSON form, and the table for people.
-
-result.json, from which reports are made (shares are of completions, intervals are 95%):
-
-    task, model, step                    name, one line, optimizer step of the checkpoint or null
-    questions, samples, completions, correct
-    accuracy {value, low, high}          mean over questions (mean@n); `interval` says how low and high were made
-    pass_at_k {"4": {value, low, high}}  only for the k that were asked for
-    mean_environment_reward              only of an evaluation against an environment
-    mean_score                           only of a grader of the user's own
-    truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
-    prompt_tokens, completion_tokens, seconds, tokens_per_second
-    base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
-    identity                             what decides the numbers (eval/environment.py): equal identities give equal
-    rows
 """
 
 from __future__ import annotations
@@ -272,7 +254,23 @@ class Summary:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """A finished evaluation. `details` holds settings, model, engine, versions and identity, as plain JSON values."""
+    """A finished evaluation, and the fields of result.json, from which reports are made.
+
+    Shares are of completions, intervals are 95%:
+
+        task, model, step                    name, one line, optimizer step of the checkpoint or null
+        questions, samples, completions, correct
+        accuracy {value, low, high}          mean over questions (mean@n); `interval` says how low and high were made
+        pass_at_k {"4": {value, low, high}}  only for the k that were asked for
+        mean_environment_reward              only of an evaluation against an environment
+        mean_score                           only of a grader of the user's own
+        truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
+        prompt_tokens, completion_tokens, seconds, tokens_per_second
+        base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
+        identity                             what decides the numbers: equal identities give equal rows
+
+    `details` holds settings, model, engine, versions and identity, as plain JSON values.
+    """
 
     task: str
     model: str

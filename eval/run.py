@@ -1,17 +1,10 @@
-"""An evaluation from its plan to its result.
+"""Evaluate a model on a task: `run_eval(EvalSettings(task="gsm8k", model="runs/a")).summary.accuracy.value`.
 
-Grade a batch of completions, by the task or by the grader of the user's own that the evaluation was given.
-
-Evaluate a model on a task: `run_eval(EvalSettings(task="gsm8k", model="runs/a")).summary.accuracy.value`.
-
-    plan (eval/plan.py) -> folder (eval/result.py) -> engine + adapter -> completions -> grades -> summary ->
-    result.json
+    plan (eval/plan.py) -> engine + adapter -> completions -> grades -> folder and summary (eval/result.py)
 
 The engine is the one that training samples with, the prompt is the one that was trained on, and the grade is the one
-that rewards give.
-
-`run_checkpoints` evaluates several checkpoints of one run: the base is loaded once, and the adapters are exchanged.
-`qerl eval gsm8k --run runs/a --checkpoints all` (or `last`, or steps: `40,80`).
+that rewards give. `run_checkpoints` evaluates several checkpoints of one run: the base is loaded once, and the adapters
+are exchanged (`qerl eval gsm8k --run runs/a --checkpoints all`, or `last`, or steps: `40,80`).
 """
 
 from __future__ import annotations

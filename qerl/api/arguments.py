@@ -1,12 +1,8 @@
-"""Arguments of the Python interface, and the process that it runs in.
+"""Arguments of the Python interface as recipes and commands name them, and the process that a call leaves as it was.
 
-The state of a Python program that a call of qerl puts back when it ends, however it ends.
-
-A command may change its process as it likes. A program goes on: with its environment, loggers, random generators and
-torch's settings as they were, and without an engine that holds a card's memory. One thing stays: once CUDA has
-started, the process keeps its card, and CUDA_VISIBLE_DEVICES says which.
-
-Arguments of Python calls as recipes and commands name them: functions, rows and models.
+A command may change its process as it likes, but a program goes on. So when a call of qerl ends, however it ends,
+`as_before` restores environment, loggers, random generators and torch's settings, and no engine holds a card's memory
+any more. One thing stays: once CUDA has started, the process keeps its card, and CUDA_VISIBLE_DEVICES says which.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Training, evaluation and folders from Python.
+"""What the commands do, from a script or a notebook: train, fine-tune, evaluate, quantize, merge and export.
 
-`qerl.evaluate`: accuracy of a model on a task or on rows of one's own, with its interval.
-
-`qerl.quantize`, `qerl.merge` and `qerl.export`: from a model's folder to another one.
-
-`qerl.train`: a run from a recipe, or the continuation of one, in a script or a notebook.
-
-`qerl.sft`: supervised fine-tuning, in a script or a notebook.
+Each function takes the command's options as arguments, and returns a value: a run, a result, or a report with the
+folder that was written.
 """
 
 from __future__ import annotations

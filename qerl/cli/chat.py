@@ -1,9 +1,8 @@
 """`qerl chat`: talk to a model, with or without an adapter, on the engine that training and evaluation use.
 
 Each line of stdin is a message, on a terminal and in a pipe, and only answers go to stdout. The conversation is kept
-until `/reset`. When it no longer fits the context its oldest exchange is forgotten, and a log line says so.
-
-`qerl chat`; qerl/cli/main.py registers it. Nothing here imports torch.
+until `/reset`. When it no longer fits the context its oldest exchange is forgotten, and a log line says so. Nothing
+here imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`qerl eval` and `qerl compare`.
-
-What an evaluation shows while it runs and at its end. Importing this loads no torch.
-
-The command line of evaluation, once: `qerl eval TASK ...` and `python -m eval.<task> ...` share these options.
+"""`qerl eval`, `qerl compare` and `python -m eval.<task>`: their options, and what is shown during and after an
+evaluation.
 
 qerl/cli/main.py registers `evaluate` as `eval`; `main(task)` is the same with the task fixed. Nothing here imports
 torch before the options are known to be good.

@@ -1,20 +1,16 @@
-"""Options of commands that follow from dataclasses.
+"""Commands whose options are the fields of a dataclass, so that they are written once:
 
-Show the options of a command where the engine names keys of a recipe.
+    @dataclass(frozen=True)
+    class GradeOptions:
+        file: Annotated[Path, typer.Argument(help="...")]
+        task: Annotated[str, typer.Option(help="...")] = "gsm8k"
 
-The engine speaks of `rollout.memory`, which is right while a recipe trains; `qerl eval` and `qerl chat` have --memory.
-What is wrong in a recipe keeps its keys, since a run's config.yaml has them.
+    def grade(options: GradeOptions) -> None: ...
 
-A command whose options are the fields of a dataclass, so that they are written once.
+    app.command()(command_of(grade))
 
-@dataclass(frozen=True)
-class GradeOptions:
-    file: Annotated[Path, typer.Argument(help="...")]
-    task: Annotated[str, typer.Option(help="...")] = "gsm8k"
-
-def grade(options: GradeOptions) -> None: ...
-
-app.command()(command_of(grade))
+`options_named` lets an error of the engine name a command's option: the engine speaks of `rollout.memory`, and
+`qerl eval` and `qerl chat` have --memory.
 """
 
 from __future__ import annotations

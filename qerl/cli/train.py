@@ -1,18 +1,8 @@
-"""`qerl train`, `qerl sft` and `qerl distill`.
+"""`qerl train`, `qerl sft` and `qerl distill`: begin a run from a recipe, or continue one.
 
-`--columns`, `--tools` and `--chat-template-kwargs`, as several commands have them.
-
-What a shell completes after an option: recipes, tasks, cards and keys.
-
-Every start of `qerl` imports this, so it imports nothing heavy.
-
-What `qerl train`, `qerl sft` and `qerl distill` may be told. Nothing here imports torch.
-
-`qerl train`: begin a run from a recipe, or continue one. torch is imported only when nothing speaks against it.
-
-`qerl sft`: `qerl train` for a recipe that learns from given conversations. Nothing here imports torch.
-
-`qerl distill`: `qerl train` for a recipe whose loss is the divergence from a teacher. Nothing here imports torch.
+The three differ in the sections that they add to a recipe. Here also stand the options that several commands share
+(`--columns`, `--tools`, `--chat-template-kwargs`) and what a shell completes after an option. Every start of `qerl`
+imports this, so it imports nothing heavy: torch comes only when nothing speaks against the run.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Weights behind packed ones: masters, and the sums of a start and a LoRA.
 
-A master is trained by the gradient of the packed weight (straight-through). A linear with a master keeps it as a
-parameter named `master`. Its forward pass multiplies by the packed weight as before; its backward pass adds the
-weight's gradient to `master.grad`. The optimizer changes the master, and a sync packs it over the weight
-(`qerl.engine.update`). Where several ranks share the masters out, the gradient goes to the rank that has this one
-(`receive_by_`), and the others keep an empty parameter in its place.
+A linear with a master keeps it as a parameter named `master`. The forward pass multiplies by the packed weight; the
+backward pass adds the packed weight's gradient to `master.grad` (straight-through). The optimizer changes the master,
+and a sync packs it over the weight (`qerl.engine.update`). Where several ranks share the masters out, the gradient goes
+to the rank that has this one (`receive_by_`), and the others keep an empty parameter. After `multiply_by_masters_`
+trainer and masters work in 16 bits, and packed weights serve for sampling alone.
 
-After `multiply_by_masters_` the forward and backward passes multiply by the masters instead: training in 16 bits, with
-packed weights for sampling alone. An engine that samples with the trainer's own modules says so by `serving`.
-
-A `LowRankSum` is the weight that a linear has with a LoRA in it, W0 + s B A, computed when it is asked for, in float64,
-and rounded once, to float32. So it does not depend on the device, on the library, or on how many rows are computed at
-once: the bytes that are packed of it on a card are those that an export packs on a CPU. A piece of the rows is computed
-at a time, and W0, which may lie in host memory, is never copied to the device as a whole.
+A `LowRankSum` is W0 + s B A, computed when it is asked for, in float64, a piece of the rows at a time, and rounded once
+to float32. So it depends on neither device nor library: an export on a CPU has the bytes that a card packed.
 """
 
 from __future__ import annotations

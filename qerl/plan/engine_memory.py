@@ -1,8 +1,7 @@
-"""The engine's memory on a card.
+"""How much GPU memory the engine may take, and the cards that `qerl plan` knows. Pure numbers, no torch.
 
-The cards that `qerl plan` knows, with memory, bandwidth and rate. No torch.
-
-How much GPU memory the engine may take: a budget for rollouts inside a limit for the whole process. Pure numbers.
+`plan_memory` divides a limit for the whole process: a budget for rollouts inside it, and the room that training needs.
+A card is known by its memory, bandwidth and rate.
 """
 
 from __future__ import annotations

@@ -1,28 +1,9 @@
-"""The sizes of a model's parts in memory.
+"""The sizes that follow from a model's config.json: of weights, adapter, keys and values, and of what is computed
+beside.
 
-What an FP8 recipe (`train.fp8_recipe`) takes of a card while a layer runs backward. Pure numbers.
-
-It follows `qerl.formats.fp8.training` and `qerl.model.products` on a card, in an MLP of I columns and H features.
-
-blockwise: the peak is in the gradient to the input of gate and up. Then the gradient of the activation is gone, whose
-2 I bytes per token `Shapes.footprint` counts, and beside the gradients of gate and up and the decoded weight there are,
-per token, the codes of dy (2 I bytes), a float32 scale for each 128 of them, and the product (H numbers of 2 bytes); of
-the weight (2 I x H) codes and their transposed copy, 1 byte each.
-
-tensorwise: the peak is in the same place, with the codes of dy but no scales per token, and the transposed codes of the
-weight alone. With masters dy is rounded for both of its products, which makes 4 I bytes per token of codes, less the
-2 I of the activation's gradient, which is gone. The product of a master's gradient (I x H) is counted as float32
-beside that, though it comes later and is narrower where masters are.
-
-The sizes that follow from a model's config.json: of weights, adapter, keys and values. Pure numbers, no torch.
-
-In a mixture of experts a token meets the weights of a few of them: `active` counts those, `body` all.
-
-Whether a model's keys and values can be kept in 8 bits as they are. No torch.
-
-What a teacher takes of a card and of a step: weights, and a forward pass over the packed rows. Pure numbers.
-
-What activations in 4 bits take of a step, and what calibrating their scales takes before a run. Pure numbers.
+In a mixture of experts a token meets the weights of a few of them: `active` counts those, `body` all. Beside the model
+itself are counted an FP8 recipe of training (`rounding_work`), a teacher, activations in 4 bits and their calibration,
+and whether keys and values can be kept in 8 bits. Pure numbers, no torch.
 """
 
 from __future__ import annotations
@@ -62,7 +43,20 @@ class RoundingWork(NamedTuple):
 
 
 def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int, masters: bool = False) -> RoundingWork:
-    """What the recipe takes of a model with these sizes, whose `masters` are trained, or an adapter."""
+    """What the recipe takes of a model with these sizes, whose `masters` are trained, or an adapter.
+
+    It follows `qerl.formats.fp8.training` and `qerl.model.products` on a card, in an MLP of I columns and H features.
+
+    blockwise: the peak is in the gradient to the input of gate and up. The gradient of the activation is gone by then,
+    whose 2 I bytes per token `Shapes.footprint` counts. Beside the gradients of gate and up and the decoded weight
+    there are, per token, the codes of dy (2 I bytes), a float32 scale for each 128 of them, and the product (H numbers
+    of 2 bytes); of the weight (2 I x H) codes and their transposed copy, 1 byte each.
+
+    tensorwise: the peak is in the same place, with the codes of dy but no scales per token, and only the transposed
+    codes of the weight. With masters dy is rounded for both of its products: 4 I bytes per token of codes, less the 2 I
+    of the activation's gradient. The product of a master's gradient (I x H) is counted as float32 beside that, though
+    it comes later and is narrower where masters are.
+    """
     if recipe is None:
         return RoundingWork(0, 0)
     if recipe == "tensorwise":
