@@ -4,18 +4,12 @@
        ^                                                                                               │
        └──────────────── sync <─────────────── optimizer (transformers' Trainer) <─────────────────────┘
 
-`collect` goes from prompts to a batch and `backward` from a batch to the gradient; the trainer (training/trainer.py)
-calls the first where TRL asks for a step's inputs and the second where it asks for their loss. A rollout may serve
-several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
+The trainer (training/trainer.py) calls `collect` where TRL asks for a step's inputs and `backward` where it asks for
+their loss, several times on one batch if `loss.num_iterations` says so. A distillation has another loss, for which a
+teacher reads each packed row first; given conversations are collected by training/sft_step.py. Of several ranks
+(training/ranks.py) each samples its share of the prompts and trains on its share of the micro-batches.
 
-A run that distills takes the same way with another loss: a teacher (training/policy/teacher.py) reads each packed row
-first, and the loss is the divergence from it. Rewards are then only logged. A run on given conversations samples
-nothing: training/sft_step.py collects its rows, and `backward` is the same.
-
-Of several ranks (training/ranks.py) each samples its share of the prompts and trains on its share of the micro-batches.
-
-Axis suffixes: P prompts, G completions per prompt, B = P * G rows, L prompt tokens, T completion tokens, F reward
-functions.
+Axis suffixes: P prompts, G completions per prompt, B = P * G rows, L prompt tokens, T completion tokens, F rewards.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ by tests/training/test_contracts.py):
     _prepare_inputs          a step's inputs: `collect` samples, grades and pads them, once for `num_iterations` steps
     compute_loss             forward and backward of the whole step: `backward`
     _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
-    _clip_grad_norm          of ranks that share masters out each has a part of the optimizer (shared_optimizer.py)
+    _clip_grad_norm          ranks that share masters each have a part of the optimizer (training/policy/shards.py)
     log                      one dict per step in our names
     evaluate                 a validation, where the recipe asks for one (training/validation)
     _save_checkpoint         checkpoints that survive a kill (training/run_dir)

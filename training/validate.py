@@ -1,13 +1,12 @@
-"""When a run validates, and what follows: a saved best checkpoint, or the run's end.
+"""The validations of a run: when one is due, what it measures, and what follows (a best checkpoint, or the run's end).
 
-transformers' loop asks where it would evaluate: between a step's metrics and its checkpoint, and once before the first
-step of this process. A validation that a signal cut off is made there when the run resumes.
-
-One validation: the questions answered by the policy as it is now, on the open engine and without noise.
+A validation has its questions answered by the policy as it is now, on the open engine and without noise. transformers'
+loop asks where it would evaluate: between a step's metrics and its checkpoint, and once before the first step of this
+process, where a validation that a signal cut off is made up for.
 
 It leaves the run as it was: the noise is put back, the global random streams are restored, the engine's seeds depend on
-the run's seed alone, and rewards have processes of their own. A run with validation therefore has the numbers of one
-without. All validations of a run sample with the same seeds, so that their difference is the policy's.
+the run's seed alone, and rewards have processes of their own. All validations of a run sample with the same seeds, so
+that they differ by the policy alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What stops a run before a bad update or a bad checkpoint.
 
-Engine and trainer may disagree on the logprobs of the same tokens before the first update, and a loss, a gradient or
-trained weights may not be finite.
+Engine and trainer may disagree on the logprobs of the same tokens before the first update (`MismatchGate`), and a loss,
+a gradient or trained weights may not be finite.
 """
 
 from __future__ import annotations

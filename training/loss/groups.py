@@ -1,10 +1,7 @@
-"""Completions of the same prompt, and what is measured of them.
-
-The values that a rollout is made of: a prompt, the completions sampled for it, and their rewards.
+"""The values that a rollout is made of: a prompt, its completions and their rewards; and what a step's rollouts
+measured.
 
 Axis suffixes: P prompts, G completions of one prompt, F reward functions, T tokens.
-
-What a step's rollouts say in numbers: lengths, groups, rewards of all that was sampled, what the rewards logged.
 """
 
 from __future__ import annotations

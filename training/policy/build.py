@@ -1,12 +1,7 @@
 """The policy on the engine's own model: a LoRA adapter on a frozen base, or masters behind its packed weights.
 
-Masters do not lie on ties, so that the size of a first step is what the learning rate says.
-A 16-bit weight has so few digits that it often lies exactly between two codes, and the largest of a block exactly
-between two block scales. An update then moves it to the other side however small it is: with the embedded model in
-bfloat16 and any learning rate, 4% of what NVFP4 decodes to changes at once, along the gradient of one batch
-(tag studies-2026-11). So a master begins a random piece nearer to the value that its weight was
-packed to. It stays so near to the 16-bit weight that it rounds to it, and what is packed first has the same bits.
-Masters in bfloat16 cannot leave ties, but random rounding lets few of them move at a time.
+Masters in float32 do not begin at the 16-bit weights but a random piece nearer to what these were packed to
+(`off_ties`), so that the size of a first step is what the learning rate says.
 """
 
 from __future__ import annotations
@@ -61,8 +56,14 @@ SMALLEST = 1 / 256
 def off_ties(weight: torch.Tensor, packed: torch.Tensor, seed: int) -> torch.Tensor:
     """`weight` in float32, on the device of `packed`, moved towards `packed` (float32), the value that it is packed to.
 
+    A 16-bit weight has so few digits that it often lies exactly between two codes, and the largest of a block between
+    two block scales. An update then moves it to the other side, however small it is: with the embedded model in
+    bfloat16 and any learning rate, 4% of what NVFP4 decodes to changes at once (docs/lab/qat.md).
+
     A move is uniform between 0 and a quarter of a unit of the weight's last place, by random numbers from `seed` (0 to
-    2^63 - 1). Weights that are packed exactly stay, and so do all of a wider dtype than 16 bits.
+    2^63 - 1). So the result rounds to the 16-bit weight, and what is packed first has the same bits. Weights that are
+    packed exactly stay, and so do all of a wider dtype than 16 bits. Masters in bfloat16 cannot leave ties, but random
+    rounding lets few of them move at a time.
     """
     wide = weight.to(packed.device, torch.float32)
     if weight.dtype not in FEW_DIGITS:
@@ -154,7 +155,7 @@ def build_weights_policy(
 ) -> WeightsPolicy:
     """Put masters behind the engine's packed weights, read from the 16-bit model that the run starts from.
 
-    In float32 they begin off the ties of rounding (`ties.py`). Of several ranks each has those of its layers.
+    In float32 they begin off the ties of rounding (`off_ties`). Of several ranks each has those of its layers.
     """
     qat, model = config.qat, engine.policy_model()
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))

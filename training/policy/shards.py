@@ -3,16 +3,11 @@
     backward   when all gradients of a layer are there, they are summed on the rank that has its masters, and dropped
     optimizer  each rank updates its own masters
     sync       each rank packs its own, and sends the packed bits, 0.56 bytes per weight, to all engines
-    checkpoint rank 0 asks the others for what it lacks, so that the files are those that one rank writes
+    checkpoint rank 0 asks the others for what it lacks, so the files are the same as with one rank
 
-Whole layers are dealt, and not rows or flat pieces: the names in a checkpoint then do not depend on the number of
-ranks, and neither do the blocks of 256 numbers in which an 8-bit optimizer keeps its moments. PyTorch's own parts were
-looked at. FSDP2 gathers the parameters for each forward pass, here masters that no product reads, and leaves alone a
-gradient that autograd does not see; ZeroRedundancyOptimizer shares out the moments only; both, and
-torch.distributed.checkpoint, work on torch's default group, which vLLM takes for itself (docs/lab/several-gpus.md).
-
-The optimizers of all ranks have the same groups of parameters, in the same order; those of other ranks are empty and
-have neither gradient nor state. So a state has the same number everywhere, the one that a single rank gives it.
+Whole layers are dealt, because the names in a checkpoint, and the blocks of an 8-bit optimizer, then do not depend on
+the number of ranks. docs/lab/several-gpus.md says why not PyTorch's own parts. The optimizers of all ranks have the
+same groups of parameters, empty ones for the layers of others, so a state has the same number everywhere.
 """
 
 from __future__ import annotations

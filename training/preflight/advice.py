@@ -1,10 +1,6 @@
-"""How long a run takes, what to change, and what several cards do.
+"""How long a run takes, what to change so that it fits, and what one card of several takes of it. No torch.
 
-How long a whole run takes: with full lengths, and with those that its completions and prompts are likely to have.
-
-What to change so that a run fits, and how much longer completions may be. The planner tries every change itself.
-
-What one card of several takes of a run: its share of the prompts of a step, and of a validation. No torch.
+`likely` has the lengths that completions and prompts are likely to have; `advice` tries each change by the planner.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""What is checked before a run loads anything large.
-
-What a run that rounds activations is told, or refused for, before an engine is opened. No torch on import.
-
-Whether the trackers of a recipe can report, before anything heavy is loaded. No torch.
-
-Checks of a run before an engine is opened: data, rewards, base, adapter, context and memory. No torch on import.
+"""Checks of a run before an engine is opened: data, rewards, base, adapter, context, trackers and memory.
 
 `check_config` and `check_resumed` need the configuration and files alone, so the command calls them before it imports
-anything heavy. `read_prompts` reads the data, and holds prompts and adapter to what the base allows. `check_engine`
-and `check_memory` ask this machine.
+anything heavy. `read_prompts` reads the data, and holds prompts and adapter to what the base allows. `check_engine` and
+`check_memory` ask this machine. No torch on import.
 """
 
 from __future__ import annotations

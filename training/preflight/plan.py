@@ -1,9 +1,8 @@
 """What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
 
-Memory follows the code that allocates it: the engine's budget and KV cache (`engine_memory.py`), the micro-batches
-(`micro_batch_plan.py`), and the adapter with its optimizer state. Seconds follow the model in `seconds.py`.
-
-What a recipe's validations take: how many there are, and their seconds by the cost model. No torch.
+Memory follows the code that allocates it: the engine's budget and KV cache (qerl/plan/engine_memory.py), the
+micro-batches (qerl/plan/micro_batch_plan.py), and the adapter with its optimizer state. Seconds follow the model in
+`seconds.py`, for the steps and for the recipe's validations.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""What a run starts from: an adapter that was trained before, and the start of its base.
+"""What a run starts from: an adapter that was trained before, or the start of its base. Loads no torch.
 
-Whether a run can begin from an adapter: it has to be of the run's base, and of the recipe's rank, scale and places.
-
-Importing this loads no torch.
-
-Which start a run's adapter gets (`qerl.checkpoint.base_start`): settled once, when the run begins.
-
-The settled values of `adapter.start` and `adapter.start_rank` are in the run's config.yaml, and the components that act
-in its start/, so that a resumed run depends on neither the base's folder nor a later default.
+`check_warm_start` holds an earlier adapter to the run's base, rank, scale and places. `settle_start` decides once which
+start of the base the adapter gets (`qerl.checkpoint.base_start`). The settled values are in the run's config.yaml, and
+the components that act in its start/, so that a resumed run depends on neither the base's folder nor a later default.
 """
 
 from __future__ import annotations

@@ -1,28 +1,14 @@
-"""The rewards of a run, whatever they do.
+"""The rewards of a recipe: those that ship with qerl, how one is found by name or path, and the calls that check it.
 
-The rewards that come with qerl. Each takes columns of a batch by name and returns one float per completion.
-
-The columns are completions (text), completion_ids (token ids), prompts (rendered text), question, answer, row (the same
-number for all completions of one prompt), task, max_new_tokens, step, and the data set's other columns by their names.
-
-A reward as grading calls it: with the columns that it asks for, and with what it returns checked.
-
-The rewards of a recipe: find them by name or path, call them with the columns they ask for, check what they return.
-
-A reward is a function that takes columns and returns one finite number per completion, for example
+A reward takes columns by name and returns one finite number per completion:
 
     def short(completions, **columns):  # named as rewards.py:short in the recipe
         return [float(len(text) < 500) for text in completions]
 
-It is called with the columns that training/rewards/rewards.py lists, as keyword arguments; a function that does not
-end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/base/own_function.py), within
-`timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns NaN or the wrong number of
-values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the name
-is a URL, the reward is a reward server (training/rewards/server.py).
-
-A user's function gets what TRL 1.16 gives one (GRPOTrainer._calculate_rewards): of a row of messages each completion is
-a list of messages, and so is its prompt; `trainer_state`, `log_metric` and `log_extra` are there; None for a completion
-leaves the reward out of its sum.
+The columns are completions, completion_ids, prompts (rendered text), question, answer, row (the same number for all
+completions of one prompt), task, max_new_tokens, step, and the data set's other columns by their names. A function of
+the user's runs in a process of its own (qerl/base/own_function.py) and gets what TRL 1.16 gives one (`GuardedReward`).
+A reward whose name is a URL is a reward server (training/rewards/server.py).
 """
 
 from __future__ import annotations
@@ -233,7 +219,16 @@ class Rows:
 
 
 class GuardedReward:
-    """A reward as grading calls it: it adds the columns of the examples and checks what the function returns."""
+    """A reward as grading calls it: it adds the columns of the examples and checks what the function returns.
+
+    A function that does not end in `**columns` gets only the columns that it names; it may be async, and has
+    `timeout_s`. One that raises, is late, ends its process, or returns NaN or the wrong number of values, stops the
+    run, and the completion it failed on is saved as failed_reward.json in the run directory.
+
+    As in TRL 1.16 (GRPOTrainer._calculate_rewards), a user's function gets each completion of a row of messages as a
+    list of messages, and its prompt too; `trainer_state`, `log_metric` and `log_extra` are there; None for a completion
+    leaves the reward out of its sum.
+    """
 
     def __init__(
         self,

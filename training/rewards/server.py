@@ -1,35 +1,12 @@
-"""Rewards by HTTP: a server's, and a judge's.
-
-A reward whose name is a URL: a server that the user runs grades the completions.
-
-    rewards: [{name: "http://localhost:8000/grade", weight: 1.0, args: {timeout_s: 10, retries: 3}}]
-
-Each batch is one POST of JSON. Every list has one value per completion, in the same order:
-
-    {"completions": [text], "prompts": [text], "questions": [text], "answers": [text], "rows": [number], "step": 12,
-     "columns": {"level": [3]}}
-
-`columns` holds what `args.columns: [level]` asks for: columns of the data, or completion_ids. `rows` has the same
-number for all completions of one prompt. The answer is {"rewards": [0.0, 1.0, ...]} or the list alone, with one finite
-number per completion.
+"""Rewards that are asked over HTTP: a server of the user's (`RewardServer`), and a language model as `Judge`.
 
 A server that cannot be reached, is late or answers 408, 429 or 5xx is asked again after backoff_s, then after twice
 that time, and so on, or after the time that its Retry-After asks for; any other error is final. `timeout_s` is the
 deadline of a whole exchange, and an answer has at most LARGEST bytes. If no rewards come in the end, a RewardError
-stops the run, which can be resumed from its last checkpoint. `headers` are sent along, with `${NAME}` replaced by a
-variable of the environment (qerl/base/http.py). Nothing is sent anywhere but to that URL: a redirect is an
-error, and the proxies that the environment names are used for other machines only.
+stops the run, which can be resumed from its last checkpoint.
 
-The reward `judge`: a language model behind an OpenAI-compatible server reads each completion and writes a score.
-
-    rewards:
-      - name: judge
-        args: {url: "http://localhost:8001/v1", model: Qwen/Qwen2.5-7B-Instruct}
-
-Each completion is one chat of one message, made of `template`. The score is the last match of `pattern` in the reply,
-either a number within `range`, which becomes 0 to 1, or a word of `scores`. A reply without a score is rewarded with 0
-and counted as judge/unparsed_share; if a whole batch of at least two has none, a RewardError shows a reply. Limits of
-time and bytes, retries and headers are those of a reward server (qerl/base/http.py).
+`headers` are sent along, with `${NAME}` replaced by a variable of the environment (qerl/base/http.py). Nothing is sent
+anywhere but to that URL: a redirect is an error, and the environment's proxies are used for other machines only.
 """
 
 from __future__ import annotations
@@ -61,7 +38,19 @@ LARGEST = 16 * 2**20  # bytes of an answer: a million rewards in all their digit
 
 
 class RewardServer:
-    """The reward that the server at `url` gives. The keyword arguments with a default are the recipe's `args`."""
+    """The reward that the server at `url` gives. The keyword arguments with a default are the recipe's `args`.
+
+        rewards: [{name: "http://localhost:8000/grade", weight: 1.0, args: {timeout_s: 10, retries: 3}}]
+
+    Each batch is one POST of JSON. Every list has one value per completion, in the same order:
+
+        {"completions": [text], "prompts": [text], "questions": [text], "answers": [text], "rows": [number], "step": 12,
+         "columns": {"level": [3]}}
+
+    `columns` holds what `args.columns: [level]` asks for: columns of the data, or completion_ids. `rows` has the same
+    number for all completions of one prompt. The answer is {"rewards": [0.0, 1.0, ...]} or the list alone, with one
+    finite number per completion.
+    """
 
     def __init__(self, url: str) -> None:
         mistake = url_mistake(url)
@@ -254,7 +243,19 @@ class JudgeArgs:
 
 
 class Judge:
-    """The reward. Its signature has the fields of JudgeArgs, so that a misspelt argument is noticed."""
+    """The reward `judge`: a language model behind an OpenAI-compatible server reads each completion and writes a score.
+
+        rewards:
+          - name: judge
+            args: {url: "http://localhost:8001/v1", model: Qwen/Qwen2.5-7B-Instruct}
+
+    Each completion is one chat of one message, made of `template`. The score is the last match of `pattern` in the
+    reply, either a number within `range`, which becomes 0 to 1, or a word of `scores`. A reply without a score is
+    rewarded with 0 and counted as judge/unparsed_share; if a whole batch of at least two has none, a RewardError shows
+    a reply.
+
+    Its signature has the fields of JudgeArgs, so that a misspelt argument is noticed.
+    """
 
     __name__ = "judge"
 

@@ -1,27 +1,13 @@
-"""Completions that go on in the next step.
+"""Completions that a step leaves unfinished go on in the next step, so that no step waits for its longest one.
 
-Completions that a step leaves unfinished go on in the next step, so that no step waits for its longest one.
+These are "partial rollouts" (Kimi k1.5, arXiv 2501.12599, section 2.6.2; APRIL, arXiv 2509.18521). A rank samples as
+many completions at once as without this, and begins the next prompts of its share as soon as a whole group has room.
+Unfinished ones are kept as token ids and logprobs; keys and values are computed anew. The rules:
 
-("Partial rollouts", as in Kimi k1.5, arXiv 2501.12599, section 2.6.2, and APRIL, arXiv 2509.18521.)
-
-Each rank samples as many completions at once as it does without this, and begins the next prompts of its share as soon
-as there is room for a whole group. Its call of the engine ends when its share of the step's groups has ended. What is
-unfinished then is kept as token ids and logprobs and goes on in the next step: a request whose prompt is the prompt and
-the tokens so far, since keys and values of the older weights are of no use. The rules:
-
-1. Prompts begin in the order of the data, and every rank takes its own share of it. So a rank needs no word from the
-   others while it samples; the step waits for the slowest. A run trains on the same prompts with and without this.
-2. Of the groups that have ended the oldest are trained on. None is trained on later than `rollout.carry_over` rollouts
-   after its first token: at most (carry_over + 1) times a rank's share is in progress, and a call does not end before
-   the groups have ended that could otherwise come too late.
-3. A token's logprob is that of the policy that drew it, so the importance weights correct for each token's own policy.
-4. What a rollout leaves follows from (seed, step) and what the rollout before left, which is part of a checkpoint.
-
-What is carried over from rollout to rollout, for all ranks: between the steps, in a checkpoint, and dealt anew.
-
-A checkpoint's file does not depend on who wrote it. If a run goes on with another number of ranks, whole groups are
-dealt anew, oldest first, with the prompts that some ranks had begun before others; then its numbers are no longer those
-of the run that went on as it was.
+1. Prompts begin in the order of the data, each rank taking its own share, so no rank needs word from the others.
+2. The oldest groups that have ended are trained on, each at most `rollout.carry_over` rollouts after its first token.
+3. A token's logprob is from the policy that drew it, so importance weights correct for each token's own policy.
+4. What a rollout leaves follows from (seed, step) and from what was left before, which is part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -124,7 +110,11 @@ class Share:
 
 
 class Pool(Source):
-    """The groups that a rank has in progress during one rollout. It is what the engine asks."""
+    """The groups that a rank has in progress during one rollout. It is what the engine asks.
+
+    At most (carry_over + 1) times a rank's share is in progress. The call of the engine ends when the rank's share of
+    the step's groups has ended, and not before the groups have ended that could otherwise come too late.
+    """
 
     def __init__(self, kept: Kept, share: Share, sampling: SamplingParams, rollout: int, longest: int) -> None:
         """`longest` is `rollout.carry_over`."""
@@ -255,7 +245,12 @@ FILE = "carry_over.pt"
 
 
 class CarryOver:
-    """Knows what each rank has in progress before the present rollout, and before the one after it."""
+    """Knows what each rank has in progress before the present rollout, and before the one after it.
+
+    A checkpoint's file does not depend on who wrote it. If a run goes on with another number of ranks, whole groups are
+    dealt anew, oldest first, with the prompts that some ranks had begun before others; its numbers then differ from
+    those of the run with the same ranks.
+    """
 
     def __init__(self, config: RunConfig, prompts: Sequence[Prompt], parallel: Parallel) -> None:
         self._rollout, self._run = config.rollout, config.run

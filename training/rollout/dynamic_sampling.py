@@ -2,18 +2,14 @@
 
 A group is informative if its rewards differ and a completion of it enters the loss; any other has a gradient of 0. As
 long as a step's batch lacks informative groups, an extra rollout samples further prompts, all with the same policy.
-Everything is a pure function of (seed, step, attempt) and of what was sampled before in the step: nothing is kept from
-step to step, so that a resumed run needs no state.
-
-Departures from the paper:
+Everything depends only on (seed, step, attempt) and on what the step sampled before, so that a resumed run needs no
+state. Departures from the paper:
 
 1. A group is judged by the sum of weight * reward, from which the advantages are computed, and not by whether the
    answers are right. The two agree if accuracy is the only reward.
-2. The extra rollouts of a step are bounded. The places that are still empty then are filled with uninformative groups,
-   which are counted.
-3. Extra prompts are not taken from the order of the data, which is the same as in a run without them. They are rows
-   that the step has not kept, in an order of their own for each (seed, step); rows that it has drawn least often come
-   first.
+2. The extra rollouts of a step are bounded. Places that are still empty get uninformative groups, which are counted.
+3. Extra prompts are rows that the step has not kept, in an order of their own for each (seed, step), those that it has
+   drawn least often first. The order of the data stays the same as without them.
 """
 
 from __future__ import annotations

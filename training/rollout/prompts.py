@@ -1,26 +1,11 @@
-"""Which prompts a step has.
-
-The order of the rows: which of them each rollout takes, of one source or of several by their weights.
-
-Of one source it is a function of (seed, rollout). Of several, each source has an endless sequence of epochs of its own,
-and each rollout takes so many prompts of each that the shares are those of the weights: the largest remainders decide,
-and what a source got too little or too much of is carried over to the next rollout. A run that starts at a later
-rollout goes through the earlier ones first, which takes no time.
-
-A curriculum: rows whose latest completions were all right, or all wrong, are passed over for most of the time.
-
-Each source goes through its rows epoch by epoch, as without a curriculum. A row that was measured as hard or as easy is
-taken in some epochs only (`hard_share`, `easy_share`), so that it is measured again as the policy changes; rows that
-were not measured are always taken. If a whole epoch has no other row left, passed-over ones are taken in their order.
-prime-rl calls the same thing difficulty pools (easy_threshold, hard_threshold), verl a curriculum sampler.
-
-What was measured and where each source stands is the state of the run. A checkpoint has it as curriculum.json, as it
-was when the last finished step ended: a run that left a step in its midst continues with the rows of that step.
-
-Examples -> prompts, and which of them each step trains on; that depends on the seed and the step alone.
+"""Examples -> prompts as token ids, and which of them each step trains on.
 
 The prompt is built by `qerl.data.tasks`, the same code that evaluation uses, and kept as token ids, so that no second
 template can slip in between.
+
+The rows of a rollout depend on seed and step alone. Several sources take turns by their weights (`shares`), each in an
+endless sequence of epochs of its own; a run that starts at a later rollout goes through the earlier ones first, which
+takes no time. A `Curriculum` passes over rows that were too hard or too easy; what it measured is part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -87,7 +72,10 @@ def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> lis
 
 
 def shares(weights: Sequence[float], prompts: int) -> Iterator[list[int]]:
-    """For each rollout without end, the source of each of its prompts, in the order in which they are taken."""
+    """For each rollout without end, the source of each of its prompts, in the order in which they are taken.
+
+    The largest remainders decide, and what a source got too little or too much of is carried over to the next rollout.
+    """
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     parts = [int(weight * scale) for weight in exact]  # a prompt costs sum(parts), and a source earns its part
@@ -174,7 +162,17 @@ DECIDING = "accuracy"
 
 
 class Curriculum:
-    """Chooses the rows of each rollout, and measures what became of them. `sources` are names and weights."""
+    """Chooses the rows of each rollout, and measures what became of them. `sources` are names and weights.
+
+    Each source goes through its rows epoch by epoch, as without a curriculum. A row whose latest completions were all
+    right or all wrong is taken in some epochs only (`hard_share`, `easy_share`), so that it is measured again as the
+    policy changes; rows that were not measured are always taken. If an epoch has no other row left, passed-over ones
+    are taken in their order. prime-rl calls this difficulty pools (easy_threshold, hard_threshold), verl a curriculum
+    sampler.
+
+    What was measured and where each source stands is the state of the run. A checkpoint has it as curriculum.json, as
+    it was when the last finished step ended: a run that left a step in its midst continues with the rows of that step.
+    """
 
     def __init__(
         self,

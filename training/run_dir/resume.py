@@ -1,18 +1,13 @@
 """`qerl train --resume [RUN|STEP] [--steps N]`: find the run and its checkpoint, rewind it, change its number of steps.
 
---resume                     the newest run under runs/ (with --recipe R the newest of R, with --out DIR the one in DIR)
---resume runs/x              this run, from its newest good checkpoint
---resume 40                  the run as in the first line, from its checkpoint of step 40
---resume runs/x/checkpoints/step-000040
-
-With --model BASE the run's base is taken from where it is now; its weights have to be those that the run began with.
-
-With --steps N the run has N steps in all, finished before or not. Learning rate and noise depend on the step and on N.
-From the next step on they have the values of a run that was started with N steps, so they may jump: after the end of a
-cosine schedule the learning rate rises again, and so does sigma. What was trained before stays as it is.
+    --resume          the newest run under runs/ (with --recipe R the newest of R, with --out DIR the one there)
+    --resume runs/x   this run, from its newest good checkpoint
+    --resume 40       the run as in the first line, from its checkpoint of step 40
+    --resume runs/x/checkpoints/step-000040   from there
 
 Nothing is deleted: an earlier result and later checkpoints are moved to `replaced-<time>/`. The recipe is changed last,
-so that a kill before leaves the finished run, and a kill afterwards leaves one that continues.
+so that a kill before leaves the finished run, and a kill afterwards leaves one that continues. With --model BASE the
+base is taken from where it is now; its weights have to be those that the run began with.
 """
 
 from __future__ import annotations
@@ -212,7 +207,12 @@ def _results(run_dir: Path) -> list[Path]:
 
 
 def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
-    """Make `config.run.steps` the run's number of steps. The caller has to hold the lock of the run directory."""
+    """Make `config.run.steps` the run's number of steps. The caller has to hold the lock of the run directory.
+
+    Learning rate and noise depend on the step and on that number. From the next step on they have the values of a run
+    that was started with it, so they may jump: after the end of a cosine schedule the learning rate rises again, and so
+    does sigma. What was trained before stays as it is.
+    """
     before, about = load_config(run_dir / "config.yaml").run.steps, read_about(run_dir)
     changes = about.get("totals", [])
     changed = before != config.run.steps
