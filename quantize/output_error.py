@@ -1,10 +1,9 @@
 """The error of a quantized model's outputs on rows that it was not calibrated on, and what becomes of a bad model.
 
-Weights are no measure of a calibrated method: GPTQ lets them be wrong wherever the inputs are small, and a sound result
-can be further from the source than rounding, in weights, and nearer in outputs. So each linear's outputs are compared,
-with the inputs that it has in the 16-bit model, and the logits of the whole model. Rounding to nearest is measured on
-the same rows beside it, and so is the model with its start, as runs that use one begin. Each layer's weights are read
-when its turn comes (`quantize.one_pass`).
+Weights are no measure of a calibrated method: GPTQ lets them be wrong wherever the inputs are small. So each linear's
+outputs are compared, with the inputs that it has in the 16-bit model, and the logits of the whole model. Rounding to
+nearest is measured beside it on the same rows, and so is the model with its start. Each layer's weights are read when
+its turn comes (`quantize.one_pass`).
 
 A checkpoint by llm-compressor's calibration whose outputs are bad is kept, by another name: the calibration takes
 hours, and a person may judge otherwise than a limit does.

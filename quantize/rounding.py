@@ -1,28 +1,14 @@
 """Rounding to NVFP4 under the weights of the inputs: searched block scales, and GPTQ on them. Tensors in, tensors out.
 
 What is minimized for a linear W (out, in) is tr((W - Q) R (W - Q)'), where R (in, in) is the second moment of its
-inputs, the mean of x'x over tokens: the mean square error of its outputs. Each function also takes the rows of several
-linears that read the same input (q/k/v, gate/up), one below the other: they share R and the global scale.
+inputs, the mean of x'x over tokens: the mean square error of its outputs. Linears that read the same input (q/k/v,
+gate/up) come as rows one below the other, and share R and the global scale. `searched_scales` judges the candidates for
+a block scale by R's diagonal; `gptq` then rounds; `best_factors` is the low-rank part of what is left. Departures from
+llm-compressor's GPTQ and observers:
 
-- A block scale is the best of some candidates, judged by R's diagonal alone (`searched_scales`).
-- GPTQ (arXiv 2210.17323) then rounds column by column and moves the error to the columns that are left (`gptq`).
-
-Departures from llm-compressor's GPTQ and observers:
-
-1. The global scale is 448 * 3 / amax instead of 448 * 6 / amax. A block may then have any scale up to twice the usual
-   one, and the block of the largest weight is not bound to 448. The price is that scales under 2^-6 are subnormal in
-   e4m3, which Marlin takes for zero: 0.0004% of SmolLM2's block scales, whose blocks hold next to nothing.
+1. The global scale is 448 * 3 / amax instead of 448 * 6 / amax (`roomy_global_scale`).
 2. Candidates are compared after they were rounded to e4m3, as they are stored.
-3. GPTQ needs no inverse. With R = M M' for an upper triangular M, column j is rounded at
-   w_j + sum_{i < j} (w_i - q_i) M_ij / M_jj, which is Babai's nearest plane algorithm and equals the usual form, where
-   the inverse of R is factored.
-
-`best_factors` is the low-rank part of the error that matters most to the outputs, as factors of a LoRA adapter. For an
-error E = W - Q (out, in) and the second moment R (in, in) of the inputs, the best BA of a rank minimizes
-tr((E - BA) R (E - BA)'). With any S S' = R that is |(E - BA) S|^2, so by Eckart and Young BA S = U U' E S, where U has
-the first left singular vectors of E S, which are the first eigenvectors of E R E'. Hence B = U, A = U' E: this needs no
-root and no inverse of R, and a singular R is no special case. Sorted by eigenvalue, the first k columns of B and rows
-of A are the best of rank k. The same optimum, by a root of R: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271).
+3. GPTQ needs no inverse (`gptq`).
 """
 
 from __future__ import annotations
@@ -59,7 +45,9 @@ def roomy_global_scale(weights: Sequence[torch.Tensor], kind: GlobalScaleKind = 
     """float32 (1,): 448 * 3 / amax of linears that are fused, or for "pow2" the largest power of two up to it.
 
     It is half of `shared_global_scale`, whose rules for dtypes and for an amax near zero it follows. Raises what that
-    raises.
+    raises. So a block may have any scale up to twice the usual one, and the block of the largest weight is not bound to
+    448. The price is that scales under 2^-6 are subnormal in e4m3, which Marlin takes for zero: 0.0004% of SmolLM2's
+         block scales, whose blocks hold next to nothing.
     """
     return shared_global_scale(weights, kind) / 2
 
@@ -137,6 +125,10 @@ def round_to(weight: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tenso
 
 def gptq(weight: torch.Tensor, block_scale: torch.Tensor, scale: torch.Tensor, moment: torch.Tensor) -> NVFP4Tensor:
     """`weight` (out, in) rounded by GPTQ under given block scales and global scale; `moment` is R, float32 (in, in).
+
+    GPTQ (arXiv 2210.17323) rounds column by column and moves the error to the columns that are left. With R = M M' for
+    an upper triangular M, column j is rounded at w_j + sum_{i < j} (w_i - q_i) M_ij / M_jj. That is Babai's nearest
+    plane algorithm and equals the usual form, in which the inverse of R is factored.
 
     Columns go in the order of R's diagonal, the largest first. An input that was zero in all tokens (a row and column
     of zeros in R) neither gets nor gives an error. Raises torch.linalg.LinAlgError for an R that is not a moment.
@@ -240,6 +232,12 @@ class Factors(NamedTuple):
 
 def best_factors(error: torch.Tensor, moment: torch.Tensor, rank: int) -> Factors:
     """The best factors of `error` (out, in) under `moment` (in, in), balanced; all in float32.
+
+    For an error E = W - Q and the second moment R of the inputs, the best BA of a rank minimizes tr((E - BA) R (E -
+    BA)'). With any S S' = R that is |(E - BA) S|^2, so by Eckart and Young BA S = U U' E S, where U has the first left
+    singular vectors of E S, which are the first eigenvectors of E R E'. Hence B = U, A = U' E: this needs no root and
+    no inverse of R, and a singular R is no special case. Sorted by eigenvalue, the first k columns of B and rows of A
+    are the best of rank k. The same optimum, by a root of R: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271).
 
     `rank` is at most the smaller side of the error. Subspace iteration finds the eigenvectors of E R E', which is never
     formed; after four rounds the error that is left is the least one to within a thousandth.

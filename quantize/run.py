@@ -1,27 +1,14 @@
-"""`qerl quantize`: turn a 16-bit checkpoint into a quantized one in the format of compressed-tensors.
+"""`qerl quantize`: turn a 16-bit checkpoint into a quantized one in compressed-tensors' format (docs/quantize.md).
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
-    qerl quantize --model M --calibration rows.jsonl                        # on rows such as the model will see
-    qerl quantize --model M --calibration none                              # without data
-    qerl quantize --model M --method rtn --start-rank 0                     # rounding to nearest and nothing else
-    qerl quantize --model M --method gptq --observer imatrix_mse            # by llm-compressor
-    qerl quantize --model M --global-scale pow2                             # scales that may stay while weights change
     qerl quantize --model M --scheme fp8_block                              # 8 bits: checkpoints/M-FP8_BLOCK
-    qerl quantize --model M --activations static                            # W4A4: checkpoints/M-NVFP4
-    qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
-    qerl quantize --model M --start-of FOLDER                               # the start of a folder that is there
 
 First everything is refused that the files' headers show to be impossible. Then the tensors stream through one pass over
 calibration rows (`one_pass.py`), llm-compressor, or for FP8 our own reference, into a hidden folder, which is opened
-again, verified, and moved to its place in one step. The folder holds `start/` beside the weights: what an adapter can
-begin with to repair most of the rounding (`qerl.checkpoint.base_start`).
+again, verified, and moved to its place in one step. `start/` beside the weights is what an adapter can begin with.
 
-Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: the default searches block scales under the
-weights of the inputs and then runs GPTQ on mixed rows that ship with qerl, which leaves the least error of all methods
-on a real model (docs/start.md). `--method awq` is the paper's recipe.
-
-A model for pictures and text is quantized as a text model: rows have to go through a model, and transformers opens a
-folder as its config says, so that its text part is first written as a text model of its own, in 16 bits.
+Departure from the paper (arXiv 2510.11696), which quantizes with AWQ (`--method awq`): the default searches block
+scales under the weights of the inputs and then runs GPTQ on rows that ship with qerl.
 """
 
 from __future__ import annotations
@@ -240,8 +227,10 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
 def text_model(source: Source, beside: Path, rows: bool) -> Iterator[Source]:
     """A source that holds a text part, checked against its config.
 
-    With `rows` it is a copy in a hidden folder beside `beside`, which is deleted at the end of the block. Raises
-    CheckpointError if the config does not fit, or if there is no space.
+    A model for pictures and text is quantized as a text model. Rows have to go through a model, and transformers opens
+    a folder as its config says. So with `rows` the text part is first written as a text model of its own, in 16 bits: a
+    copy in a hidden folder beside `beside`, which is deleted at the end of the block. Raises CheckpointError if the
+    config does not fit, or if there is no space.
     """
     from qerl.checkpoint.load import check_config_fits
 

@@ -1,28 +1,14 @@
 """Which adapter an export writes, as a standard PEFT folder, and the start that it was trained with.
 
-    W        the 16-bit weight                  Q    what the base holds of it
-    B0 A0    what the start repairs of W - Q    D    what the training changed
+With W the 16-bit weight, Q what the base holds of it, B0 A0 what the start repairs of W - Q, and D what the training
+changed, which every merge adds, either to W or to Q + B0 A0:
 
     start      trained policy       D                on W
     none       Q + s B A            s B A            W + D
     frozen     Q + B0 A0 + s B A    s B A            W + D
     trained    Q + s B A            s B A - B0 A0    W + D    (W + s B A would repair what W never lost)
 
-So every merge adds D, either to W or to Q + B0 A0. D is a plain LoRA, whose rank is larger by that of a trained start:
-
-    s B A - B0 A0 = s [B, -B0 / s] [A; A0]
-
-    start      --to adapter      --with-start                --onto original
-    none       as it is          refused                     refused: it fits that model as it is
-    frozen     as it is          start and adapter as one    refused: it fits that model as it is
-    trained    as it is          refused: it has it          what the training changed
-
-A frozen start is a part of the model that was trained on, but stock vLLM knows no start.
-
-The folder is adapter_config.json, adapter_model.safetensors and the tokenizer. For PEFT it names the 16-bit model of
-its base, and trained_on.json beside it names the base itself (qerl/checkpoint/peft_folder.py). PEFT, transformers and
-qerl load it as it is. So does vLLM, unless norms were trained with it: PEFT keeps those as `modules_to_save`, which
-vLLM 0.25 refuses.
+D is a plain LoRA, s B A - B0 A0 = s [B, -B0 / s] [A; A0]: its rank is larger by the rank of a trained start.
 """
 
 from __future__ import annotations
@@ -179,7 +165,13 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.dtype | None = None) -> int:
-    """Write the PEFT folder, with `base_name` as its base; `dtype` None keeps each tensor's own. Returns the bytes."""
+    """Write the PEFT folder, with `base_name` as its base; `dtype` None keeps each tensor's own. Returns the bytes.
+
+    The folder is adapter_config.json, adapter_model.safetensors and the tokenizer. For PEFT it names the 16-bit model
+    of its base, and trained_on.json names the base itself (qerl/checkpoint/peft_folder.py). PEFT, transformers and qerl
+    load it as it is. So does vLLM, unless norms were trained: PEFT keeps those as `modules_to_save`, which vLLM 0.25
+    refuses.
+    """
     from safetensors.torch import save_file
 
     cast = {name: tensor.to(dtype or tensor.dtype) for name, tensor in adapter.tensors.items()}
@@ -264,7 +256,13 @@ class WrittenAdapter:
 def adapter_to_write(options: ExportOptions, adapter: Adapter, base: str) -> WrittenAdapter:
     """The adapter that `options` ask for; `base` is the one to name, unless it is for the 16-bit model.
 
-    Raises ConfigError for what the adapter's kind does not have, CheckpointError if its start is nowhere.
+        start      --to adapter      --with-start                --onto original
+        none       as it is          refused                     refused: it fits that model as it is
+        frozen     as it is          start and adapter as one    refused: it fits that model as it is
+        trained    as it is          refused: it has it          what the training changed
+
+    A frozen start is a part of the model that was trained on, but stock vLLM knows no start. Raises ConfigError for
+    what the adapter's kind does not have, CheckpointError if its start is nowhere.
     """
     trained = start_of_adapter(adapter.folder)
     if trained is None:

@@ -1,22 +1,11 @@
 """Base and adapter as one checkpoint of dense tensors, which are computed when they are read.
 
-    merged = W_hat + s B A        in float32, rounded once when it is written
+    merged = W_hat + s B A        in float32, rounded once when it is written; s = alpha / rank
 
-W_hat is the decoded NVFP4 weight on which the adapter was trained, or the weight of a 16-bit base; s = alpha / rank.
-A start that acted in the training is a part of W_hat: the weight is then Q + B0 A0 (adapter.py).
-Trained norms replace those of the base. The result is a `Source`, quantize's view of a checkpoint, so that quantize's
-writer, rounding and verification take it like a folder. At most one layer is computed at a time.
-
-An adapter is merged onto the quantized weights that were trained on, or the 16-bit model they were quantized from:
-
-    trained     W_hat + s B A, the policy that was trained. It is right for a 16-bit model.
-    original    W + s B A. It is the only choice that works for a quantized model. W_hat lies on the grid, so rounding
-                W_hat + s B A gives W_hat back wherever s B A is under half a step. W lies anywhere between grid points,
-                so s B A moves the right share of the weights over a rounding boundary, and on average nothing is lost.
-
-An adapter that was trained with a start adds what it has learned, which is not always s B A (adapter.py).
-
-Q(W + s B A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
+W_hat is the decoded NVFP4 weight on which the adapter was trained, or the weight of a 16-bit base. A start that acted
+in the training is a part of it (adapter.py), and trained norms replace the base's. The result is a `Source`, quantize's
+view of a checkpoint, so that quantize's writer, rounding and verification take it like a folder. At most one layer is
+computed at a time. `choose_base` says which weights are merged onto.
 """
 
 from __future__ import annotations
@@ -279,7 +268,18 @@ class MergedReader:
 
 
 def choose_base(onto: str, to: Format, exact: ModelRef) -> tuple[ModelRef, tuple[str, ...]]:
-    """The weights to merge onto, and notes for the user about them. Raises ConfigError or CheckpointError."""
+    """The weights to merge onto, and notes for the user about them. Raises ConfigError or CheckpointError.
+
+        trained     W_hat + s B A, the policy that was trained: right for a 16-bit model
+        original    W + s B A: the only choice that works for a quantized model
+
+    W_hat lies on the grid, so rounding W_hat + s B A gives W_hat back wherever s B A is under half a step. W lies
+    anywhere between grid points, so s B A moves the right share of the weights over a rounding boundary, and on average
+    nothing is lost.
+
+    An adapter that was trained with a start adds what it has learned, which is not always s B A (adapter.py). Q(W + s B
+    A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
+    """
     if onto not in ("auto", "trained", "original"):
         raise ConfigError(f"--onto {onto!r} is not known: write auto, trained or original")
     if onto == "trained" or not formats.get(exact.format).quantized or (onto == "auto" and not to.quantized):

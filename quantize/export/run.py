@@ -1,17 +1,12 @@
-"""`qerl export` (alias `qerl merge`): turn a run or an adapter into a folder to serve or publish.
+"""`qerl export` (alias `qerl merge`): turn a run or an adapter into a folder to serve or publish (docs/export.md).
 
     qerl export --run runs/qat_7b-20260101                    # -> exported/qat_7b-20260101-nvfp4, as it was trained
-    qerl export --run R --step 40 --to bf16                   # an earlier checkpoint; the masters in bfloat16
     qerl export --run runs/dapo_7b-20260101 --to bf16         # the adapter, merged into its base
-    qerl export --adapter A --to nvfp4 --out DIR              # rounded again; says what rounding left of the adapter
-    qerl export --adapter A --to adapter --push-to-hub me/name  # the adapter alone, with a model card
-    qerl export --adapter A --to adapter --with-start         # with the start of its base, for stock vLLM
 
 First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
 at a time is written into a hidden folder, which is opened again, compared, and moved to its place in one step. What was
 trained through the quantizer is packed by the format's own arithmetic under the global scales of RUN/base, and compared
-bit by bit. An adapter is merged in float32 and rounded once; last its effect is measured on prompts, and the report and
-the model card are completed.
+bit by bit. An adapter is merged in float32 and rounded once; last its effect is measured on prompts.
 """
 
 from __future__ import annotations
