@@ -1,23 +1,14 @@
 """The experts of a decoder layer, y = sum over a token's experts of w_e down_e(silu(gate_e(x)) * up_e(x)), as one node.
 
-**Routing.** The weights w_e are those of vLLM 0.25.1: a softmax in float32 over the router's logits, the k largest of
-it, divided by their sum where the model does so, and kept in float32 (transformers rounds them to 16 bits). The router
-is frozen, and no gradient goes through the weights. A `Replay` has the experts that the engine chose.
-
-**Products.** Tokens are sorted by expert, and each projection is one grouped product over all of them, with the weights
-of all experts of the layer decoded for it and freed again. torch multiplies all groups in one launch where it can
-(`torch.nn.functional.grouped_mm`: 16 bits on a GPU, also float32 on a CPU); otherwise they are multiplied one after
-another. A group may be empty. As in the MLP of `qerl.model.layers` only x, gate, up and the small products of the
-adapter are kept; the backward pass computes the input of `down` again. The sum over a token's experts is float32, and
-rounded once.
-
-**The adapter.** Each projection has A and B for every expert (3-d), or one that all of them share (2-d):
+The router is frozen and no gradient goes through w_e (`choose`). Tokens are sorted by expert, and each projection is
+one grouped product with the weights of all experts of the layer, decoded for it and freed again. Only x, gate, up and
+the small products of the adapter are kept; the backward pass computes the input of `down` again. The sum over a token's
+experts is float32, and rounded once. Each projection's A and B are per expert (3-d), or shared by all (2-d):
 
     gate_up   A (rank, hidden) or (experts, rank, hidden)        B (experts, 2 width, rank)
     down      A (experts, rank, width)                           B (hidden, rank) or (experts, hidden, rank)
 
-What is shared is on the outside, next to the residual stream. It is then multiplied with each token once, instead of
-once for each of its experts, and has a fraction of the parameters. The gradient goes to x and to these factors.
+What is shared is next to the residual stream: it is multiplied with each token once, and has few parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +36,11 @@ ALIGNED = 16  # bytes, of the rows that torch's kernel reads
 
 def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x (M, K) times `matrices` (groups, K, N), (M, N) in the dtype of x; `ends` (groups,) int32 are where groups of
-    rows end."""
+    rows end.
+
+    torch multiplies all groups in one launch where it can (`torch.nn.functional.grouped_mm`: 16 bits on a GPU, also
+    float32 on a CPU); otherwise they are multiplied one after another. A group may be empty.
+    """
     if _at_once(x, matrices):
         return F.grouped_mm(x, matrices, offs=ends)
     out = x.new_empty(len(x), matrices.shape[2])
@@ -157,7 +152,9 @@ class Routed(NamedTuple):
 def choose(logits: torch.Tensor, k: int, normalises: bool, given: torch.Tensor | None = None):
     """(ids, weights, own ids), each (T, k), for router logits (T, experts).
 
-    `given` (T, k) are ids to use instead of the k largest; the weights at them are those of these logits.
+    The weights are those of vLLM 0.25.1: a softmax in float32 over the logits, the k largest of it, divided by their
+    sum where the model does so, and kept in float32 (transformers rounds them to 16 bits). `given` (T, k) are ids to
+    use instead of the k largest, as a `Replay` has them; the weights at them are those of these logits.
     """
     probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     weights, own = probabilities.topk(k, -1)

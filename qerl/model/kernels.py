@@ -1,23 +1,13 @@
 """The Triton kernels of the trainer's forward and backward pass. Each reads its operands once.
 
-Nothing is summed by atomics, so results repeat to the bit. The twins are in plain torch.
+Nothing is summed by atomics, so results repeat to the bit. The twins are in plain torch: `twins.py` for RMSNorm, SwiGLU
+and rotary embedding, `experts.Routed.sum_of` for the sum over a token's experts, `packing.sum_copies` for the gradients
+of copied rows, and `logprobs.reference_chunk` for the log probabilities of a chunk of logits, in two passes where torch
+needs six.
 
-**RMSNorm, SwiGLU and rotary embedding** (twins: `twins.py`) compute in float32 and round once. Why not a library's:
-liger-kernel 0.8 has the same three, but its SwiGLU overwrites the saved gate and up, its rotary embedding the gradient
-of its input, and all three require contiguous tensors, while a fused projection yields strided ones.
-
-**The sum over a token's experts** (twin: `experts.Routed.sum_of`). In plain torch each of a token's experts costs a
-gather and a pass over the float32 total. Here its rows are read once and the total is written once.
-
-**The sum of the gradients of copied rows** (twin: `packing.sum_copies`).
-
-**Log probabilities of a chunk of logits** (twin: `logprobs.reference_chunk`), in two passes where torch needs six. One
-program sums a whole row in a fixed order. With z the logits divided by the temperature and p = softmax(z), the first
-pass keeps for each row
-
-    top = max z        log_mass = log sum exp(z - top)        so that log p = (z - top) - log_mass
-
-as log_softmax computes it. The second pass writes the derivatives that are multiplied by the head, in its dtype.
+RMSNorm, SwiGLU and rotary embedding compute in float32 and round once. liger-kernel 0.8 has the same three, but its
+SwiGLU overwrites the saved gate and up, its rotary embedding the gradient of its input, and all three require
+contiguous tensors, while a fused projection yields strided ones.
 """
 
 from __future__ import annotations
@@ -502,7 +492,12 @@ def _slopes(
 
 
 def measure_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> Measured:
-    """The first pass over logits (m, vocabulary), float32 and not yet divided by the temperature, and targets (m,)."""
+    """The first pass over logits (m, vocabulary), float32 and not yet divided by the temperature, and targets (m,).
+
+    One program sums a whole row in a fixed order. With z the logits divided by the temperature it keeps for each row
+    top = max z and log_mass = log sum exp(z - top), so that log softmax(z) = (z - top) - log_mass, as log_softmax
+    computes it. The second pass writes the derivatives that are multiplied by the head, in its dtype.
+    """
     measured = Measured(*torch.empty(4, len(targets), dtype=torch.float32, device=logits.device))
     _measure[(len(targets),)](
         logits,

@@ -1,24 +1,10 @@
-"""The decoder layer of Qwen2, Qwen3, Llama and Mistral, made of few kernels: norms, attention, MLP, and recomputation.
+"""The decoder layer of Qwen2, Qwen3, Llama, Mistral and their mixtures of experts, made of few kernels.
 
-Those of Qwen3-MoE, OLMoE and Mixtral are like it. `fuse_` puts our forwards into a transformers model: norms are
-replaced; layers, attention and MLPs get another forward.
+`fuse_` puts our forwards into a transformers model: norms are replaced; layers, attention and MLPs get another forward.
 
-**The residual stream** is kept in float32, as in the engine (`qerl.engine.vllm.layers`), and a norm also adds to it.
+The residual stream is kept in float32, as in the engine (`qerl.engine.vllm.layers`), and a norm also adds to it.
 Sampler and trainer differ only by rounding, and rounding the stream to 16 bits once per layer would cause most of that
 difference. Within a layer, gradients and everything that the backward pass reads are in 16 bits.
-
-**Attention** has q, k and v from one product and rotates them in place. It calls whatever attention function the model
-is configured with. For the backward pass it holds only what that function keeps, the input of the projections and the
-attention output.
-
-**The gated MLP**, y = down(silu(gate(x)) * up(x)), is one autograd node that keeps only x, gate, up and the small h.
-The kernel that computes the gradients of gate and up in the backward pass also computes the input of `down` again. That
-keeps a third less memory at the cost of one more write.
-
-**Recomputation** (`checkpointed`) keeps a layer's float32 input in 16 bits until the backward pass. The forward pass
-reads the float32 stream; the recomputed activations follow from the rounded one, a rounding that does not accumulate
-over layers. Activations are no more exact than that in 16 bits anyway, and it halves what the layers keep for a long
-row.
 """
 
 from __future__ import annotations
@@ -83,7 +69,12 @@ def attention_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Replaces the forward that transformers 5.17 gives the attention modules of these families."""
+    """Replaces the forward that transformers 5.17 gives the attention modules of these families.
+
+    q, k and v come from one product and are rotated in place. Whatever attention function the model is configured with
+    is called. The backward pass holds only what that function keeps, the input of the projections and the attention
+    output.
+    """
     parts, cos = parts_of(self.q_proj, self.k_proj, self.v_proj), position_embeddings[0]
     if parts is None or cos.shape[-1] != self.head_dim:
         return type(self).forward(
@@ -143,7 +134,12 @@ def _window(self: nn.Module) -> dict[str, int | None]:
 
 
 def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Replaces the forward of a transformers MLP with gate_proj, up_proj, down_proj and SiLU."""
+    """Replaces the forward of a transformers MLP with gate_proj, up_proj, down_proj and SiLU.
+
+    y = down(silu(gate(x)) * up(x)) is one autograd node that keeps only x, gate, up and the small h. The kernel that
+    computes the gradients of gate and up in the backward pass also computes the input of `down` again. That keeps a
+    third less memory at the cost of one more write.
+    """
     gate_up, down = lora.parts_of(self.gate_proj, self.up_proj), lora.parts_of(self.down_proj)
     if gate_up is None or down is None:
         return type(self).forward(self, x)
@@ -233,7 +229,12 @@ def _kind(module: nn.Module) -> str | None:
 def checkpointed(
     function: Callable[..., torch.Tensor], stream: torch.Tensor, *arguments: object, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return function(stream, *arguments), keeping only the stream, in `dtype`, and the arguments for backward."""
+    """Return function(stream, *arguments), keeping only the stream, in `dtype`, and the arguments for backward.
+
+    The forward pass reads the float32 stream; the recomputed activations follow from the one rounded to 16 bits, a
+    rounding that does not accumulate over layers. Activations are no more exact than that anyway, and it halves what
+    the layers keep for a long row.
+    """
     if stream.dtype == dtype:
         return checkpoint(function, stream, *arguments, use_reentrant=False)
     exact = [stream.detach()]  # the forward pass takes it out; the recomputation finds the list empty

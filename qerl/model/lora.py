@@ -7,22 +7,8 @@ For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) 
     dA_i = g_i^T x           dB_i = s_i dy_i^T h_i                       summed in float32, never rounded to 16 bits
     dM_i = dy_i^T x          for a master M_i: the weight that W_i is packed from, as if packing were the identity
 
-An adapter that is trained through the quantizer is in W_i = Q(W0_i + s_i B_i A_i) already: y_i and dx have no term of
-their own for it, and dA_i and dB_i are those above (straight-through).
-
-A base with a frozen start (`qerl.checkpoint.base_start`) multiplies by W_i + B0_i A0_i. The two pairs are then one of
-rank r0 + r, [A0_i; A_i] and [B0_i, s_i B_i], in y_i and dx; only A_i and B_i get gradients.
-
-Where the base rounds its input (`qerl.formats.nvfp4.activations`), x stands for the rounded one throughout: adapters
-and masters read it too. The gradient to it goes to the input as if rounding were the identity, for clipped values too.
-
-All A_i take one product, and so do all W_i if the engine keeps them in one tensor (q/k/v, gate/up), which is decoded
-into a work buffer once per direction. Only x and h are kept for the backward pass. The small products come first, and
-the base product is added to them in its float32 accumulator, so that y is rounded once. The gradient of a master is
-added to its `grad` in place, since a tensor of the weight's size for autograd to add would be too much. The products
-with W_i and of dM_i are those of `qerl.model.products`, which an FP8 recipe may round.
-
-The factors are cast and stacked for the products only once between two updates (`kept_factors`).
+All A_i take one product, and so do all W_i if the engine keeps them in one tensor. Only x and h are kept for the
+backward pass. `lora_linear` says how a start, a packed-in adapter and rounded inputs change these equations.
 """
 
 from __future__ import annotations
@@ -176,7 +162,21 @@ def parts_of(*modules: nn.Module) -> tuple[Part, ...] | None:
 
 
 def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-    """y (..., N) of the module docstring for x (..., K), in the dtype of the products."""
+    """y (..., N) of the module docstring for x (..., K), in the dtype of the products.
+
+    - An adapter that is trained through the quantizer is in W_i = Q(W0_i + s_i B_i A_i) already: y_i and dx have no
+      term of their own for it, and dA_i and dB_i are as given there (straight-through).
+    - A base with a frozen start (`qerl.checkpoint.base_start`) multiplies by W_i + B0_i A0_i. The two pairs are then
+      one of rank r0 + r, [A0_i; A_i] and [B0_i, s_i B_i], in y_i and dx; only A_i and B_i get gradients.
+    - Where the base rounds its input (`qerl.formats.nvfp4.activations`), x stands for the rounded one: adapters and
+      masters read it too. The gradient to it goes to the input as if rounding were the identity, for clipped values
+      too.
+
+    The small products come first, and the base product is added to them in its float32 accumulator, so that y is
+    rounded once. The gradient of a master is added to its `grad` in place, since a tensor of the weight's size for
+    autograd to add would be too much. The products with W_i and of dM_i are `qerl.model.products`, which an FP8 recipe
+    may round. Factors are cast and stacked only once between two updates (`kept_factors`).
+    """
     rows = x.reshape(-1, x.shape[-1])
     y = _LoraLinear.apply(rows, tuple(parts), product_dtype(x, parts), *factors(parts))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # a view cannot be rotated in place
