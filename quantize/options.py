@@ -67,11 +67,9 @@ class QuantizeOptions:
         ),
     ] = None
     calibration_size: Annotated[
-        int | None, typer.Option(help="Calibration rows. Default: 128 on a GPU, 64 on a CPU.")
+        int | None, typer.Option(help="Calibration rows. Default: 512 on a GPU, 64 on a CPU.")
     ] = None
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of each. Default: 1024 on a GPU, 256 on a CPU.")
-    ] = None
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of each. Default: 256.")] = None
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass of awq and gptq.")] = 1
     observer: Annotated[
         Literal[OBSERVERS] | None,

@@ -51,6 +51,9 @@ def arguments() -> argparse.Namespace:
     report.add_argument(
         "results", type=Path, nargs="+", help="results; runs of several files with equal settings are one study"
     )
+    report.add_argument(
+        "--long", type=Path, nargs="*", default=[], help="results whose default base was calibrated on rows of 1024"
+    )
     report.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     return parser.parse_args()
 
@@ -60,7 +63,7 @@ def main() -> None:
     if args.command == "report":
         from study_real_report import write_report
 
-        write_report(args.results, args.images)
+        write_report(args.results, args.long, args.images)
         return
     from study_real_arms import Settings, jobs_of, prepare
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ BASES = {  # folder -> the options of `qerl quantize` that make it
     "rtn": ("--method", "rtn", "--start-rank", "64"),
     "gptq": ("--method", "gptq", "--start-rank", "0"),
     "new": (),
+    "long": ("--calibration-size", "128", "--sequence-length", "1024"),  # the default of the first runs
 }
 SPARSE = ("rollout.dynamic_sampling.enabled=true", "rollout.max_new_tokens=128")  # at 80 tokens, 83% are truncated
 BF16, INPUTS = "bf16", "bf16_inputs"  # the 16-bit model, and an adapter for it that a run begins with
@@ -77,6 +78,12 @@ ARMS = {
     "F_noise": Arm("NVFP4 by default, frozen start, noise", "new", (FROZEN, *NOISE)),
     "S_noise": Arm("NVFP4 by default, trained start, noise", "new", (TRAINED, *NOISE)),
     "trl": Arm("TRL, BF16", BF16),
+}
+LONG = "long_"  # arms over the base of the first runs, which was calibrated on rows of 1024 tokens
+ARMS |= {
+    LONG + name: replace(arm, title=f"{arm.title} (1024)", base="long" if arm.base == "new" else arm.base)
+    for name, arm in ARMS.items()
+    if arm.needs == "new" and arm.base != INPUTS
 }
 
 

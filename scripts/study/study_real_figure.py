@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ SMOOTH = 5  # steps of the moving mean
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the picture; a curve is the mean over the seeds at the arm's best rate, a dot is one seed."""
     arms = present(results)
-    colours = dict(zip(ARMS, plt.get_cmap("tab20").colors, strict=False))
+    colours = dict(zip(arms, cycle(plt.get_cmap("tab20").colors), strict=False))
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, max(3.6, 0.32 * len(arms) + 1)), layout="constrained", width_ratios=(1, 1.2)
     )
@@ -54,5 +55,5 @@ def dots(place: Any, results: dict[str, Any], arms: list[str], colours: dict[str
     place.set_yticks(range(len(arms)), [ARMS[arm].title for arm in reversed(arms)], fontsize=7, fontweight="bold")
     for arm, label in zip(reversed(arms), place.get_yticklabels(), strict=True):  # the key to the curves as well
         label.set_color(colours[arm])
-    place.set_title("accuracy on unseen problems, %: before (hollow) and after", fontsize=10)
+    place.set_title("unseen problems, % right: before (hollow), after", fontsize=10)
     place.set_xlim(0, 80)

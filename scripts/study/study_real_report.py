@@ -11,25 +11,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import comb
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from study_real_arms import ARMS, BF16
+from study_real_arms import ARMS, BF16, LONG
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+T_95 += (2.120, 2.110, 2.101, 2.093)
 KS = (1, 4, 16, 64)
 
 Runs = list[dict[str, Any]]
 
 
-def write_report(files: Sequence[Path], images: Path) -> None:
-    """Write `<first file>.md` beside the results, and the picture `<images>/<first file>.png`."""
+def write_report(files: Sequence[Path], long: Sequence[Path], images: Path) -> None:
+    """Write `<first file>.md` beside the results, and the picture `<images>/<first file>.png`.
+
+    The arms of the files in `long` are those over the base of the first runs (LONG).
+    """
     import study_real_figure
 
-    results = merged([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    found += [with_long_arms(json.loads(file.read_text(encoding="utf-8"))) for file in long]
+    results, files = merged(found), [*files, *long]
     images.mkdir(parents=True, exist_ok=True)
     study_real_figure.draw(results, images / f"{files[0].stem}.png")
     files[0].with_suffix(".md").write_text(page(results, files), encoding="utf-8")
@@ -43,6 +49,15 @@ def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
             raise SystemExit(f"these results have other settings: {other['settings']} and {results['settings']}")
         results = {**results, "runs": other["runs"] | results["runs"], "failed": other["failed"] | results["failed"]}
     return results
+
+
+def with_long_arms(results: dict[str, Any]) -> dict[str, Any]:
+    """Results whose arms over the default's base are named as those over the base of the first runs."""
+    runs = {}
+    for key, row in results["runs"].items():
+        prefix = LONG if LONG + row["arm"] in ARMS else ""
+        runs[prefix + key] = row | {"arm": prefix + row["arm"]}
+    return results | {"runs": runs}
 
 
 def page(results: dict[str, Any], files: Sequence[Path]) -> str:
@@ -118,10 +133,15 @@ def interval(values: Sequence[float], form: str = ".1f") -> str:
     return f"{mean(values):{form}}" + ("" if half != half else f" ± {half:{form.lstrip('+')}}")
 
 
-def differences(runs: Runs, reference: Runs) -> list[float]:
-    """Accuracy minus that of the reference, at equal seeds."""
-    theirs = {row["seed"]: accuracy(row) for row in reference}
-    return [accuracy(row) - theirs[row["seed"]] for row in runs if row["seed"] in theirs]
+def mean_reward(row: dict[str, Any]) -> float:
+    """The mean reward over all steps, in percent: how fast a run learned, which scatters less than where it ended."""
+    return 100 * mean(rewards(row))
+
+
+def differences(runs: Runs, reference: Runs, of: Callable[[dict[str, Any]], float] = accuracy) -> list[float]:
+    """Accuracy, or another number of a run, minus the reference's at equal seeds."""
+    theirs = {row["seed"]: of(row) for row in reference}
+    return [of(row) - theirs[row["seed"]] for row in runs if row["seed"] in theirs]
 
 
 def before(results: dict[str, Any], arm: str) -> float | None:
@@ -140,6 +160,7 @@ def best_table(results: dict[str, Any]) -> list[str]:
         "minus BF16",
         "each seed",
         "reward, last fifth",
+        "reward, all steps, minus BF16",
         "mismatch_kl",
         "s",
     ]
@@ -157,6 +178,7 @@ def best_table(results: dict[str, Any]) -> list[str]:
             "" if arm == BF16 else interval(differences(runs, reference), "+.1f"),
             " / ".join(f"{accuracy(row):.1f}" for row in runs),
             f"{last_reward(runs):.3f}",
+            "" if arm == BF16 else interval(differences(runs, reference, mean_reward), "+.1f"),
             f"{mean(mismatch):.1e}" if mismatch else "",
             f"{mean(row['seconds'] for row in runs):.0f}",
         ]

@@ -328,7 +328,7 @@ class TestReport:
         files = [tmp_path / "study-real.json", tmp_path / "more.json"]
         files[0].write_text(json.dumps(results_of(row_of("bf16", 1e-3, 0, 30), row_of("bf16", 1e-3, 1, 34))))
         files[1].write_text(json.dumps(results_of(row_of("new_F", 1e-3, 0, 31), row_of("new_F", 1e-3, 1, 33))))
-        report.write_report(files, tmp_path / "images")
+        report.write_report(files, [], tmp_path / "images")
         text = (tmp_path / "study-real.md").read_text()
         assert "frozen start" in text
         assert "+0.0 ± 12.7" in text  # differences 1 and -1
