@@ -149,7 +149,7 @@ def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class _MLP(torch.autograd.Function):
-    """See the module docstring."""
+    """See `mlp_forward`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, block: tuple, *adapter: torch.Tensor) -> torch.Tensor:

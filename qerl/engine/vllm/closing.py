@@ -1,20 +1,15 @@
 """Close vLLM 0.25.1 in a process that goes on, by dropping, in order, the references that its own shutdown leaves.
 
-vLLM expects the process to end with its engine, and frees little before that. After `EngineCore.shutdown` the following
-still keep memory of the card alive; the function after each drops it:
+vLLM expects the process to end with its engine. After `EngineCore.shutdown` these still keep memory of the card alive:
 
 1. CUDA graphs, in the runner's manager and in each `CUDAGraphWrapper`: `drop_graphs_`.
-2. The KV cache, through the attention layers, while vLLM destroys its pool: `drop_kv_cache_`.
-3. The model, through the arguments of a finalizer that runs when the LLMEngine is collected: `run_finalizer_`. The
-   garbage collection that finds the engine still finds the model referenced, so it takes more than one: `collect_`.
+2. The KV cache, through the attention layers: `drop_kv_cache_`; what is left is unmapped (`worker.give_back_closed`).
+3. The model, through the arguments of the finalizer of LLMEngine: `run_finalizer_`, and more than one `collect_`.
 4. The runner, whose buffers live as long as anything refers to the worker: `drop_runner_`.
 5. The model again, through a hook on compiled bytecode that vLLM registers twice and removes once: `drop_hooks_`.
-6. Buffers of modules, ours and vLLM's, compiled code and the work space of cuBLAS: `drop_caches_`.
+6. Buffers of modules, compiled code and the work space of cuBLAS: `drop_caches_`.
 
-If references keep parts of the KV cache alive even then, it is unmapped (`worker.give_back_closed`). Loaded kernels and
-the CUDA context stay until the process ends, and so do the weights of a policy model that the caller still holds.
-Remove each step once vLLM does it in its shutdown (vllm-project/vllm, `EngineCore.shutdown` and
-`GPUModelRunner.shutdown`).
+Loaded kernels, the CUDA context and a policy model that the caller holds stay. Remove each step once vLLM does it.
 """
 
 from __future__ import annotations

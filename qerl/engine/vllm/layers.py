@@ -3,18 +3,8 @@
 A checkpoint with 4-bit activations is opened as one with 16-bit ones, so that vLLM chooses no kernel by its own idea of
 them (without 4-bit hardware it would leave them in 16 bits); the products round their input themselves.
 
-The norm's weight is in a float32 buffer, so that noise and updates finer than bfloat16 take effect. The checkpoint's
-bfloat16 `weight`, which the trainer shares, is left as it is. The norm multiplies by `gain` instead, a float32 buffer
-that starts with the same values and later holds trained weights and noise. The captured CUDA graphs read it, and it is
-written in place. Everything is computed in float32 and rounded once. If x_hat were rounded before the product as well,
-as in transformers' clean norms, it would have only 128 different mantissas, too few for noise of sigma 1e-4 to come out
-unbiased in each channel.
-
 The residual stream, which vLLM's layers pass from norm to norm, is float32 from the first sum on, as in the trainer
 (`qerl.model.layers`). Rounding it to 16 bits in each layer would cause most of the difference between the two.
-
-Remove the norm when vLLM's RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before rounding, allows
-it to be overwritten, and keeps the residual stream in float32.
 """
 
 from __future__ import annotations
@@ -173,7 +163,17 @@ class _FillGain(QuantizeMethodBase):
 
 @RMSNorm.register_oot
 class NoisyRMSNorm(RMSNorm):
-    """Replaces every RMSNorm of vLLM in this process (see the module docstring)."""
+    """Replaces every RMSNorm of vLLM in this process.
+
+    It multiplies by `gain`, a float32 buffer that starts with the checkpoint's values and later holds trained weights
+    and noise, finer than bfloat16. The checkpoint's bfloat16 `weight`, which the trainer shares, is left as it is. The
+    captured CUDA graphs read `gain`, and it is written in place. Everything is computed in float32 and rounded once. If
+    x_hat were rounded before the product as well, as in transformers' clean norms, it would have only 128 different
+    mantissas, too few for noise of sigma 1e-4 to come out unbiased in each channel.
+
+    Remove it when vLLM's RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before rounding, allows
+    it to be overwritten, and keeps the residual stream in float32.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *args, **kwargs) -> None:
         super().__init__(hidden_size, eps, *args, **kwargs)

@@ -4,20 +4,9 @@ vLLM's own LoRA serves many adapters, which costs time at every batch size; an R
 in two buffers per linear. Captured CUDA graphs read them and a sync overwrites them in place, so nothing is captured
 again. In a fused linear (q/k/v, gate/up) the A of the parts are stacked, and B is block-diagonal.
 
-Products with NVFP4 weights are computed in the way that suits the number of tokens, which `qerl.formats.nvfp4.ways`
-chooses. Weights in our own layout are multiplied by `gemm.py`, weights in a layout of vLLM's by the kernel that it
-belongs to, and either can also be decoded and multiplied by cuBLAS. Times are measured once on a card, inside a CUDA
-graph, as in decoding, over so many layers of a shape that their weights do not fit the card's cache. However a kernel
-was chosen, its results are compared with the decoded weight's: for Humming and Marlin at each size of the CUDA
-graphs, for our own kernel at each of `ways.TOKENS`. Sizes at which a kernel is wrong are left to other ways.
-
-Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
-activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens either,
-because its blocks of 56 are off by 26%. Both were measured on an H200. Remove these limits once
-scripts/bench/bench_linear.py shows no such error.
-
-vLLM leaves activations in 16 bits where the card has no 4-bit products, and says only that it may be slow. Linears of a
-checkpoint with 4-bit activations are therefore checked to round their input (`check_rounding`).
+Products with NVFP4 weights are computed in the way that suits the number of tokens, by our kernel, by vLLM's kernel in
+whose layout they lie, or decoded and by cuBLAS (`qerl.formats.nvfp4.ways`). However a kernel was chosen, its results
+are compared with the decoded weight's (`choose_ways_`), and it is not used at sizes at which it is wrong.
 """
 
 from __future__ import annotations
@@ -407,7 +396,10 @@ TOKENS = 8
 
 
 def check_rounding(bases: Iterable[Base]) -> None:
-    """Run one linear of each shape as the model runs it. Raises EngineError unless it multiplies by rounded rows."""
+    """Run one linear of each shape as the model runs it. Raises EngineError unless it multiplies by rounded rows.
+
+    vLLM leaves activations in 16 bits where the card has no 4-bit products, and says only that it may be slow.
+    """
     checked: set[Shape] = set()
     for base in bases:
         if base.activations is None or base.shape in checked:
@@ -427,7 +419,14 @@ CALLS = 3
 def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
     """Give each base of `BASES` its ways from the table of this card; `tune` first measures what the table lacks.
 
-    `sizes`: numbers of tokens at which kernels other than ours are checked.
+    Times are measured once on a card, inside a CUDA graph, as in decoding, over so many layers of a shape that their
+    weights do not fit the card's cache. `sizes` are the numbers of tokens at which Humming and Marlin are checked,
+    those of the CUDA graphs; our own kernel is checked at each of `ways.TOKENS`.
+
+    Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast
+    the activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens
+    either, because its blocks of 56 are off by 26%. Both were measured on an H200. Remove these limits once
+    scripts/bench/bench_linear.py shows no such error.
     """
     shapes: dict[ways.Shape, list[Base]] = {}
     for base in BASES.values():

@@ -1,27 +1,11 @@
-"""A call of vLLM: the requests that it gets and the outputs that come back.
+"""A call of vLLM: the requests that it gets, the outputs that come back, and the experts that its routers chose.
 
 vLLM's `LLM.generate` returns when the last sequence has ended. `serve` makes the same requests (`LLM.enqueue`) and the
 same steps, hands on each output as soon as it is complete, and lets further requests begin between the steps.
 
 Two things would go wrong in silence. An interrupted call leaves its requests in vLLM's scheduler, and the next call
 would get their completions among its own: `serve` aborts them. And vLLM only logs it if it keeps its prefix cache:
-`drop_prefix_cache` raises.
-
-A call can also end when there is enough. vLLM 0.25.1 gives partial outputs to callers that stream, for which it makes
-an object per request and step. Here the output of an unfinished request is made once, when it is aborted
-(`RequestState.make_request_output`). With asynchronous scheduling a forward pass is still under way then. It writes
-into the KV cache, which the next sleep unmaps, so the engine is stepped until nothing is left of it.
-
-Which experts vLLM's routers choose is kept for each place of the KV cache and read when a request has ended. vLLM
-0.25.1 can return them itself (`enable_return_routed_experts`), but not with the model runner that qerl needs, and
-not for tokens that it found in its prefix cache. Here each router writes its ids into a static buffer, inside the CUDA
-graphs. After each forward pass the worker copies the rows of that buffer to the slots that the tokens' keys and values
-went to. A token's slot belongs to every request that reads its keys and values, so a cached prompt is covered too.
-
-A request is read as soon as vLLM has returned its last token. Its slots then belong to nobody, but no forward pass that
-could write to them has been scheduled: the scheduler frees blocks when it takes the token over, and it has not been
-asked for another step since. The copy to the host runs on a stream of its own, because the next forward pass may
-already be under way; the rows are complete, since a step copies them before it samples. No vllm.
+`drop_prefix_cache` raises. No vllm.
 """
 
 from __future__ import annotations
@@ -55,6 +39,11 @@ def serve(
     `begin(idle)` is asked between vLLM's steps and gives what begins now. None ends the call, and so does nothing while
     vLLM is `idle`. `take` gets (index, output) of each request that a step has completed. Raises EngineError if memory
     runs out, and whatever `begin` and `take` raise.
+
+    vLLM 0.25.1 gives partial outputs to callers that stream, for which it makes an object per request and step. Here
+    the output of an unfinished request is made once, when it is aborted (`RequestState.make_request_output`). With
+    asynchronous scheduling a forward pass is still under way then. It writes into the KV cache, which the next sleep
+    unmaps, so the engine is stepped until nothing is left of it.
     """
     engine, indices = llm.llm_engine, {}
     with aborted_on_error(llm, indices), rare_collections():
@@ -195,7 +184,14 @@ logger = logging.getLogger(__name__)
 
 
 class Chosen:
-    """The ids that the routers of a model chose, uint8, `UNRECORDED` where no token has been."""
+    """The ids that the routers of a model chose, uint8, `UNRECORDED` where no token has been.
+
+    vLLM 0.25.1 can return them itself (`enable_return_routed_experts`), but not with the model runner that qerl needs,
+    and not for tokens that it found in its prefix cache. Here each router writes its ids into a static buffer, inside
+    the CUDA graphs. After each forward pass the worker copies the rows of that buffer to the slots that the tokens'
+    keys and values went to. A token's slot belongs to every request that reads its keys and values, so a cached prompt
+    is covered too.
+    """
 
     def __init__(self, routers: Sequence[Any], chosen: int, experts: int, tokens: int, device: torch.device) -> None:
         """`routers` are vLLM's, from the first layer with experts to the last; `tokens` is the most that a forward
@@ -258,7 +254,13 @@ def slots_of(blocks: torch.Tensor, block_size: int, tokens: int) -> torch.Tensor
 
 
 class Reader:
-    """Reads what was chosen for requests of vLLM, by the names of their outputs; `runner` is vLLM's model runner."""
+    """Reads what was chosen for requests of vLLM, by the names of their outputs; `runner` is vLLM's model runner.
+
+    A request is read as soon as vLLM has returned its last token. Its slots then belong to nobody, but no forward pass
+    that could write to them has been scheduled: the scheduler frees blocks when it takes the token over, and it has not
+    been asked for another step since. The copy to the host runs on a stream of its own, because the next forward pass
+    may already be under way; the rows are complete, since a step copies them before it samples.
+    """
 
     def __init__(self, chosen: Chosen, runner: Any) -> None:
         self._chosen, self._runner = chosen, runner

@@ -4,17 +4,8 @@ All of it is written in place, into buffers that captured CUDA graphs and the po
 before every tensor has its place and no place lacks a tensor. An adapter may cover only some of the projections
 (`adapter.targets`), but those in every layer; the buffers of the others hold zeros.
 
-1. Linears: the adapter of each of the checkpoint's linears lies in the buffers of vLLM's fused one. The frozen start of
-   a base (`qerl.checkpoint.base_start`) has the first columns of each slot. It is written once, when the engine opens;
-   the adapter of a sync comes after it.
-2. Experts: their buffers have the shapes of `qerl.model.experts` in bfloat16, with the rank padded by zeros, and B
-   holds the scale.
-3. Norms: their float32 `gain` (`layers.py`) is the checkpoint's weight or the trained one, plus the noise. It is always
-   computed from the clean weights, so noise leaves no trace when it is removed.
-4. Scales of 8-bit keys and values: vLLM 0.25.1 keeps them as float32 buffers of the layer (`_k_scale`, `_v_scale`, and
-   `_q_scale` where queries are rounded too), which our kernel, FlashAttention and vLLM's Triton kernel read on the
-   card, so that they can change under captured graphs. Backends that take them from the host when a graph is captured
-   (FlashInfer) cannot be calibrated.
+The frozen start of a base (`qerl.checkpoint.base_start`) has the first columns of each slot. It is written once, when
+the engine opens; the adapter of a sync comes after it.
 """
 
 from __future__ import annotations
@@ -183,7 +174,9 @@ FACTOR = ".lora_"
 @dataclass(frozen=True)
 class ExpertBuffers:
     """The adapter of a layer's experts. `gate_up_a` (R, hidden) and `down_b` (hidden, R) are shared by all experts, or
-    have them as their first dimension."""
+    have them as their first dimension. The shapes are those of `qerl.model.experts` in bfloat16, with the rank padded
+    by zeros, and B holds the scale.
+    """
 
     gate_up_a: torch.Tensor
     gate_up_b: torch.Tensor  # (experts, 2 width, R)
@@ -256,7 +249,11 @@ def _check_shape(name: str, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 class Gains:
-    """The gains of `norms`, by module name. A norm's `weight` is the checkpoint's and never changes; `gain` acts."""
+    """The gains of `norms`, by module name. A norm's `weight` is the checkpoint's and never changes; `gain` acts.
+
+    The float32 `gain` (`layers.py`) is the checkpoint's weight or the trained one, plus the noise. It is always
+    computed from the clean weights, so noise leaves no trace when it is removed.
+    """
 
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
         self.norms = dict(norms)
@@ -308,6 +305,11 @@ def _in_8_bits(layer: Any) -> bool:
 
 def set_scales_(layers: Mapping[int, Any], scales: Mapping[int, KVScales]) -> int:
     """Overwrite the scales of each layer in place; returns how many layers have them.
+
+    vLLM 0.25.1 keeps them as float32 buffers of the layer (`_k_scale`, `_v_scale`, and `_q_scale` where queries are
+    rounded too), which our kernel, FlashAttention and vLLM's Triton kernel read on the card, so that they can change
+    under captured graphs. Backends that take them from the host when a graph is captured (FlashInfer) cannot be
+    calibrated.
 
     Raises EngineError unless each layer gets scales, and for attention that would not read them.
     """

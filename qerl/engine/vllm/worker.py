@@ -1,15 +1,7 @@
 """The workers that the engine names in vLLM's `worker_cls`, with their sampler and the sleep of the KV cache.
 
 A worker prepares the model between loading and the capture of CUDA graphs, and times each part of the start.
-
-Its sampler has vLLM's last steps fused: it reads the logits once to get a token and its logprob. vLLM 0.25.1
-(v1/worker/gpu/sample) copies the logits to float32, draws (Gumbel-max), sums the exponentials in one program per
-sequence, and counts the token's rank, which a rollout does not need. That takes 0.16 ms per step with one sequence and
-0.68 ms with 256 (7B, H200). `FusedSampler` takes two launches. Its noise is the same as vLLM's (Philox by the request's
-seed and position, -log(-log1p(-u))), but it uses all four numbers of a Philox call, so a seed gives other tokens than
-in vLLM. A batch with a request that asks for more (top-k, top-p, min-p, penalties, biases, bad words, more logprobs)
-goes to vLLM's own sampler. Ranks are not computed and always 0. Remove when vLLM's sampler reads the logits once and
-counts no rank unless asked.
+`FusedSampler` reads the logits once to get a token and its logprob.
 
 The sleep frees the KV cache and nothing else. vLLM's own level 1 moves the weights to the host and back, and its level
 2 drops them; ours have to stay, because the trainer uses them as well. Addresses do not change, so the CUDA graphs stay
@@ -172,7 +164,18 @@ class MeasuringWorker(QerlWorker):
 
 
 class FusedSampler(Sampler):
-    """See the module docstring."""
+    """vLLM's sampler with its last steps fused into two launches.
+
+    vLLM 0.25.1 (v1/worker/gpu/sample) copies the logits to float32, draws (Gumbel-max), sums the exponentials in one
+    program per sequence, and counts the token's rank, which a rollout does not need. That takes 0.16 ms per step with
+    one sequence and 0.68 ms with 256 (7B, H200). The noise here is the same as vLLM's (Philox by the request's seed and
+    position, -log(-log1p(-u))), but it uses all four numbers of a Philox call, so a seed gives other tokens than in
+    vLLM.
+
+    A batch with a request that asks for more (top-k, top-p, min-p, penalties, biases, bad words, more logprobs) goes to
+    vLLM's own sampler. Ranks are always 0. Remove when vLLM's sampler reads the logits once and counts no rank unless
+    asked.
+    """
 
     def __init__(self, replaced: Sampler) -> None:
         """Take over the state of vLLM's sampler, so that its requests go to the same arrays."""
