@@ -1,20 +1,8 @@
 """The one form that every kind of environment takes: reset with a row, step with what the model wrote, end.
 
 Here stand also the values that pass between the model, its environment and what samples. A message is a mapping with
-`role` and `content`; a tool's message has the tool's `name` too.
-
-`Stepped` drives a class of the user's own, which has `reset` and `step`:
-
-    class Guess:
-        def reset(self, example, seed):          # either may be left out
-            self.secret = example["answer"]
-            return "Guess."                       # text for the end of the prompt; messages in place of it; or None
-
-        def step(self, action):                   # text; with a parameter called `message`, the assistant's message
-            return "Higher.", 0.0, False          # observation (text, messages or None), reward, done
-
-`Tooled` drives plain functions as tools, and the methods of an object as TRL's `environment_factory` takes it: public
-methods are tools, `reset(**row)` begins an episode, and `get_reward()`, if there is one, is its reward.
+`role` and `content`; a tool's message has the tool's `name` too. `Stepped` drives a class of the user's own, `Tooled`
+plain functions as tools and the objects of TRL's `environment_factory`.
 """
 
 from __future__ import annotations
@@ -206,7 +194,16 @@ class Driven(Protocol):
 
 
 class Stepped:
-    """See the module docstring."""
+    """A class of the user's own, which has `reset` and `step`:
+
+    class Guess:
+        def reset(self, example, seed):          # either may be left out
+            self.secret = example["answer"]
+            return "Guess."                       # text for the end of the prompt; messages in place of it; or None
+
+        def step(self, action):                   # text; with a parameter called `message`, the assistant's message
+            return "Higher.", 0.0, False          # observation (text, messages or None), reward, done
+    """
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -227,7 +224,11 @@ class Stepped:
 
 
 class Tooled:
-    """See the module docstring. An episode ends with the first turn that asks for no tool."""
+    """Plain functions as tools, and the methods of an object as TRL's `environment_factory` takes it.
+
+    Public methods are tools, `reset(**row)` begins an episode, and `get_reward()`, if there is one, is its reward. An
+    episode ends with the first turn that asks for no tool.
+    """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], environment: Any = None) -> None:
         self._tools = {function.__name__: function for function in [*functions, *methods_of(environment)]}

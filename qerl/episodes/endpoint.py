@@ -1,22 +1,10 @@
-"""Messages -> token ids by the model's chat template, and back; and agents that ask the model over OpenAI's protocol.
+"""Messages -> token ids by the model's chat template, and back; and programs that ask the model over OpenAI's protocol.
 
 Nothing is tokenized again. A prompt is rendered once; after that only what an environment says is rendered, as what
 follows a turn of the assistant in the template. The turn itself stays the tokens that were sampled.
 
 Tool calls are read as Qwen and Hermes write them, <tool_call>{"name": ..., "arguments": {...}}</tool_call>; as Llama 3
 writes them, where the whole turn is {"name": ..., "parameters": {...}}; or by the tokenizer's own `response_template`.
-
-A program that asks its model over OpenAI's protocol, as an environment: what it asks for is what the policy writes.
-
-    async def solve(base_url, example):                     # recognised by its argument `base_url`
-        client = AsyncOpenAI(base_url=base_url, api_key="none")
-        ...                                                 # asks as often as it likes
-        return reward
-
-So agents, and environments of libraries that sample by themselves (verifiers), run as they are. A program's first
-request has the messages that stand in place of the row's prompt; each further one has to go on from the one before: the
-same messages, the model's turn, and what is new. What a request says of sampling is not followed: the recipe says it.
-Tools are those whose schemas the program has in an attribute `tools`, as OpenAI writes them.
 """
 
 from __future__ import annotations
@@ -232,7 +220,19 @@ def schemas_of(program: Callable[..., Any]) -> list[Schema]:
 
 
 class Programmed:
-    """One episode: the program runs in a thread of its own, and waits there while the model writes."""
+    """One episode of a program that asks its model over OpenAI's protocol: what it gets is what the policy writes.
+
+        async def solve(base_url, example):                     # recognised by its argument `base_url`
+            client = AsyncOpenAI(base_url=base_url, api_key="none")
+            ...                                                 # asks as often as it likes
+            return reward
+
+    So agents, and environments of libraries that sample by themselves (verifiers), run as they are. The program runs in
+    a thread of its own, and waits there while the model writes. Its first request has the messages that stand in place
+    of the row's prompt; each further one has to go on from the one before: the same messages, the model's turn, and
+    what is new. What a request says of sampling is not followed: the recipe says it. Tools are those whose schemas the
+    program has in an attribute `tools`, as OpenAI writes them.
+    """
 
     def __init__(self, program: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self._program, self._args, self._schemas = program, args, schemas_of(program)

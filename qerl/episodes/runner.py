@@ -1,15 +1,5 @@
 """Where environments run: questions go out, and answers come back in the order in which the calls end.
 
-A host holds many instances of an environment, one in each episode, and every call runs in a thread of its own. It
-answers requests, which are mappings, by mappings of plain values. So it can stand in this process or behind a pipe.
-
-    {"id": 7, "do": "reset", "episode": 3, "row": {...}, "seed": 1}     {"id": 7, "messages": [...], ...}
-    {"id": 8, "do": "step", "episode": 3, "action": Action}             {"id": 8, "messages": [...], "done": false, ...}
-    {"id": 9, "do": "end", "episode": 3}                                {"id": 9, "reward": 1.0}
-    {"id": 10, "do": "drop", "episode": 3}                              (none)
-
-An episode's instance also ends with a step that says that it is done.
-
 What ships with qerl, and a server behind a URL, is asked from threads of this process. Code of the user's runs in
 processes of its own (`main` runs there), for the reasons that qerl/base/own_function.py gives; each hosts its share of
 the episodes. A call that does not return in time ends its own episode. Its thread cannot be ended, so its process is,

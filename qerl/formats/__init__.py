@@ -1,7 +1,7 @@
 """Number formats of a model's linears, registered by name: nvfp4, fp8_block and bf16.
 
 A format is a value (`base.Format`) that everything else asks instead of comparing names: bytes per weight, how a folder
-is recognised, how it is opened, packed, quantized, merged and served. A new one is a file beside `nvfp4.py`, its linear
+is recognised, how it is opened, packed, quantized, merged and served. A new one is a folder beside `nvfp4`, its linear
 (a subclass of `linear.PackedLinear`), and one line at the end of this file. Importing this loads no torch.
 """
 

@@ -7,20 +7,8 @@ For x (T, in), a weight W (out, in) and the gradient dy (T, out):
     blockwise   x in groups of 128 per token, W in blocks of 128 x 128, dy in groups of 128 per token; dW in 16 bits
 
 These are the recipes that NeMo RL and Megatron call `fp8_recipe`. Sums are in float32. Weights and inputs are e4m3;
-gradients are e4m3, or e5m2 under `hybrid`.
-
-1. Scales are powers of two, by which values in 16 bits are divided without a rounding. Transformer Engine takes any
-   float32 by default for whole tensors.
-2. A blockwise dW stays in 16 bits, where Transformer Engine rounds it in groups along the tokens: it is a third of the
-   products of whole weights, and none of an adapter's.
-3. The scale of a whole matrix depends on all its rows, so a token's product depends on what is in its micro-batch.
-4. A recipe may leave y alone and round dx and dW only, two thirds of the products of whole weights. The forward pass
-   then is the engine's on any base, such as NVFP4, whose values (codes times e4m3 scales in blocks of 16) e4m3 does not
-   hold.
-
-On a card the tensorwise products are torch's `_scaled_mm` and the blockwise ones are
-`qerl.formats.fp8.linear.PRODUCTS`; on a CPU, and for sizes that the card's products do not take, both sides are
-decoded, which is exact.
+gradients are e4m3, or e5m2 under `hybrid`. A recipe may leave y alone and round dx and dW only, so that the forward
+pass stays the engine's.
 """
 
 from __future__ import annotations
@@ -114,7 +102,15 @@ def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False)
 
 @dataclass(frozen=True)
 class Tensorwise:
-    """One scale for each matrix. `gradients`: the dtype of dy."""
+    """One scale for each matrix. `gradients`: the dtype of dy.
+
+    1. Scales are powers of two, by which values in 16 bits are divided without a rounding. Transformer Engine takes any
+       float32 by default for whole tensors.
+    2. A matrix's scale depends on all its rows, so a token's product depends on what is in its micro-batch.
+
+    On a card the products are torch's `_scaled_mm`; on a CPU, and for sizes that the card's products do not take, both
+    sides are decoded, which is exact.
+    """
 
     gradients: torch.dtype = E5M2
     rounds_output: bool = True  # otherwise only dx and dW are rounded
@@ -152,7 +148,11 @@ class Tensorwise:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Groups of 128 per token, and blocks of 128 x 128: the product of the format FP8 itself."""
+    """Groups of 128 per token, and blocks of 128 x 128: the product of the format FP8 itself.
+
+    dW stays in 16 bits, where Transformer Engine rounds it in groups along the tokens: it is a third of the products of
+    whole weights, and none of an adapter's. On a card the products are `qerl.formats.fp8.linear.PRODUCTS`.
+    """
 
     rounds_output: bool = True  # otherwise only dx is rounded
     gradients = E4M3

@@ -1,21 +1,8 @@
 """Triton kernels for NVFP4: weights decoded or turned, activations rounded, and an adapter's second product.
 
-Decoding reads a linear from its GEMM kernel's layout into a dense work buffer, where our CUDA sources do not run: the
-fast twin of `kernel_layout.py`, to the same bits. Our own layout is decoded by `decode.py`; what its kernel cannot
-write (scaled values, other dtypes, other cards) goes through plain torch, a few rows at a time.
-
-`expand_` adds hidden B^T to an output and reads only the nonzero blocks of B. A bias of the base is added on the way,
-which spares a kernel of its own.
-
-`round_by_kernel` rounds activations: the fast twin of `activations.round_by_twin`, to the same bits. Its limit is the
-memory's speed: 2 bytes read and 2 written per bfloat16 value. With dynamic scales a row is read once for its amax, and
-again, from the cache, to be rounded. Few rows, as in a decode step, are split over several programs, each of which
-takes the amax of the whole row. A launch can be captured in a CUDA graph.
-
-`turn` turns a weight into transposed FP8 codes; its twin is `decode.reference_turned`. A program turns one unit of the
-layout (`slab_layout.py`), 256 rows x 64 columns. A word has eight codes; a shift brings the code of one place to bits
-15 and 6 to 8 of its half word, and so to the sign and the lowest exponent bits of a float32, subnormals included, which
-is its value times 2^-126.
+Each is the fast twin of a function in plain torch, to the same bits: decoding of `kernel_layout.py`, `round_by_kernel`
+of `activations.round_by_twin`, and `turn` of `decode.reference_turned`. Our own layout is decoded by `decode.py`; what
+its CUDA kernel cannot write (scaled values, other dtypes, other cards) goes through plain torch, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -249,7 +236,10 @@ def _expand_kernel(
 def expand_(
     out: torch.Tensor, hidden: torch.Tensor, adapter: Adapter, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out (tokens, rows) += hidden (tokens, ranks) B^T in place, and += bias (rows,) if there is one."""
+    """out (tokens, rows) += hidden (tokens, ranks) B^T in place, and += bias (rows,) if there is one.
+
+    Only the nonzero blocks of B are read. Adding the bias on the way spares a kernel of its own.
+    """
     tokens, rows = out.shape
     ranks = hidden.shape[1]
     size = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
@@ -341,7 +331,12 @@ def _round(x_ptr, out_ptr, columns, global_scale, DYNAMIC: tl.constexpr, BLOCKS:
 
 
 def round_by_kernel(x: torch.Tensor, global_scale: float | None = None) -> torch.Tensor:
-    """See the twin."""
+    """See the twin. A launch can be captured in a CUDA graph.
+
+    The limit is the memory's speed: 2 bytes read and 2 written per bfloat16 value. With dynamic scales a row is read
+    once for its amax, and again, from the cache, to be rounded. Few rows, as in a decode step, are split over several
+    programs, each of which takes the amax of the whole row.
+    """
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // columns
@@ -428,7 +423,12 @@ def _turn_kernel(
 
 
 def turn(weight: KernelWeight, row_start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `decode.reference_turned`."""
+    """The weight as transposed FP8 codes; see `decode.reference_turned`.
+
+    A program turns one unit of the layout (`slab_layout.py`), 256 rows x 64 columns. A word has eight codes; a shift
+    brings the code of one place to bits 15 and 6 to 8 of its half word, and so to the sign and the lowest exponent bits
+    of a float32, subnormals included, which is its value times 2^-126.
+    """
     columns, device = weight.in_features, weight.words.device
     largest = torch.zeros((), dtype=torch.int32, device=device)
     scales = weight.scales.view(torch.uint8)
