@@ -139,7 +139,7 @@ def _groups(parts: Parts, questions: Questions, prompts: Sequence[Any], size: in
     with parts.sampler.clean_engine() as engine:
         done = engine.generate([prompt.ids for prompt in prompts for _ in range(size)], sampling, SEED)
     grader = Grader(questions.rewards, parts.grader.decode, mask_truncated=False)
-    return grader.grade(grouped(prompts, [Sample.of(one) for one in done], size), step).groups
+    return grader.grade(grouped(prompts, [Sample.of(one) for one in done], size), step, steps_done=step).groups
 
 
 def _right(questions: Questions, group: Any) -> int:

@@ -57,7 +57,7 @@ def facts(found):
 
 def test_on_a_card_everything_is_done(small, large):
     for source, rank in ((small, 32), (large, 64)):
-        assert facts(chosen(source, CARD)) == ("search_gptq", ON_CARD.size, ON_CARD.length, 16, rank)
+        assert facts(chosen(source, CARD)) == ("search_gptq", *ON_CARD, rank)
 
 
 def test_on_a_cpu_a_small_model_gets_everything_and_a_larger_one_less(small, medium, large, caplog):
