@@ -142,8 +142,8 @@ def said_of(rows: Sequence[str], names: set[str]) -> str:
     """What is said of rows whose texts hold special tokens."""
     held = ", ".join(sorted(names)[:3])
     return (
-        f"{len(rows)} rows (e.g. {', '.join(rows[:3])}) hold {held}, special tokens of the tokenizer: there they are read "
-        f"as text; data.chat_template_kwargs: {{{SWITCH}: true}} makes them tokens"
+        f"{len(rows)} rows (e.g. {', '.join(rows[:3])}) hold {held}, special tokens of the tokenizer: there they are "
+        f"read as text; data.chat_template_kwargs: {{{SWITCH}: true}} makes them tokens"
     )
 
 

@@ -71,6 +71,10 @@ class Chat:
             self._after[key] = self._suffix(messages, last)
         return self._after[key]
 
+    def said(self, text: str) -> list[int]:
+        """Token ids of a turn in which the model says a text."""
+        return [*self._encode(text), self.end_id]
+
     def action(self, token_ids: Sequence[int]) -> Action:
         """What the model wrote in a turn."""
         ids = list(token_ids)

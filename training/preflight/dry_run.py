@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
@@ -22,24 +23,31 @@ from training.validation.questions import Questions, read_questions
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.data.tasks import Task
-    from training.loss.groups import Prompt
+    from qerl.engine.interface import Source
+    from qerl.episodes.endpoint import Chat
+    from qerl.episodes.play import Environments
+    from training.loss.groups import Prompt, Sample
     from training.rewards.rewards import Reward
 
 logger = logging.getLogger(__name__)
 
 ROWS = 5
+LEARNED = ">>>", "<<<"  # around what is learned of a row
+PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 ShowPlan = Callable[["RunConfig", str, "Console", Likely], bool]  # prints a plan and says whether the run would fit
 
 
 def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     """Print data, rewards and, by `show_plan`, the plan; return whether the run would fit.
 
-    For the first rows the rewards are given the answer itself and an empty completion. Raises the errors that the run
-    itself would raise for its model, adapter, data or rewards.
+    For the first rows the rewards are given the answer itself and an empty completion; with an environment, episodes
+    in which the model says these in each turn. Raises the errors that the run itself would raise for its model,
+    adapter, data or rewards.
     """
     config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.kind.packs))
     if config.sft is not None:
@@ -63,8 +71,11 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
             if source.name:
                 console.print(_source_text(config, index, own), highlight=False, soft_wrap=True)
             functions = [rewards.functions[i] for i in rewards.of_source(index)]
-            console.print(reward_table(task_of(source.data), own, functions))
+            console.print(reward_table(task_of(source.data), own, functions, environments))
+        console.print(_first_text(tokenizer, prompts[0], environments), **PLAIN)
     finally:
+        if environments:
+            environments.close()
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
     return show_plan(config, str(local_folder(base.base)), console, likely(config, prompts=lengths))
@@ -76,12 +87,12 @@ def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console, show_p
     lengths = sorted(len(row.ids) for row in rows.trained)
     learned = sum(sum(row.learned) for row in rows.trained) / sum(lengths)
     first = rows.trained[0]
-    text = tokenizer.decode([token for token, wanted in zip(first.ids, first.learned, strict=True) if wanted])
     lines = [
         f"data: {len(lengths)} rows of {lengths[0]} to {lengths[-1]} tokens, half of them under "
         f"{lengths[len(lengths) // 2]}, {learned:.0%} of all tokens learned; a run of {config.run.steps} steps takes "
         f"{config.run.steps * config.sft.rows_per_step}",
-        f"learned of row {first.id}: {text!r:.400}",
+        f"row {first.id}, of which the model learns what stands between {LEARNED[0]} and {LEARNED[1]}:",
+        _marked_text(tokenizer, first.ids, first.learned),
         *([f"validation: {len(rows.held_out)} rows, {validation_count(config)} times"] if rows.held_out else []),
     ]
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
@@ -107,17 +118,56 @@ def _source_text(config: RunConfig, index: int, prompts: Sequence[Prompt]) -> st
     )
 
 
-def reward_table(task: Task, prompts: Sequence[Prompt], rewards: Sequence[Reward]):
-    """A table of the rewards that the first rows get for the answer itself and for an empty completion."""
+def _marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learned: Sequence[int]) -> str:
+    """The text of a row, with marks around each part that is learned."""
+    parts = []
+    for wanted, group in groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1])):
+        text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+        parts.append(text.join(LEARNED) if wanted else text)
+    return "".join(parts)
+
+
+def _first_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, environments: Environments | None) -> str:
+    """The first prompt as the model is asked it, and what is learned of what follows; an episode if there are any."""
+    if environments is None:
+        asked = tokenizer.decode(prompt.ids, skip_special_tokens=False)
+        head = f"prompt of row {prompt.example.id}, {len(prompt.ids)} tokens"
+        return f"{head}; the model learns the completion that follows it:\n{asked}"
+    said = prompt.example.answer or prompt.example.question
+    (sample,) = _episodes(environments, [prompt], [said])
+    episode = sample.episode
+    ends = f"failed: its environment {episode.error}" if episode.error else f"reward {episode.reward:g}"
+    return "\n".join(
+        [
+            f"prompt of row {prompt.example.id}, {len(episode.prompt_ids)} tokens; the model learns its own turns, and "
+            "not what the environment says:",
+            tokenizer.decode(episode.prompt_ids, skip_special_tokens=False),
+            f"an episode in which it says {_shown(said)!r} in each turn ({ends}):",
+            *(f"{turn.role}: {turn.text}" for turn in episode.turns),
+        ]
+    )
+
+
+def reward_table(
+    task: Task, prompts: Sequence[Prompt], rewards: Sequence[Reward], environments: Environments | None = None
+):
+    """A table of the rewards that the first rows get for the answer itself and for an empty completion.
+
+    A row without an answer is given its own question back.
+    """
     from rich.table import Table
 
-    examples = [prompt.example for prompt in prompts[:ROWS]]
-    right = [_graded_right(task, example.answer) for example in examples]
-    table = Table("row", "answer", *(f"{f.__name__}: answer / empty" for f in rewards), box=None)
-    columns = [_score(rewards, prompts, texts) for texts in (right, [""] * len(examples))]
-    for index, example in enumerate(examples):
-        cells = [f"{given[index]:g} / {empty[index]:g}" for given, empty in zip(*columns, strict=True)]
-        table.add_row(example.id, _shown(example.answer), *cells)
+    asked = prompts[:ROWS]
+    answered = any(prompt.example.answer for prompt in asked)
+    right = [p.example.answer or p.example.question for p in asked]
+    if answered and not environments:
+        right = [_graded_right(task, answer) for answer in right]
+    given = "answer" if answered else "the question"
+    table = Table("row", given, *(f"{f.__name__}: {given} / empty" for f in rewards), box=None)
+    columns = [_score(rewards, asked, texts, environments) for texts in (right, [""] * len(asked))]
+    for index, prompt in enumerate(asked):
+        cells = [f"{said[index]:g} / {empty[index]:g}" for said, empty in zip(*columns, strict=True)]
+        table.add_row(prompt.example.id, _shown(prompt.example.answer or prompt.example.question), *cells)
     return table
 
 
@@ -133,11 +183,47 @@ def _shown(answer: str) -> str:
     return text if len(text) <= 40 else f"...{text[-37:]}"
 
 
-def _score(rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]) -> list[list[float]]:
-    asked = prompts[: len(completions)]
-    rows, texts = [prompt.row for prompt in asked], [prompt.text for prompt in asked]
-    ids = [[0] * max(len(text.split()), 1) for text in completions]
-    return [
-        list(function(prompts=texts, completions=list(completions), completion_ids=ids, row=rows))
-        for function in rewards
-    ]
+def _score(
+    rewards: Sequence[Reward],
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    environments: Environments | None,
+) -> list[list[float]]:
+    from training.rewards.grading import columns_of_episodes
+
+    samples = _episodes(environments, prompts, completions) if environments else []
+    columns = {
+        "prompts": [prompt.text for prompt in prompts],
+        "completions": list(completions),
+        "completion_ids": [[0] * max(len(text.split()), 1) for text in completions],
+        "row": [prompt.row for prompt in prompts],
+        **columns_of_episodes(samples),
+    }
+    return [list(function(**columns)) for function in rewards]
+
+
+def _episodes(environments: Environments, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Sample]:
+    """The episodes in which the model says the same text in each of its turns."""
+    from qerl.engine.interface import SamplingParams
+    from training.rollout.sampler import played
+
+    sampling = SamplingParams(environments.limits.max_tokens)
+    return played(_Saying(environments.chat, texts), environments, prompts, sampling, seed=0)
+
+
+class _Saying:
+    """An engine that says one text in all turns of an episode."""
+
+    def __init__(self, chat: Chat, texts: Sequence[str]) -> None:
+        self._said = [chat.said(text) for text in texts]
+
+    def run(self, source: Source, seed: int) -> None:
+        from qerl.engine.interface import Completion
+
+        while requests := source.begin(wait=True, together=True):
+            for request in requests:
+                said, most = self._said[request.index], request.sampling.max_new_tokens
+                ids = said[:most]
+                source.finished(
+                    request.index, Completion(ids, [0.0] * len(ids), "stop" if len(said) <= most else "length")
+                )

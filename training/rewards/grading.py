@@ -96,7 +96,7 @@ def _written(sample: Sample) -> Sequence[int]:
     return [token for token, own in zip(sample.token_ids, sample.loss_mask, strict=True) if own]
 
 
-def _episode_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+def columns_of_episodes(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """The further columns of episodes; `turns` is the exchange as messages."""
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     if not episodes:
@@ -119,7 +119,7 @@ def _columns(
         "completion_ids": [_written(sample) for sample in own],
         "prompts": [prompts[row].text for row in rows],
         "row": [prompts[row].row for row in rows],
-        **_episode_columns(own),
+        **columns_of_episodes(own),
     }
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from qerl.base.errors import ConfigError, RewardError
 from qerl.cli.main import app
 from qerl.cli.plan import show_plan_at
+from qerl.config.recipe import load_recipe
 from qerl.plan.sizes import read_sizes
 from training.preflight.dry_run import dry_run
 from training.run import start
@@ -29,6 +30,52 @@ def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tm
     assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, an empty completion does not
     assert "KV cache" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def shown(config):
+    console = Console(file=StringIO(), width=200)
+    dry_run(config, console, show_plan_at)
+    return console.file.getvalue()
+
+
+def test_it_shows_a_whole_prompt(nvfp4_base, tmp_path):
+    rows = [{"question": f"What is {n} + 1?" + " please" * 40, "answer": str(n + 1)} for n in range(4)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    text = shown(small_config(nvfp4_base, tmp_path, "data.task=own", f"data.source={tmp_path / 'asked.jsonl'}"))
+    whole = f"<|im_start|>user\n{rows[0]['question']}<|im_end|>\n<|im_start|>assistant\n"
+    assert "prompt of row 1, " in text
+    assert f"the model learns the completion that follows it:\n{whole}" in text
+
+
+def test_with_an_environment_episodes_are_played(nvfp4_base, tmp_path):
+    config = load_recipe("word_game", (), base=str(nvfp4_base), out=str(tmp_path / "run"))
+    text = shown(config)
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("word_game-train-")]
+    assert [row[-3:] for row in rows] == [["1", "/", "0"]] * 5
+    assert "in each turn (reward 1):\nassistant: pears\n" in text
+
+
+def test_an_environment_that_fails_is_seen(nvfp4_base, tmp_path):
+    code = "class Game:\n    def reset(self):\n        return 'go'\n"
+    code += "    def step(self, text):\n        raise ValueError('no')\n"
+    (tmp_path / "game.py").write_text(code, encoding="utf-8")
+    given = (f"environment.name={tmp_path / 'game.py'}:Game",)
+    text = shown(load_recipe("word_game", given, base=str(nvfp4_base), out=str(tmp_path / "run")))
+    assert "in each turn (failed: its environment step raised ValueError: no (game.py, line 5)):" in text
+
+
+def test_rows_without_answers_show_what_their_question_earns(nvfp4_base, tmp_path):
+    (tmp_path / "own.py").write_text("def long(completion):\n    return float(len(completion))\n", encoding="utf-8")
+    rows = [{"question": f"What is {n} + 1?"} for n in range(4)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    given = (
+        "data.task=own",
+        f"data.source={tmp_path / 'asked.jsonl'}",
+        f"rewards=[{{name: '{tmp_path / 'own.py'}:long'}}]",
+    )
+    text = shown(small_config(nvfp4_base, tmp_path, *given))
+    assert "long: the question / empty" in text
+    assert re.search(r"What is 0 \+ 1\?\s+14 / 0", text)
 
 
 def test_the_completion_that_a_reward_failed_on_is_kept_after_a_dry_run(nvfp4_base, tmp_path, monkeypatch):

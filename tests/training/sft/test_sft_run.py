@@ -240,7 +240,8 @@ def test_a_dry_run_shows_what_is_learned_and_the_plan(nvfp4_base, tmp_path):
     assert dry_run(small_sft(nvfp4_base, tmp_path), console, show_plan_at)
     text = console.file.getvalue()
     assert "data: 8 rows of " in text
-    assert "learned of row 1: '3 + 4 = 7<|im_end|>'" in text
+    assert "row 1, of which the model learns what stands between >>> and <<<:\n<|im_start|>user\n" in text
+    assert "<|im_start|>assistant\n>>>3 + 4 = 7<|im_end|><<<" in text
     assert "Nothing is sampled" in text
     assert "KV cache" not in text.replace("no KV cache", "")
     assert not (tmp_path / "run").exists()
