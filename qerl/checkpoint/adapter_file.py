@@ -1,21 +1,8 @@
 """The files of an adapter, and what a run keeps of its training. Importing this loads no torch.
 
-Tensors are named as `qerl.checkpoint.adapter` names them. An adapter on experts is named by the experts' tensors in
-memory, with the shapes of `qerl.model.experts`:
-
-    model.layers.0.mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
-    model.layers.0.mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
-    model.layers.0.mlp.experts.down_proj.lora_A.weight       (experts, rank, width)
-    model.layers.0.mlp.experts.down_proj.lora_B.weight       (experts, hidden, rank), or (hidden, rank) shared by all
-
-PEFT 0.21 has them under `target_parameters` (peft/tuners/lora/layer.py, ParamWrapper), which wraps one projection
-around the other: down_proj is `experts.lora_A`, and gate_up_proj is `experts.base_layer.lora_A`. Its A is
-(experts * rank, in) with the expert as the slower index, and its B (out, rank * experts) with the expert as the faster
-one. It has no shared factors, so they are written once for each expert, and recognised when they are read. Its
-`rank_pattern` and `alpha_pattern` hold a rank that differs from the other linears'.
-
-A run's checkpoints and its result are sealed: they carry a checksum of each file, so that a lost bit is noticed. A run
-that trains through the quantizer has, as run.json says of which kind it is:
+Tensors are named as `qerl.checkpoint.adapter` names them. PEFT keeps an adapter on experts in another layout
+(`to_peft`). A run's checkpoints and its result are sealed: they carry a checksum of each file, so that a lost bit is
+noticed. A run that trains through the quantizer is recognized by its files:
 
     base/                          the packed model that the run began with
     checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/

@@ -31,7 +31,18 @@ Answer = dict[str, Any]
 
 
 class Host:
-    """Makes environments by `make`; `send` takes the answers and is called from several threads, one at a time."""
+    """Makes environments by `make`; `send` takes the answers and is called from several threads, one at a time.
+
+    A host has an instance for each episode, and every call runs in a thread of its own. It answers requests, which are
+    mappings, by mappings of plain values. So it can stand in this process or behind a pipe.
+
+        {"id": 7, "do": "reset", "episode": 3, "row": {...}, "seed": 1}  ->  {"id": 7, "messages": [...], ...}
+        {"id": 8, "do": "step", "episode": 3, "action": Action}          ->  {"id": 8, "messages": [...], "done": false}
+        {"id": 9, "do": "end", "episode": 3}                             ->  {"id": 9, "reward": 1.0}
+        {"id": 10, "do": "drop", "episode": 3}                           ->  (none)
+
+    An episode's instance also ends with a step that says that it is done.
+    """
 
     def __init__(
         self, make: Callable[[], Driven], send: Callable[[Answer], None], file: str | None = None, here: bool = False
