@@ -198,7 +198,21 @@ def expert_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Factors by the names here -> by those of PEFT's file, without its prefix, in its layout."""
+    """Factors by the names here -> by those of PEFT's file, without its prefix, in its layout.
+
+    Here an adapter on experts is named by the experts' tensors in memory, with the shapes of `qerl.model.experts`:
+
+        mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
+        mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
+        mlp.experts.down_proj.lora_A.weight       (experts, rank, width)
+        mlp.experts.down_proj.lora_B.weight       (experts, hidden, rank), or (hidden, rank) shared by all
+
+    PEFT 0.21 has them under `target_parameters` (peft/tuners/lora/layer.py, ParamWrapper), which wraps one projection
+    around the other: down_proj is `experts.lora_A`, and gate_up_proj is `experts.base_layer.lora_A`. Its A is (experts
+    * rank, in) with the expert as the slower index, and its B (out, rank * experts) with the expert as the faster one.
+    It has no shared factors, so they are written once for each expert, and recognised when they are read. Its
+    `rank_pattern` and `alpha_pattern` hold a rank that differs from the other linears'.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         match = _OWN.fullmatch(name)

@@ -2,14 +2,12 @@
 
     W   the 16-bit weight       Q   what the base holds       B0 A0   the best approximation of W - Q of a small rank
 
-"Best" is by the squares of a linear's outputs over calibration rows. `qerl quantize` writes the factors into the
-folder `start/` of the base: a plain PEFT adapter whose scaling is 1, with its components in order of what they repair,
-so that the first k of them are the best ones of rank k. A run uses a start in one of two ways (`adapter.start`):
+`qerl quantize` writes the factors into the folder `start/` of the base: a plain PEFT adapter whose scaling is 1, with
+its components in order of what they repair, so that the first k of them are the best ones of rank k. A run uses a start
+in one of two ways (`adapter.start`), which an adapter's trained_on.json remembers. Importing this loads no torch.
 
     frozen    B0 A0 stays beside the base, as if it were a part of its weights; the trained adapter starts at zero
     trained   the trained adapter starts at B0 A0
-
-An adapter's trained_on.json says which start it was trained with, and how. Importing this loads no torch.
 """
 
 from __future__ import annotations

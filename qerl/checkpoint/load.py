@@ -5,12 +5,7 @@
 transformers itself would unpack a whole NVFP4 checkpoint at the first forward (transformers 5.17 with
 compressed-tensors 0.19, `ct_decompress_hook`). So qerl builds the modules from the config alone, replaces the quantized
 linears by those of the format, and puts each tensor from its file into its place: no dense copy of a linear exists.
-
-Experts become our blocks. A file has three linears for each expert (`qerl.checkpoint.experts`), and memory one tensor
-for each kind of a layer's linears; each expert is copied into its place as it is read.
-
-Completions become text without the tokens that end or pad them. Other tokens that a tokenizer marks as special are a
-part of the answer: some mark `<think>` or `<tool_call>` so, and a grader has to see these.
+Experts become our blocks, each copied into its place as it is read.
 """
 
 from __future__ import annotations
@@ -439,7 +434,11 @@ def check_switches(tokenizer: PreTrainedTokenizerBase, switches: Mapping[str, An
 
 
 class CompletionText:
-    """Token ids -> text, with the tokenizer of one model."""
+    """Token ids -> text, with the tokenizer of one model, without the tokens that end or pad a completion.
+
+    Other tokens that a tokenizer marks as special are a part of the answer: some mark `<think>` or `<tool_call>` so,
+    and a grader has to see these.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
         """`end_ids` end a completion; so do the tokenizer's end of a sequence and what it pads with."""

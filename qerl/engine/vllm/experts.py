@@ -1,17 +1,14 @@
 """vLLM's experts of a layer with our product: NVFP4 in Marlin's layout, or 16 bits, and one adapter in static buffers.
 
-The weights are loaded by vLLM into tensors of the checkpoint's layout. NVFP4 is then repacked in place, expert by
-expert, with vLLM's own functions, so that nothing is in memory twice. vLLM 0.25.1 would choose among several kernels
-that keep experts in other layouts; ours are always those that the trainer can read.
+vLLM loads the weights into tensors of the checkpoint's layout. NVFP4 is then repacked in place, expert by expert, with
+vLLM's own functions, so that nothing is in memory twice. NVFP4 experts are multiplied by vLLM's Marlin kernel and
+16-bit ones by its Triton kernel, since the trainer can read these layouts. Both work on blocks of pairs (a token and
+one of its experts) that share an expert, and the kernels of the adapter (`kernels.py`) take the same blocks. vLLM calls
+this inside an operation that compilers do not look into. A router is a 16-bit linear without an adapter
+(`linear.RouterMethod`).
 
-NVFP4 experts are multiplied by vLLM's Marlin kernel, as stock vLLM does on Hopper, and 16-bit ones by its Triton
-kernel. Both work on blocks of pairs (a token and one of its experts) that share an expert, and the kernels of the
-adapter (`kernels.py`) take the same blocks. vLLM calls this inside an operation that compilers do not look into.
-
-When an engine opens, `check_experts` compares the product with the decoded weights. That also compiles the kernels that
-Triton makes for each size of blocks, which a rollout would otherwise wait for.
-
-A router is a linear in 16 bits that has no adapter (`linear.RouterMethod`).
+When an engine opens, `check_experts` compares the product with the decoded weights. That also compiles the Triton
+kernels for each size of blocks, which a rollout would otherwise wait for.
 """
 
 from __future__ import annotations

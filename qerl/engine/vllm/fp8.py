@@ -4,14 +4,12 @@ The tensors stay as in the checkpoint, codes (out, in) and float32 scales, whate
 are rows of them (`view`), and a sync overwrites them in place. The trainer multiplies by the same function
 (`qerl.formats.fp8.linear.PRODUCTS`). Of vLLM's kernels that is
 
-1. on Hopper, DeepGEMM, which is the fastest at every size that was measured (docs/lab/fp8.md). It compiles
-   a kernel of each shape for some numbers of tokens, 1 to 5 seconds each at first, and keeps them in vLLM's cache;
+1. on Hopper, DeepGEMM, the fastest at every size that was measured (docs/lab/fp8.md). It compiles a kernel of each
+   shape for some numbers of tokens, 1 to 5 seconds each at first, and keeps them in vLLM's cache;
 2. CUTLASS where DeepGEMM is not to be had (VLLM_USE_DEEP_GEMM=0, no CUDA compiler) or does not take a shape;
 3. Triton on Ada.
 
-VLLM_USE_DEEP_GEMM_E8M0, which is on by default and changes scales, plays no part.
-
-Weights whose activations stay in 16 bits are decoded for each product: exact, and slow for few tokens.
+Weights whose activations stay in 16 bits are decoded for each product. VLLM_USE_DEEP_GEMM_E8M0 plays no part.
 """
 
 from __future__ import annotations

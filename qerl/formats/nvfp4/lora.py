@@ -1,7 +1,8 @@
 """The adapter of a linear in the form the kernels take, and its product beside a base product of another kernel.
 
-On Hopper it takes two launches: hidden = x A^T, rounded to bfloat16 (`shrink`), then out += hidden B^T (`kernels.expand_`).
-The twin is `reference_add`. Our own kernel, `gemm.product`, does base and adapter in a single launch instead.
+On Hopper it takes two launches: hidden = x A^T, rounded to bfloat16 (`shrink`), then out += hidden B^T
+(`kernels.expand_`). The twin is `reference_add`. Our own kernel, `gemm.product`, does base and adapter in a single
+launch instead.
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@
 
 Without a measurement `default_way` decides, from times on an H200 (Humming, Marlin: benchmarks/gemm-7b.json). `measure`
 times every way that gives right results for a shape. The times are kept in the kernels' cache folder, in a file whose
-name depends on the card, the driver and the versions. Humming 0.1.10 is right only up to 512 tokens: see
-`qerl/engine/vllm/linear.py`. A way that an engine found wrong when it opened is not used either.
-
-An adapter's rank is padded to a step that the kernels support, and a `Tiling` says how our kernel divides its work
-among the blocks of a launch.
+name depends on the card, the driver and the versions. A way that an engine found wrong when it opened is not used. A
+`Tiling` says how our kernel divides its work among the blocks of a launch.
 """
 
 from __future__ import annotations
