@@ -141,6 +141,13 @@ class PackedLinear(CachedWeight, nn.Linear):
         zeros = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
 
+    def multiplied(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        """What `own_product` multiplies by in place of x (T, in): x itself, or x rounded, in the dtype of x.
+
+        A `spare` x may be overwritten.
+        """
+        return x
+
     @classmethod
     def of_buffers(
         cls,

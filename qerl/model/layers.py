@@ -177,7 +177,7 @@ class _MLP(torch.autograd.Function):
             of_inner, of_activation = (None, None) if largest is None else largest
             read = lora.input_of(activation, ctx.down)
             known = of_activation if read is activation else None
-            down_grads = lora.backward_to_factors(upstream, read, h_down, g, ctx.down, known)
+            down_grads = lora.backward_to_factors(upstream, read, h_down, g, ctx.down, known, spare=True)
             del activation, read
             g = lora.backward_to_h(grad_inner, ctx.gate_up)
             upstream = lora.upstream_of(grad_inner, ctx.gate_up, of_inner)

@@ -170,7 +170,8 @@ def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
       one of rank r0 + r, [A0_i; A_i] and [B0_i, s_i B_i], in y_i and dx; only A_i and B_i get gradients.
     - Where the base rounds its input (`qerl.formats.nvfp4.activations`), x stands for the rounded one: adapters and
       masters read it too. The gradient to it goes to the input as if rounding were the identity, for clipped values
-      too.
+      too. FP8 rounds within its product: adapters beside it read x, while masters and packed-in adapters, whose
+      gradient is that of the weight, read what it was multiplied by.
 
     The small products come first, and the base product is added to them in its float32 accumulator, so that y is
     rounded once. The gradient of a master is added to its `grad` in place, since a tensor of the weight's size for
@@ -261,14 +262,20 @@ def backward_to_factors(
     g: torch.Tensor | None,
     parts: Sequence[Part],
     largest: torch.Tensor | None = None,
+    spare: bool = False,
 ) -> list[torch.Tensor | None]:
     """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B.
 
-    For a master there is None, as its gradient has been added to it. `largest` is the largest magnitude of x if known.
+    For a master there is None, as its gradient has been added to it. `largest` is the largest magnitude of x if known;
+    a `spare` x is not needed afterwards and may be overwritten.
     """
     grad = upstream.grad
     grads: list[torch.Tensor | None] = []
-    summed = summed_input(x, upstream, largest) if any(part.master is not None for part in parts) else None
+    masters = [part for part in parts if part.master is not None]
+    if parts[0].packed_in and _rounding(parts[0].base) is not None:
+        x = parts[0].base.multiplied(x, spare)
+        h = x @ _stacked_a(parts, x.dtype).t()
+    summed = {None: summed_input(x, upstream, largest)} if masters else {}
     da = product_32(g.t(), x) if any(part.a is not None for part in parts) else None
     for part, ranks, columns in _columns(parts):
         if part.a is not None:
@@ -277,9 +284,18 @@ def backward_to_factors(
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
         if part.master is not None:
-            add_weight_gradient_(part.master, upstream, columns, summed, part.base)
+            kind = _rounding(part.base)
+            if kind is not None and kind not in summed:
+                summed[kind] = part.base.multiplied(x, spare)
+            add_weight_gradient_(part.master, upstream, columns, summed[kind], part.base)
             grads.append(None)
     return grads
+
+
+def _rounding(base: nn.Linear) -> str | None:
+    """How the product with the weight of `base` rounds x; None if it does not, or leaves it to an FP8 recipe."""
+    rounds = isinstance(base, PackedLinear) and getattr(base, "rounds_input", False) and recipe_of(base) is None
+    return base.scales if rounds else None
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -18,6 +18,7 @@ from qerl.formats.fp8.reference import E4M3, FP8Tensor, ScaleKind
 from qerl.formats.linear import PackedLinear
 
 CODES = "weight_codes"
+ROWS = 2048  # tokens that `multiplied` rounds at a time
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScaleKind], torch.Tensor]
 
@@ -80,6 +81,15 @@ class FP8Linear(PackedLinear):
         dense = reference.dequantize_unchecked(*weight, torch.float32) if others else self.dense(torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(wide, dense).to(x.dtype)
+
+    def multiplied(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        """See `PackedLinear.multiplied`. Some tokens at a time, since rounding works in float32."""
+        if not self.rounds_input:
+            return x
+        rounded = x if spare else torch.empty_like(x)
+        for out, rows in zip(rounded.split(ROWS), x.split(ROWS), strict=True):
+            out.copy_(reference.dequantize_input(*reference.quantize_input(rows, self.scales)))
+        return rounded
 
     def codes_in_blocks(self, others: Sequence[nn.Module] = ()) -> FP8Tensor | None:
         return joined([self, *others]) if others else FP8Tensor(self.weight_codes, self.weight_scale)

@@ -7,10 +7,12 @@ import torch
 from layer_policies import TOKENS, tiny_model
 from torch.utils.checkpoint import checkpoint
 
+from qerl.formats.fp8 import reference as fp8
+from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.layers import fuse_, recompute_by_
-from qerl.model.lora import lora_linear, parts_of
+from qerl.model.lora import Part, lora_linear, parts_of
 from qerl.model.master import add_gradient_, master_of, set_master_
 
 
@@ -163,3 +165,27 @@ def test_the_gradient_on_a_card_is_added_without_a_product_of_the_weights_size(d
     expected = 2 * grad.double().t() @ x.double()
     error = (master.grad.double() - expected).norm() / expected.norm()
     assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_master_behind_fp8_gets_the_gradient_of_what_was_computed(scales, rounds):
+    """y = Q(x) Q(W)^T: straight-through, the master's gradient is dy^T Q(x), and a packed-in adapter's follows it."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(3000, 256), torch.randn(3000, 256)
+    linears = [FP8Linear.from_linear(torch.nn.Linear(256, 128, bias=False), scales) for _ in range(2)]
+    for linear in linears:
+        linear.rounds_input = rounds
+    read = fp8.dequantize_input(*fp8.quantize_input(x, scales)) if rounds else x
+    masters = [set_master_(linear, torch.zeros(128, 256)) for linear in linears]
+    lora_linear(x, parts_of(*linears)).backward(dy)
+    for master, columns in zip(masters, dy.split(128, 1), strict=True):
+        torch.testing.assert_close(master.grad, columns.t() @ read, rtol=1e-4, atol=1e-3)
+
+    a, b = torch.randn(4, 256, requires_grad=True), torch.randn(128, 4, requires_grad=True)
+    base = FP8Linear.from_linear(torch.nn.Linear(256, 128, bias=False), scales)
+    base.rounds_input = rounds
+    lora_linear(x, [Part(base, a, b, 0.5, packed_in=True)]).backward(dy[:, :128])
+    of_weight = dy[:, :128].t() @ read
+    torch.testing.assert_close(a.grad, 0.5 * b.detach().t() @ of_weight, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(b.grad, 0.5 * of_weight @ a.detach().t(), rtol=1e-4, atol=1e-2)
