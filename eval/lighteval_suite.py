@@ -1,6 +1,6 @@
 """lighteval's own tasks on our engine: `qerl eval --suite lighteval 'gsm8k|0'`.
 
-Prompts, metrics and aggregation are those of lighteval 0.13; base, adapter and sampling are ours. With --suite-tasks
+Prompts, metrics and aggregation are lighteval 0.13's; base, adapter and sampling are ours. With --suite-tasks
 FILE (Python with lighteval's TASKS_TABLE) only the tasks of that file are known, and only what they name is downloaded.
 lighteval's own registry loads a model from the hub when it is imported.
 """

@@ -266,7 +266,7 @@ def batch_seed(seed: int, batch: int) -> int:
 
 
 def default_out(ref: ModelRef, task: str, identity: dict[str, Any]) -> Path:
-    """`<run>/eval/<task>-<hash>`, or `evals/<model>-<task>-<hash>`; the hash is that of the identity."""
+    """`<run>/eval/<task>-<hash>`, or `evals/<model>-<task>-<hash>`; the hash is of the identity."""
     name = f"{task}-{digest(identity)[:8]}"
     if (run := run_of(ref)) is not None:
         return run / "eval" / name

@@ -222,7 +222,7 @@ class EvalSettings:
             raise ConfigError("--run brings its own base and adapters: leave out --model and --adapter")
 
     def _set_sampling_(self) -> None:
-        """Give temperature and top-p their values: as asked, else those of --sampled, else greedy."""
+        """Give temperature and top-p their values: as asked, else --sampled's, else greedy."""
         if self.sampled and self.temperature == 0:
             raise ConfigError("--sampled and --temperature 0 contradict each other: leave one of them out")
         default = {"temperature": SAMPLED_TEMPERATURE, "top_p": SAMPLED_TOP_P}

@@ -45,7 +45,7 @@ class Calibration:
     held_out: list[list[int]] = field(default_factory=list)  # to measure on, from other rows
 
     def measured(self) -> Rows:
-        """The rows to measure on: those held out, or if there are none those of the calibration."""
+        """The rows to measure on: those held out, or if there are none the calibration's."""
         return Rows(self.data, self.held_out or self.sequences, bool(self.held_out))
 
     def summary(self) -> dict:

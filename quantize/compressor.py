@@ -131,7 +131,7 @@ class Recipe:
     method: str  # rtn, awq or gptq
     global_scale: str = "amax"  # or pow2; AWQ's search for its own scales is under amax in any case
     batch_size: int = 1
-    observer: str | None = None  # of block scales, for rtn and gptq; None: that of the scheme
+    observer: str | None = None  # of block scales, for rtn and gptq; None: the scheme's
 
 
 def calibrate(

@@ -78,7 +78,7 @@ class LayeredModel:
         beside the layers.
 
         The model's own forward pass computes them and the arguments of each layer, with layers that do nothing. The
-        arguments are those of a single row, which fit any number of rows.
+        arguments are a single row's, which fit any number of rows.
         """
         import torch
 
@@ -267,7 +267,7 @@ class Start:
 
 
 def modules_of_start(source: Source) -> list[str]:
-    """The linears that a start has factors for: of each kind that is quantized in some layer, those of all layers."""
+    """The linears that a start has factors for: of each kind that is quantized in some layer, all layers' linears."""
     decoder = source.decoder
     own = [module for module in decoder.linears() if decoder.place_of(module) is None]
     kinds = {module.rpartition(".")[2] for module in own if f"{module}.weight" in source.chosen}

@@ -41,7 +41,7 @@ WRITTEN, ROUNDED, STARTED = "written", "rounded", "started"
 class ModelError:
     """How far a model is from the 16-bit one, over all positions of the rows."""
 
-    logit_error: float  # root of the mean square, relative to that of the 16-bit logits, both without their mean
+    logit_error: float  # root of the mean square, relative to the 16-bit logits', both without their mean
     kl: float  # KL(16-bit || quantized) in nats per token
     same_top_token: float  # share of positions
     accuracy: float  # share of positions whose next token is the most probable one
@@ -54,7 +54,7 @@ class OutputErrors:
     data: str
     sequences: int
     sequence_length: int
-    held_out: bool  # false: the rows are those of the calibration, because there were too few
+    held_out: bool  # false: they were also calibrated on, because there were too few
     accuracy_16bit: float
     written: ModelError
     rounded: ModelError | None  # of rounding to nearest; None if that is what was written
@@ -182,7 +182,7 @@ class _Comparison:
 
 
 class _OutputSums:
-    """Sums of squares of one layer's outputs x W, and of those of x (W - W') for each other checkpoint."""
+    """Sums of squares of one layer's outputs x W, and of x (W - W') for each other checkpoint."""
 
     def __init__(self, weights: dict, others: dict[str, dict], modules: Sequence[str]) -> None:
         self._weights = {f"{module}.weight" for module in modules} & weights.keys()

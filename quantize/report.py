@@ -116,7 +116,7 @@ class QuantizeReport:
 def _by_layer(entries: list[dict]) -> list[dict]:
     """The same with one entry for all experts of a layer in place of one for each, of which there can be thousands.
 
-    Its numbers are their means, but `global_scale` is the smallest and the largest, and an error that of the worst one.
+    Its numbers are their means, but `global_scale` is the smallest and the largest, and an error the worst one's.
     """
     found: dict[str, dict] = {}
     experts: dict[str, list[dict]] = {}

@@ -67,7 +67,7 @@ def searched_scales(weight: torch.Tensor, scale: torch.Tensor, importance: torch
     """For each block of `weight` (out, in) the candidate scale, e4m3 (out, in / 16), under which its error is smallest.
 
     The error is the sum of (q - w)^2 times `importance`, float32 (in,) for the columns; None: all are equal. Of equal
-    errors that of the first candidate is taken, the usual scale.
+    errors the first candidate's is taken, the usual scale.
     """
     rows, columns = weight.shape
     found = torch.empty((rows, columns // BLOCK), dtype=torch.float8_e4m3fn, device=weight.device)
@@ -214,7 +214,7 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-EXTRA = 16  # columns beside those of the rank, which make the iteration converge
+EXTRA = 16  # columns beyond the rank, which make the iteration converge
 ROUNDS = 4
 SEED = 0
 

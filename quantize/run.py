@@ -411,7 +411,7 @@ def _with(source: Source, options: QuantizeOptions, amount: Amount, method: str)
 
 
 def _say(source: Source, options: QuantizeOptions, choice: Choice) -> None:
-    """One line if less was chosen than on a GPU. The figures are those of SmolLM2-135M."""
+    """One line if less was chosen than on a GPU. The figures are for SmolLM2-135M."""
     whole = _with(source, options, ON_CPU[0], "search_gptq")
     if choice == whole:
         return
@@ -460,7 +460,7 @@ def estimate_s(source: Source, choice: Choice) -> float:
 
 
 def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:
-    """The report of the model quantized on one card, or on the CPU; with `start_of` that of a start."""
+    """The report of the model quantized on one card, or on the CPU; with `start_of` a start's report."""
     from qerl.base.devices import choose_card
     from qerl.plan.threads import choose_threads
 

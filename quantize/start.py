@@ -181,7 +181,7 @@ def _compute(
 
 
 def _check_others(source: Source, base: str, read: ReadTensor, written: ReadTensor) -> None:
-    """Raise CheckpointError unless the norms and biases are those of the original, to the bit in the folder's dtype."""
+    """Raise CheckpointError unless the norms and biases are the original's, to the bit in the folder's dtype."""
     import torch
 
     for name, info in source.tensors.items():

@@ -28,7 +28,7 @@ BUCKET_BYTES = 2**28  # gradients that are summed at once
 
 
 def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """One rollout from those of the ranks, which took as long as the slowest of them; `kept` is that of the first."""
+    """One rollout from the ranks' rollouts, which took as long as the slowest; `kept` is the first one's."""
     first = parts[0]
     return Rollout(
         groups=[group for part in parts for group in part.groups],

@@ -136,7 +136,7 @@ def resume(
     model: str | None = None,
     parallel: Parallel = ALONE,
 ) -> TrainResult:
-    """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
+    """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from `step`'s; to
     `steps` in all, if that is given; on its base at `model`, if that has moved. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
     config = _teacher_beside(config_to_resume(run_dir, step, steps, model)[0], run_dir)

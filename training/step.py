@@ -46,7 +46,7 @@ Loss = Callable[[LossInputs], tuple[torch.Tensor, Metrics]]  # a micro-batch's l
 
 
 class Objective(NamedTuple):
-    """What a step minimizes: the loss of a micro-batch, and how the micro-batches share that of the step."""
+    """What a step minimizes: the loss of a micro-batch, and how the micro-batches share the step's loss."""
 
     loss: Loss
     loss_type: str  # as `micro_batches` knows it

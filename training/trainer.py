@@ -96,7 +96,7 @@ class QerlTrainer(GRPOTrainer):
         start_step: int = 0,
         validation: Validation | None = None,
     ) -> None:
-        """`args` are those of `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
+        """`args` come from `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
         config = parts.config
         self.parts, self._start_step, self.validation = parts, start_step, validation
         self._collected: Collected | None = None
@@ -240,7 +240,7 @@ class QerlTrainer(GRPOTrainer):
         self._log_completions(step)
 
     def _collected_metrics(self) -> dict[str, float]:
-        """The metrics of the step's inputs; a further update on the same rollout repeats those of its noise alone."""
+        """The metrics of the step's inputs; a further update on the same rollout repeats only the noise's."""
         metrics, updates = self._collected.metrics, self.parts.config.loss.num_iterations
         if (self.state.global_step - 1) % updates == 0:
             return {**metrics, "tokens_total": float(self.state.num_input_tokens_seen)}

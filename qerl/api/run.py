@@ -89,7 +89,7 @@ class Run:
         return self.path / "best" if (self.path / "best").is_dir() else None
 
     def plot(self, *metrics: str) -> Figure:
-        """The curves of `qerl report`, or those of the named metrics, as a matplotlib figure; a notebook shows it.
+        """The curves of `qerl report`, or only the named metrics, as a matplotlib figure; a notebook shows it.
 
         Raises ConfigError for a metric that the run does not have, and DataError before the first step.
         """

@@ -59,8 +59,8 @@ def evaluate(
 ) -> EvalResult:
     """Measure a model on a task: `evaluate("gsm8k", run).summary.accuracy` has value, low and high.
 
-    `settings` are those of `qerl eval` (docs/commands.md), such as limit, samples, sampled, max_new_tokens and out. All
-    completions are saved, and the same call reads a finished evaluation, or continues one that was interrupted.
+    `settings` are options of `qerl eval` (docs/commands.md), such as limit, samples, sampled, max_new_tokens and out.
+    All completions are saved, and the same call reads a finished evaluation, or continues one that was interrupted.
     """
     from eval.settings import EvalSettings
     from qerl.api.arguments import as_before
@@ -108,7 +108,7 @@ def quantize(
 ) -> QuantizeReport:
     """Turn a 16-bit checkpoint into NVFP4, and verify it; the report's `out` is the folder.
 
-    `options` are those of `qerl quantize`, such as method, calibration and overwrite.
+    `options` are as for `qerl quantize`, such as method, calibration and overwrite.
     """
     from qerl.api.arguments import as_before
     from quantize.options import QuantizeOptions
@@ -122,7 +122,7 @@ def quantize(
 def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, **options: Any) -> MergeReport:
     """Turn a run's adapter into a folder to serve or publish; the report's `out` is the folder.
 
-    `to` is adapter, bf16 or nvfp4; `options` are those of `qerl merge`.
+    `to` is adapter, bf16 or nvfp4; `options` are as for `qerl merge`.
     """
     from qerl.api.arguments import as_before
     from quantize.export.options import ExportOptions
@@ -136,7 +136,7 @@ def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, 
 def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport | MergeReport:
     """Turn a run or an adapter into a folder to serve or publish; the report's `out` is the folder.
 
-    `options` are those of `qerl export`, such as to, out, step, overwrite, force and device.
+    `options` are as for `qerl export`, such as to, out, step, overwrite, force and device.
     """
     from qerl.api.arguments import as_before
     from quantize.export.options import ExportOptions

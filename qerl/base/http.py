@@ -56,7 +56,7 @@ def may_hold_key(text: str) -> bool:
 
 
 def url_mistake(url: str) -> str | None:
-    """Why `url` cannot be that of a reward server, in words; None if it can."""
+    """Why `url` cannot be a reward server's, in words; None if it can."""
     try:
         parts = urlsplit(url)
         _ = parts.port

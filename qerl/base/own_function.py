@@ -322,7 +322,7 @@ def check_columns(
 ) -> None:
     """Raise ConfigError if a function needs a value that is neither one of its `args` nor a column.
 
-    `extra` are the columns of the rows, and `further` those of episodes.
+    `extra` are the columns of the rows, and `further` the columns of episodes.
     """
     columns = (*COLUMNS, *further, *sorted(set(extra)), *GIVEN)
     for key, parameter in parameters.items():

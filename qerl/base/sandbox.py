@@ -36,7 +36,7 @@ CPU_S = 10  # processor time of a request
 # busy machine does not reach it.
 REPLY_LIMIT_S = 300.0
 MEMORY_BYTES = 2 * 2**30  # beside what the imports take
-LONGEST = 2_000_000  # characters of a prompt, beside those of its messages eight times over
+LONGEST = 2_000_000  # characters of a prompt, beside its messages eight times over
 TOKENIZER_BYTES = 2**28
 PROBE = f"What is {'1' * 64} + 4? {'a' * 64} {' ' * 64}ä中\n" * 4
 MOST_TOKENS = 100 * len(PROBE)
@@ -250,7 +250,7 @@ def _renderer() -> Callable[..., Any]:
 
     The two packages around its module are entered without running their `__init__`, which would take 0.6 s of processor
     time more; the distributions of all packages, which transformers lists for its checks of versions, another 0.2 s.
-    tests/qerl/base/test_sandbox.py compares prompts with those of the whole package.
+    tests/qerl/base/test_sandbox.py compares prompts with the whole package's.
     """
     for name in ("transformers", "transformers.utils"):
         sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))

@@ -171,7 +171,7 @@ def check_placed(linears: Mapping[str, nn.Module], expected: Mapping[str, Activa
 def check_served(
     name: str, serve: Serve, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, activations: Activations
 ) -> None:
-    """Raise EngineError unless `serve(x)`, an engine's product of rows x (T, in), is that of the rounded rows.
+    """Raise EngineError unless `serve(x)`, an engine's product of rows x (T, in), multiplies the rounded rows.
 
     `weight` (out, in) is the decoded one, in float32. The oracle is plain torch: it rounds by the kernel's twin and
     multiplies in float32. With inputs that are not rounded the result would be about a tenth away from it.
@@ -254,7 +254,7 @@ def _largest_inputs(model: PreTrainedModel, modules: Sequence[str]) -> Iterator[
 
 
 def _batches(rows: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
-    """Rows in their order; those of one batch have the same length, so that no padding is seen."""
+    """Rows in their order; in a batch all have the same length, so that no padding is seen."""
     pending: list[list[int]] = []
     for ids in rows:
         if pending and (len(pending) == size or len(ids) != len(pending[0])):

@@ -111,7 +111,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
 
 
 def is_block_norm(name: str) -> bool:
-    """Whether a tensor's name is that of a decoder layer's norm, such as `model.layers.3.input_layernorm.weight`."""
+    """Whether a tensor's name is a decoder layer's norm, such as `model.layers.3.input_layernorm.weight`."""
     parts = name.split(".")
     return len(parts) > 3 and parts[-4] == "layers" and parts[-3].isdigit() and parts[-1] == "weight"
 
@@ -364,7 +364,7 @@ def _add_experts(folder: Path, tensors: Mapping[str, torch.Tensor], model: PeftM
 def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
     """Copy `tensors` into the attached adapter and return their number.
 
-    Raises CheckpointError unless names and shapes are those of the adapter.
+    Raises CheckpointError unless names and shapes are the adapter's.
     """
     import torch
 

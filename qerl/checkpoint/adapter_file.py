@@ -286,7 +286,7 @@ def config_of_file(tensors: Mapping[str, torch.Tensor], rank: int, scaling: floa
 def rank_in_file(config: Mapping[str, Any], where: str) -> int | None:
     """The rank on experts that an adapter_config.json says; None if it has none on them.
 
-    Raises CheckpointError for other parameters, and for patterns that are not those of `config_of_file`.
+    Raises CheckpointError for other parameters, and for patterns other than `config_of_file` writes.
     """
     parameters = config.get("target_parameters")
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))

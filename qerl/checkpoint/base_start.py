@@ -48,7 +48,7 @@ class BaseStart:
 
 @dataclass(frozen=True)
 class TrainedStart:
-    """How an adapter was trained with a start: `digest` is that of the components which acted."""
+    """How an adapter was trained with a start: `digest` is of the components that acted."""
 
     kind: Kind
     rank: int

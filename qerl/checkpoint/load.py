@@ -4,7 +4,7 @@
 
 transformers itself would unpack a whole NVFP4 checkpoint at the first forward (transformers 5.17 with
 compressed-tensors 0.19, `ct_decompress_hook`). So qerl builds the modules from the config alone, replaces the quantized
-linears by those of the format, and puts each tensor from its file into its place: no dense copy of a linear exists.
+linears by the format's, and puts each tensor from its file into its place: no dense copy of a linear exists.
 Experts become our blocks, each copied into its place as it is read.
 """
 
@@ -71,7 +71,7 @@ def fill_experts_(
 
 
 def place_blocks_(model: nn.Module, decoder: Decoder, weights: Mapping[str, nn.Module]) -> None:
-    """Put our blocks in place of the model's; `weights` are those of the experts by their full names in memory."""
+    """Put our blocks in place of the model's; `weights` are the experts' by their full names in memory."""
     from qerl.model.experts import ExpertBlock, Experts
 
     for number, layer in enumerate(decoder.sparse):
@@ -137,7 +137,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Open the weights at `path` (folder or hub id), frozen and in eval mode.
 
-    `format` is the name of a `qerl.formats` value. `dtype` is that of the 16-bit tensors and of the products: "auto" is
+    `format` is the name of a `qerl.formats` value. `dtype` is for the 16-bit tensors and the products: "auto" is
     bfloat16 on a GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of
     another format.
     """
@@ -211,7 +211,7 @@ def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
 
 
 def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: that of the tokenizer, and those that the folder's generation config names.
+    """Every token that ends a completion: the tokenizer's, and what the folder's generation config names.
 
     Without a generation config the model's `config` is asked.
     """
@@ -354,7 +354,7 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
 def _fill_(
     model: PreTrainedModel, tensors: Mapping[str, TensorInfo], packed: Collection[str], dtype: torch.dtype
 ) -> None:
-    """Put each file's tensors in place, cast to `dtype` except those of `packed` linears.
+    """Put each file's tensors in place, cast to `dtype`, except for `packed` linears.
 
     Raises CheckpointError for a tensor that is missing or has no place.
     """

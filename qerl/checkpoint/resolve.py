@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def adapter_of_run(run: Path) -> Path:
-    """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`).
+    """The adapter that a finished run wrote, or else its last checkpoint's (`checkpoints/step-000040`).
 
     Damaged ones are passed over, with a warning. Raises CheckpointError if none is left.
     """
@@ -374,7 +374,7 @@ def describe(ref: ModelRef) -> str:
 
 
 def starting_model(base: str, format: str, masters: bool, run: Path | None = None) -> ModelRef:
-    """What `model.base` names, for a new run or for one that continues in `run`; its format is that of the engine.
+    """What `model.base` names, for a new run or for one that continues in `run`; its format is the engine's.
 
     Raises QerlError for a model that is not there, or that this kind of training cannot start from.
     """

@@ -6,7 +6,7 @@ is enough to know what a checkpoint holds and to notice a truncated or missing f
 loads no torch.
 
 A checkpoint for pictures and text holds a decoder under `text_config`, with its tensors under a prefix. Without
-pictures its positions are those of a text model, so `text_part` takes it as the text model of that family.
+pictures its positions are a text model's, so `text_part` takes it as the text model of that family.
 
 A head that differs from the embeddings counts even where config.json ties the two, as in transformers 5. Engines and
 other readers go by `tie_word_embeddings`, so whatever qerl writes says false there (`with_own_head`).
@@ -180,7 +180,7 @@ def _renamed(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     return found
 
 
-# model_type of the text part -> that of the text model, and its class in transformers.
+# model_type of the text part -> the text model's, and its class in transformers.
 TEXT_MODELS = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
@@ -264,7 +264,7 @@ ROWS = 8192  # of both that are compared at a time
 def has_own_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> bool:
     """Whether the file has a head that differs from the embeddings, and config.json does not say that it is untied.
 
-    `tensors` are those of the checkpoint by name. Raises CheckpointError if they cannot be read.
+    `tensors` are the checkpoint's by name. Raises CheckpointError if they cannot be read.
     """
     if config.get(KEY) is False or not {EMBEDDINGS, HEAD} <= tensors.keys():
         return False

@@ -24,7 +24,7 @@ NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tenso
 
 
 def run_command(command: Callable[..., object], arguments: list[str] | None = None, name: str | None = None) -> None:
-    """Call a typer app with `arguments` (None: those of sys.argv), and exit.
+    """Call a typer app with `arguments` (None: sys.argv's), and exit.
 
     An error that the user can fix is shown as one line on stderr and gives exit code 2; an interrupt gives 130. All
     else is a bug and keeps its traceback.

@@ -73,7 +73,7 @@ def environment(config: RunConfig) -> Conflicts:
 
 
 def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and name of each reward, those of the sources as well."""
+    """Key and name of each reward, the sources' rewards included."""
     for i, reward in enumerate(config.rewards):
         yield f"rewards.{i}.name", reward.name
     for i, source in enumerate(config.data.sources):

@@ -128,7 +128,7 @@ def field_at(path: Path) -> FieldInfo | None:
 
 
 def section_at(path: Path) -> type[Section] | None:
-    """The section at a path, that of an item for a list of sections; None where there is none."""
+    """The section at a path, an item's section for a list of sections; None where there is none."""
     if not path:
         return RunConfig
     field = field_at(path)

@@ -107,7 +107,7 @@ def expanded(given: object) -> object:
 
 
 def with_its_format(given: object) -> object:
-    """The keys of a whole recipe, and model.format, if they leave it out, as that of what qat.quant_cfg packs."""
+    """The keys of a whole recipe; if they leave out model.format, it is the format that qat.quant_cfg packs."""
     if not isinstance(given, Mapping) or not isinstance(qat := given.get("qat"), Mapping):
         return given
     model = given.get("model")

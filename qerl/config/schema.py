@@ -289,7 +289,7 @@ class RunConfig(Section):
 
     @property
     def longest_completion(self) -> int:
-        """Tokens for which the engine needs room beside a prompt: those of a rollout, or more for validation."""
+        """Tokens for which the engine needs room beside a prompt: a rollout's, or more for validation."""
         new = self.rollout.max_new_tokens
         return new if self.validation.every is None else max(new, self.validation.max_new_tokens or new)
 

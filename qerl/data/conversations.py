@@ -151,7 +151,7 @@ def _open(task: Task, source: Source) -> tuple[str, Iterator[Row]]:
 
 
 def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row]) -> tuple[str, str | None]:
-    """The column of messages and None, or those of prompt and answer."""
+    """The column of messages and None, or the columns of prompt and answer."""
     present = [row for _, row in rows if row is not None]
     if not present:
         raise DataError(f"{name} holds no rows: is it the right file, and in the format that its name says?")

@@ -137,7 +137,7 @@ def _more(size: int) -> int:
     return int(2 * size / 2**30) + 1
 
 
-AS_DATA = (  # keys of a source that are those of `data` where it leaves them null
+AS_DATA = (  # keys of a source that `data` gives where it leaves them null
     *("task", "split", "columns", "system_prompt", "prompt_template", "grader"),
 )
 
@@ -220,7 +220,7 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
 
 
 def check_hub_id(name: str) -> None:
-    """Raise DataError for a name that cannot be that of a data set on the hub."""
+    """Raise DataError for a name that no data set on the hub can have."""
     if not HUB_ID.fullmatch(name):
         close = close_to(name, files=True)
         raise DataError(

@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Built:
-    """`make` gives the environment of one episode; `files` are those of the user's code, its own first."""
+    """`make` gives the environment of one episode; `files` hold the user's code, its own first."""
 
     make: Callable[[], Driven]
     schemas: tuple[Schema, ...]
@@ -129,7 +129,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
 
 
 def is_url(name: str) -> bool:
-    """Whether the name is that of a server."""
+    """Whether the name is a server's."""
     return name.startswith(("http://", "https://"))
 
 

@@ -80,7 +80,7 @@ def source_of(config: EnvironmentConfig) -> Source:
 
 
 def limits_of(config: EnvironmentConfig, max_tokens: int, context: int) -> Limits:
-    """The limits of a recipe's episodes; `max_tokens` is that of a completion, `context` with its prompt."""
+    """The limits of a recipe's episodes; `max_tokens` is for a completion, `context` with its prompt."""
     return Limits(
         max_turns=config.max_turns,
         max_tokens=max_tokens,

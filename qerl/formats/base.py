@@ -45,7 +45,7 @@ class Format:
     layout: str | None = None  # `quantization_config.format` of config.json
     scheme: str | None = None  # llm-compressor's name for what `qerl quantize` does; None: it does not make this format
     scales: str | None = None  # the kind that is written, where there are several
-    min_sqnr_db: float = 0.0  # quantized weights with less than this are not those of the model
+    min_sqnr_db: float = 0.0  # quantized weights with less than this are not the model's
     kernels: tuple[str, ...] = ()  # values of rollout.kernel, beside auto; () if there is nothing to choose
     vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
     product_of_vllm: bool = False  # whether the product of rounded inputs on a card is vLLM's, in the trainer too

@@ -1,6 +1,6 @@
 """The weights of one projection of all experts of a layer, frozen, in their format.
 
-The tensors are those of the format's linear, with the experts along a first dimension: for NVFP4 `weight_packed`
+The tensors are as in the format's linear, with the experts along a first dimension: for NVFP4 `weight_packed`
 (experts, out, in/2), `weight_scale` (experts, out, in/16) and `weight_global_scale` (experts, 1), for a 16-bit format
 `weight` (experts, out, in). An engine that keeps experts in a layout of its own is another class with the same
 `experts`, `out_features`, `in_features`, `compute_dtype`, `weight_device` and `dense`.
@@ -37,7 +37,7 @@ class ExpertWeights(CachedWeight, nn.Module):
         dtype: torch.dtype | None = None,
         parts: int = 1,
     ) -> None:
-        """Weights of `shape` to load tensors into; the rows of an expert are those of `parts` linears in files.
+        """Weights of `shape` to load tensors into; an expert has the rows of `parts` linears in files.
 
         Raises CheckpointError for a shape that the format cannot pack.
         """
@@ -115,7 +115,7 @@ class ExpertWeights(CachedWeight, nn.Module):
         return max(1, piece // (self.out_features * self.in_features))
 
     def _one_below_the_other(self, experts: slice) -> PackedLinear:
-        """A linear whose rows are those of these experts, with a `shared_tensor` that has a value for each row."""
+        """A linear with the rows of these experts, with a `shared_tensor` that has a value for each row."""
         (linear,) = self._one
         for name, buffer in self._stored.items():
             tensor = self._buffers[buffer][experts]

@@ -158,7 +158,7 @@ class PackedLinear(CachedWeight, nn.Linear):
     ) -> Self:
         """A linear of `shape` (out_features, in_features) over these buffers, without a copy.
 
-        The compute dtype defaults to that of the bias, or without a bias to torch's default. Raises CheckpointError
+        The compute dtype defaults to the bias's, or without a bias to torch's default. Raises CheckpointError
         for a bias of another size.
         """
         out_features, in_features = shape
@@ -191,7 +191,7 @@ class PackedLinear(CachedWeight, nn.Linear):
         raise NotImplementedError
 
     def refuse(self, faults: Sequence[int], name: str) -> None:
-        """Raise EngineError if a count of `faults` is not 0; `name` is that of the linear, for the message."""
+        """Raise EngineError if a count of `faults` is not 0; `name` names the linear in the message."""
 
     def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
         """`write_` a matrix. Raises EngineError for one that has faults."""

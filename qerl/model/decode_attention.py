@@ -51,7 +51,7 @@ def split_for(sequences: int, key_heads: int, bits: int = 16) -> Split:
 class Space:
     """Kernels and work space of `attend_`, shared by all layers of a model. Create it before a graph is captured.
 
-    `bits` are those of an element of the cache, 16 or 8.
+    `bits` is the width of an element of the cache, 16 or 8.
     """
 
     def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device, bits: int = 16) -> None:

@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Norm over the last dimension of x (..., d), in `dtype` (default: that of x); `weight` (d,) may be float32."""
+    """Norm over the last dimension of x (..., d), in `dtype` (default: as x); `weight` (d,) may be float32."""
     return _RMSNorm.apply(x, weight, eps, dtype or x.dtype)
 
 

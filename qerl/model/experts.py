@@ -202,7 +202,7 @@ class ExpertFactors:
         return ExpertFactors(a[0], b[0], a[1], b[1], self.scale)
 
     def own_sizes(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of prepared factors, in the order of `tensors`, as those of the factors themselves."""
+        """The gradients of prepared factors, in the order of `tensors`, as gradients of the factors themselves."""
         pairs = zip(gradients, self.tensors, strict=True)
         return [grad[..., : own.shape[-2], : own.shape[-1]].to(own.dtype) for grad, own in pairs]
 
@@ -407,7 +407,7 @@ def experts_of(
     lora: ExpertFactors | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """y (T, hidden) of the module docstring for x (T, hidden), computed in `dtype` (default: that of x)."""
+    """y (T, hidden) of the module docstring for x (T, hidden), computed in `dtype` (default: as x)."""
     factors = () if lora is None else lora.tensors
     return _Experts.apply(x, (weights, lora, dtype or x.dtype), routed, *routed, *factors)
 

@@ -187,7 +187,7 @@ class _MLP(torch.autograd.Function):
 
 
 PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
-FAMILIES = {  # our forwards follow those of transformers 5.17
+FAMILIES = {  # our forwards follow transformers 5.17
     **dict.fromkeys(("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral"), PARTS),
     "Olmoe": ("RMSNorm", "DecoderLayer"),  # its attention norms all heads of q and k at once
 }

@@ -199,7 +199,7 @@ def factors(parts: Sequence[Part]) -> list[torch.Tensor]:
 
 
 def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
-    """The dtype of autocast where it is active, otherwise that of the base."""
+    """The dtype of autocast where it is active, otherwise the base's."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -52,7 +52,7 @@ def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) 
 def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Tensor] | None) -> int:
     """Add `noise`, one float32 (d,) per name, to the norms from now on; None removes it. Returns how many are noisy.
 
-    Raises EngineError if a name is not among `norms` or a shape differs from that of the norm's weight.
+    Raises EngineError if a name is not among `norms` or a shape differs from the norm's weight.
     """
     for module in norms.values():
         module.__dict__.pop("forward", None)

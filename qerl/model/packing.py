@@ -71,7 +71,7 @@ class Sequences(NamedTuple):
 
     query_starts: torch.Tensor  # (N + 1,) int32: where each sequence's queries begin in T, and T
     key_starts: torch.Tensor  # (N + 1,) int32: where its keys begin in `keys`
-    keys: Copies | None  # all sequences' keys, as copies of those of T; None: those of the queries themselves
+    keys: Copies | None  # all sequences' keys, copied from the T tokens; None: the queries' own
     longest_query: int
     longest_key: int
 
@@ -83,7 +83,7 @@ class PackedRow:
     input_ids: torch.Tensor  # (1, T)
     position_ids: torch.Tensor  # (1, T)
     sequences: Sequences
-    predicting: Copies  # the M outputs that predict a completion token, of those of T
+    predicting: Copies  # the M outputs that predict a completion token, out of T
     targets: torch.Tensor  # (M,) that token
     places: torch.Tensor  # (M,) where it stands in the (B, C) block, row after row
     replay: Replay | None = None  # the experts to use; None: each layer chooses
@@ -168,9 +168,9 @@ def pack(
     """Pack (B, L + C) rows, prompts padded left and completions right; C is `completion_width`.
 
     `loss_mask` (B, C) says which completion tokens are scored; None: all that `attention_mask` has. The others are read
-    by the model as context. The packed row is on `device` (None: that of the ids); packing happens on the CPU, so it
+    by the model as context. The packed row is on `device` (None: as the ids); packing happens on the CPU, so it
     waits for nothing on the GPU if the tensors are there. Rows without a token to score are left out. Every row needs
-    at least one prompt token. `experts` are those of `Batch`; a prompt of several rows has those of the first.
+    at least one prompt token. `experts` is as in `Batch`; a prompt of several rows has the first one's.
     """
     ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
     scored = mask[:, -completion_width:] if loss_mask is None else loss_mask.bool().cpu()

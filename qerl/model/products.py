@@ -54,8 +54,8 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
 class Upstream:
     """dy (T, out of all `bases`), the gradient of what linears with one input have computed.
 
-    Where one recipe rounds both the gradient to the input and those of masters (`trains`), dy is rounded once for all
-    of them, under one scale, and so is the input. `largest`: the largest magnitude of dy where it is known, as
+    Where one recipe rounds both the gradient to the input and the masters' gradients (`trains`), dy is rounded once for
+    all of them, under one scale, and so is the input. `largest`: the largest magnitude of dy where it is known, as
     `qerl.formats.fp8.kernels.round_matrix` takes it.
     """
 
@@ -115,7 +115,7 @@ def followed(bases: Sequence[nn.Linear]) -> bool:
 
 
 def summed_input(x: torch.Tensor, upstream: Upstream, largest: torch.Tensor | None = None) -> torch.Tensor | Scaled:
-    """x (T, in) as `add_weight_gradient_` takes it, for all masters that read it; `largest` is that of x if known."""
+    """x (T, in) as `add_weight_gradient_` takes it, for all masters that read it; `largest`: its largest, if known."""
     return x if upstream.rounded() is None else upstream.recipe.summed(x, largest)
 
 

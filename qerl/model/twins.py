@@ -25,7 +25,7 @@ def norm_forward(
     delta: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Normed, torch.Tensor]:
-    """Return weight * x_hat in `dtype` (default: that of x), rounded once, and what the backward pass needs.
+    """Return weight * x_hat in `dtype` (default: as x), rounded once, and what the backward pass needs.
 
     With a `delta` (T, H, d), x + delta is normed in float32 and kept in `dtype`.
     """
@@ -42,7 +42,7 @@ def norm_backward(
     skip: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients to x, in `dtype` (default: that of the kept x), and to a `trained` weight, float32 (d,).
+    """Return the gradients to x, in `dtype` (default: as the kept x), and to a `trained` weight, float32 (d,).
 
     With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)) + skip, where `skip` is the
     gradient that x has from elsewhere.

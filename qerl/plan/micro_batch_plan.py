@@ -81,7 +81,7 @@ class Shapes:
     fp8_recipe: RecipeName | None = None  # that rounds the trainer's products
     rounds_kv: bool = False  # to 8 bits, of which a copy is kept
     gradient_bytes: int = 0  # of one weight's gradient, where whole weights are trained
-    copies: int = 0  # hidden states of a token while experts run, beside those of the stream
+    copies: int = 0  # hidden states of a token while experts run, beside the stream's
     decoded: int | None = None  # bytes of what is decoded for a product at most; None: gate and up
     share: float = 1.0  # of the weights that are decoded, that a token is multiplied by
 

@@ -36,7 +36,7 @@ RecipeName = Literal["tensorwise", "blockwise"]
 
 
 class RoundingWork(NamedTuple):
-    """Bytes beside those of training without a recipe."""
+    """Bytes beyond what training without a recipe takes."""
 
     token: int  # per token of a micro-batch
     weight: int
@@ -298,7 +298,7 @@ class TeacherWork:
 
     forward: int  # per token, while it runs: before the policy keeps anything
     hidden: int  # per token, until the loss is computed
-    logits: int  # of a chunk, with those of the student
+    logits: int  # of a chunk, the student's included
 
     def beside(self, footprint: Footprint) -> Footprint:
         """A policy's footprint with this."""

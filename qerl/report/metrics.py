@@ -1,4 +1,4 @@
-"""The names of metrics: those of a run, and TRL's."""
+"""The names of metrics: a run's, and TRL's."""
 
 from __future__ import annotations
 

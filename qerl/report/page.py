@@ -184,7 +184,7 @@ def render_page(
 def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None) -> list[Evaluation]:
     """The evaluations before and after, if given, then those in the directories of the runs.
 
-    With several runs, the name of an evaluation begins with that of its run.
+    With several runs, the name of an evaluation begins with its run's.
     """
     found = [
         replace(evaluation, name=f"{run.name}: {evaluation.name}") if len(runs) > 1 else evaluation
@@ -258,7 +258,7 @@ def _printable(value: Any) -> Any:
 
 
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
-    """The report in Markdown; `compared` and `judged` are those of `render_page`."""
+    """The report in Markdown; `compared` and `judged` are as in `render_page`."""
     sections = [f"# {run.name}", f"**{verdict(run, compared, judged)}**"]
     if warnings := [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]:
         sections += ["Warnings while it ran:", "\n".join(warnings)]
@@ -313,8 +313,8 @@ def write_report(
     """Write the page, and for a single run also curves.png and report.md; print the report and return the page's path.
 
     `judged` says whether `before` and `after` differ significantly. The page is written to `out`, by default
-    report.html in the run's folder, or comparison.html in that of the first of several runs. Raises DataError for a run
-    without metrics, ConfigError for options that do not go together.
+    report.html in the run's folder, or comparison.html in the first run's folder. Raises DataError for a run without
+    metrics, ConfigError for options that do not go together.
     """
     if (before is None) != (after is None):
         raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")

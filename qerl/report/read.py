@@ -174,7 +174,7 @@ class Evaluation:
 class Run:
     """What a run wrote: in `rows` the metrics of each step, in `samples` the logged completions with their steps.
 
-    `validations` are the rows with one, that of step 0 included, which was made before the first step.
+    `validations` are the rows with one, step 0 included, which was made before the first step.
     """
 
     folder: Path

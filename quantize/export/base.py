@@ -45,7 +45,7 @@ class Adapter:
     """A LoRA adapter as `qerl.checkpoint.adapter_file.read_adapter` reads it; tensors have the base's module names.
 
     Those on experts are one for each layer there; `in_files` gives each linear of the base its own. An adapter that was
-    computed from that in `folder` has `settings`, which replace those of the folder's adapter_config.json.
+    computed from that in `folder` has `settings`, which replace the folder's adapter_config.json.
     """
 
     folder: Path
@@ -150,7 +150,7 @@ def merged_source(base: Base, adapter: Adapter, to: Format) -> Source:
         module, _, part = name.rpartition(".")
         if module in base.packed and part in base.format.tensors:
             tensors[f"{module}.weight"] = _in_bf16(info, base.dense_shape(module))
-        elif not (module in base.packed and part == INPUT_SCALE):  # `write_merged` adds those of a quantized result
+        elif not (module in base.packed and part == INPUT_SCALE):  # `write_merged` adds a quantized result's
             tensors[name] = _in_bf16(info, info.shape) if info.dtype in WEIGHT_DTYPES else info
     _check_fit(tensors, base, adapter)
     source = Source(base.name, base.folder, base.config, tensors, (), (), format=to)
@@ -162,7 +162,7 @@ def _in_bf16(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _with_quantized(source: Source, base: Base) -> Source:
-    """Add the linears to pack: those of the base, or all of a 16-bit base. Their scales need them in float32."""
+    """Add the linears to pack: the base's, or all of a 16-bit base. Their scales need them in float32."""
     linears = check_layout(base.folder, base.config, source.tensors)
     quantized = tuple(module for module in linears if module in base.packed or not base.packed)
     tensors = dict(source.tensors)

@@ -108,7 +108,7 @@ def load_prompts(
 ) -> tuple[list[list[int]], str]:
     """Prompts (token ids) and their origin: `file` (rows with `question`), else the adapter's run, else QUESTIONS.
 
-    A run's prompts are those of its saved completions, which already have the chat template, then those of its data.
+    A run's prompts come from its saved completions, which already have the chat template, then from its data.
     """
     if file is not None:
         return _rendered(tokenizer, questions_in(file)[:count]), str(file)

@@ -1,6 +1,6 @@
 """Rewards -> advantages, relative to the other completions of the same prompt (GRPO, arXiv 2402.03300, section 4.1.2).
 
-The values are those of TRL 1.16 (GRPOTrainer, `sum_then_normalize`), with which the tests compare them, except for
+The values equal TRL 1.16's (GRPOTrainer, `sum_then_normalize`), with which the tests compare them, except for
 groups whose rewards are all equal. TRL subtracts a float32 mean: eight rewards of 0.7 leave advantages of 6e-4, all of
 the same sign, and Adam turns even such a small gradient into a full step. Here such groups have the advantage 0. TRL's
 own count of groups without variance misses them too, and counts the whole batch as one group if `advantage_scale` is
@@ -24,7 +24,7 @@ class Advantages(NamedTuple):
 def group_advantages(total_P_G: torch.Tensor, scale: str) -> Advantages:
     """(reward - mean of its group) / (standard deviation + 1e-4), of float32 rewards (P, G).
 
-    `scale` chooses the unbiased standard deviation: that of the "group", that of the "batch", or "none" for no
+    `scale` chooses the unbiased standard deviation: of the "group", of the "batch", or "none" for no
     division. A completion whose reward is NaN counts in neither, and has the advantage 0.
     """
     advantages_P_G = total_P_G - _means(total_P_G)

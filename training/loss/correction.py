@@ -5,7 +5,7 @@ r = exp(old_logprobs - sampling_logprobs), truncated or masked. (arXiv 2510.1169
 of TRL 1.16's GRPOTrainer, and the tests compare with its values.)
 
 tests/training/test_exact_gradient.py shows on a case small enough to enumerate what the weights achieve. With one ratio
-per sequence the expected gradient is exactly that of the clean policy, up to what the cap cuts off. One ratio per token
+per sequence the expected gradient is exactly the clean policy's, up to what the cap cuts off. One ratio per token
 is the default, since its variance does not grow with the length. A bias remains then, smaller than without weights,
 because prefixes and continuations keep the distribution of the sampler.
 """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GROWTH = 5.0  # how much larger the mismatch of one noise draw may be than that of another
+GROWTH = 5.0  # how much larger the mismatch of one noise draw may be than another's
 LEAST_MOVED = 0.02  # nats per token: a trial that changes less cannot be told from rounding
 
 

@@ -128,7 +128,7 @@ def length_metrics(groups: Sequence[GradedGroup]) -> dict[str, float]:
 def group_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
     """How far the rewards of a group are apart, and the shares of groups that are all right or all wrong.
 
-    What is right is decided by the reward called accuracy; without it nobody knows. `names` are those of the rewards.
+    What is right is decided by the reward called accuracy; without it nobody knows. `names` are the rewards'.
     """
     found = {"groups/reward_std": mean_of_known(deviation(torch.stack([graded.total_G for graded in groups])))}
     if "accuracy" not in names:

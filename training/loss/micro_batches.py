@@ -101,7 +101,7 @@ def row_metrics(loss_type: str, level: str) -> tuple[str, ...]:
 
 
 def merge_metrics(parts: Iterable[tuple[MicroBatch, Metrics]], by_row: tuple[str, ...]) -> dict[str, float]:
-    """The step's metrics from those of its micro-batches: means over the tokens, or rows, that were trained on."""
+    """The step's metrics from its micro-batches': means over the tokens, or rows, that were trained on."""
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
     for batch, metrics in parts:

@@ -133,7 +133,7 @@ def build_packed_in_policy(engine: Engine, start: ModelRef, config: RunConfig) -
 def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
     """Let the trainer's products be rounded by the recipe's `train.fp8_recipe`, if it has one.
 
-    Of a quantized base these are those of its packed linears, so that what is kept in 16 bits stays so.
+    For a quantized base, only its packed linears count, so that what is kept in 16 bits stays so.
     """
     recipe = recipe_of(train.fp8_recipe, train.fp8, train.fp8_products)
     if recipe is None:
@@ -155,7 +155,7 @@ def build_weights_policy(
 ) -> WeightsPolicy:
     """Put masters behind the engine's packed weights, read from the 16-bit model that the run starts from.
 
-    In float32 they begin off the ties of rounding (`off_ties`). Of several ranks each has those of its layers.
+    In float32 they begin off the ties of rounding (`off_ties`). Of several ranks each has the masters of its layers.
     """
     qat, model = config.qat, engine.policy_model()
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))

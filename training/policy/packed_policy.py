@@ -69,7 +69,7 @@ class PackedPolicy:
                     layer.gradient_checkpointing = False
 
     def logprobs(self, row: PackedRow, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32: those of a packed row's scored tokens, in a (B, C) block of zeros."""
+        """(logprobs, entropies), float32: for a packed row's scored tokens, in a (B, C) block of zeros."""
         if self._training:
             self._recompute_in(row.cost)
         with packed_attention_of(self._model), self._autocast():
@@ -100,9 +100,9 @@ class PackedPolicy:
         experts: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Logprobs, float32 (B, C), of any number of rows (B, L + C), a micro-batch's tokens at a time; 0 where
-        `loss_mask` (B, C) is. `experts` are those of `Batch`.
+        `loss_mask` (B, C) is. `experts` is as in `Batch`.
 
-        They are those of the policy that samples: without dropout.
+        There is no dropout, as in the policy that samples.
         """
         width = loss_mask.shape[1]
         results = torch.zeros(len(input_ids), width, device=self.device)

@@ -56,7 +56,7 @@ class Policy(Protocol):
     shards: Shards | None  # of several ranks that share the parameters out
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The trained parameters, of a policy that is shared out those of this rank."""
+        """The trained parameters; of a policy that ranks share out, this rank's."""
 
     def replicas(self) -> Iterator[nn.Parameter]:
         """Those that every rank has and updates by the same gradient."""
@@ -111,9 +111,9 @@ class AdapterPolicy:
 
 
 class WeightsPolicy:
-    """Whole weights: masters of linears and norms. A sync packs those of linears into the model; norms act as they are.
+    """Whole weights: masters of linears and norms. A sync packs the linears' masters; norms act as they are.
 
-    The gradient of a linear's master is that of its packed weight (`qerl.model.master`). Of several ranks each has the
+    A linear's master gets the gradient of its packed weight (`qerl.model.master`). Of several ranks each has the
     masters of some layers (`shards`) and an empty parameter for every other one; all have the norms.
     """
 
@@ -223,7 +223,7 @@ class PackedInPolicy:
     W0 are the 16-bit weights that the run started from, which never change; from packed ones an update of less than
     half a step between two codes would vanish. Engine and trainer multiply by the packed weights alone, and A and B
     receive the gradients of the packed weight as if rounding were the identity (`qerl.model.lora`). Parameters and
-    files are those of the adapter, an `AdapterPolicy`.
+    files are the adapter's, an `AdapterPolicy`.
     """
 
     shards = None

@@ -97,7 +97,7 @@ class RandomlyRounded(torch.optim.Optimizer):
             round_randomly_(parameter.data, wide.data, seed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with the dtypes it was saved in; torch would cast it to those of the parameters."""
+        """Load a state with the dtypes it was saved in; torch would cast it to the parameters' dtypes."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -136,7 +136,7 @@ class _Layer:
         return [piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)]
 
     def sum_(self) -> None:
-        """Add the gradients of all ranks to those of the masters, on the rank that has them."""
+        """Add the gradients of all ranks to the masters' gradients, on the rank that has them."""
         pieces, parallel = self.pieces(), self.shards.parallel
         parallel.sum_to_(self.sums, self.rank)
         if parallel.rank == self.rank:

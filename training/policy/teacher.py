@@ -58,7 +58,7 @@ class Teacher:
         return Pair(student._replace(temperature=at_loss), own, self._shared)
 
     def measure(self, student: Head) -> Measure:
-        """What is measured; the student's logprobs are those of its head, which may divide by more than temperature."""
+        """What is measured; the student's logprobs come from its head, which may divide by more than temperature."""
         return Measure(self._distill.beta, student.temperature, self._distill.chunk_tokens)
 
 

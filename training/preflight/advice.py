@@ -208,7 +208,7 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
     if config.memory.cap_gib is not None:
         yield {**free, "memory.cap_gib": None}
     yield from ({**free, **less} for less in _leaner_training(config))
-    if config.qat is not None:  # its format is that of its quant_cfg, with keys of its own
+    if config.qat is not None:  # its format is its quant_cfg's, with keys of its own
         return
     own = formats.get(config.model.format)
     for other in formats.all_formats():
@@ -318,7 +318,7 @@ def check_ranks(config: RunConfig, size: int) -> None:
 def share_of(config: RunConfig, gpus: int) -> RunConfig:
     """The run as the card with the most work sees it. Raises ConfigError if it cannot be shared by so many.
 
-    Training is dealt by cost, which is nearly that of this share. The sum of the gradient is left out.
+    Training is dealt by cost, which is nearly this share. The sum of the gradient is left out.
     """
     check_ranks(config, gpus)
     limit = config.validation.limit

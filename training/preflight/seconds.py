@@ -109,7 +109,7 @@ def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: 
 
 
 def _paced(sizes: ModelSizes, slower: float = TRAIN_RATE / EXPERT_RATES["train"]) -> float:
-    """The weights that a token is multiplied by; those of experts count `slower` times."""
+    """The weights that a token is multiplied by; experts' weights count `slower` times."""
     return sizes.outside_experts + (sizes.active - sizes.outside_experts) * slower
 
 

@@ -49,7 +49,7 @@ class Begun:
             (*self.logprobs, *rest.logprobs),
             (*self.drawn, (rollout, tokens)) if tokens else self.drawn,
             rest.finish_reason if ended else None,
-            rest.experts if ended else None,  # those of the last rollout, for the older tokens too: it read them anew
+            rest.experts if ended else None,  # the last rollout's, for the older tokens too: it read them anew
         )
 
     def sample(self) -> Sample:

@@ -61,9 +61,9 @@ def fill_batch(
     max_extra_rollouts: int,
     source_of: Callable[[int], int] = lambda row: 0,
 ) -> Chosen:
-    """The step's groups: those of `rows`, and in place of uninformative ones those of further rows of their source.
+    """The step's groups: one for each of `rows`, uninformative ones replaced by groups of further rows of their source.
 
-    `draw` samples and grades one group for each row that it is given; `order` is that of `extra_order`.
+    `draw` samples and grades one group for each row that it is given; `order` is as from `extra_order`.
     """
     sampled, extra_rollouts = draw(rows), 0
     wanted = Counter(map(source_of, rows))  # groups of each source

@@ -194,7 +194,7 @@ class Curriculum:
         self._shares: tuple[int, Iterator[list[int]] | None] = (0, None)
 
     def rows(self, rollout: int, prompts: int) -> list[int]:
-        """The rows of the next rollout, none twice; its number has to be that of the rollouts before."""
+        """The rows of the next rollout, none twice; its size has to be the same as before."""
         self._before = rollout, self.state()
         taken = self._taken(rollout, prompts)
         own, self._passed = [], 0

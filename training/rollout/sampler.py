@@ -45,12 +45,12 @@ class Rollout:
     noise: Mapping[str, float]
     memory: Mapping[str, float]  # empty on a CPU
     kept: Kept | None = None  # what goes on in the next rollout; None where nothing is carried over
-    drawn_tokens: int | None = None  # if they are not those of `groups`
+    drawn_tokens: int | None = None  # if `groups` has others
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """How a run samples. `steps` are those of the whole run, over which the noise falls."""
+    """How a run samples. `steps` counts the whole run, over which the noise falls."""
 
     sampling: SamplingParams
     group_size: int

@@ -36,9 +36,9 @@ REFUSALS = (OSError, RuntimeError, SafetensorError)  # raised if a file cannot b
 def write_checkpoint(
     run_dir: Path, step: int, keep: int, write: Callable[[Path], None], best: int | None = None
 ) -> None:
-    """Have `write` fill the folder of a checkpoint, then delete all but the last `keep` checkpoints and that of `best`.
+    """Have `write` fill the folder of a checkpoint, then delete all but the last `keep` checkpoints and `best`.
 
-    If the disk is full, the checkpoints before the newest good one are deleted first, that of `best` last. Raises
+    If the disk is full, the checkpoints before the newest good one are deleted first, `best` last. Raises
     CheckpointError if the files cannot be written; the newest good checkpoint stays as it was.
     """
     try:

@@ -60,7 +60,7 @@ def inputs_of(
     validated: Sequence[Prompt] = (),
     environment: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Digests of the rows, of the prompts as token ids, of those of validation if there are any, and of the files of
+    """Digests of the rows, of the prompts as token ids, of validation's if there are any, and of the files of
     the grader, of own rewards in the order of the recipe, and of the `environment`."""
     rows, ids = _digests(prompts)
     digests = {"the rows of the data": rows, "the prompts as tokens": ids}

@@ -54,7 +54,7 @@ TENSORS = "adapter_model.safetensors"
 
 
 def settle_result(run_dir: Path, step: int) -> Path:
-    """Make adapter/ that of the checkpoint of `step`; an earlier result is moved aside."""
+    """Make adapter/ a copy of the one in the checkpoint of `step`; an earlier result is moved aside."""
     final, checkpoint = run_dir / ADAPTER, checkpoint_path(run_dir, step)
     if not _is_copy(final, checkpoint):
         partial = _copied(final, checkpoint)
@@ -65,7 +65,7 @@ def settle_result(run_dir: Path, step: int) -> Path:
 
 
 def settle_best(run_dir: Path, best: Best | None, has_adapter: bool = True) -> Path | None:
-    """Make best/ that of the best validation; None if there is none, or if it cannot be made.
+    """Make best/ the adapter of the best validation; None if there is none, or if it cannot be made.
 
     A run that trains whole weights keeps the checkpoint alone. A best/ of another step is replaced. If nothing can
     replace it, because its run was taken up at an earlier step, it is moved aside.

@@ -143,7 +143,7 @@ def _values(shape: Shape) -> Iterator[str]:
 
 
 def _asked(formulas: list[Shape], kept: set[Tree]) -> list[tuple[Tree, Tree]]:
-    """The operations in the formulas, as trees and in one form, without those of the task's answer."""
+    """The operations in the formulas, as trees and in one form, without the task's answer."""
     found: dict[Tree, Tree] = {}
     for formula in formulas:
         sides = formula.items if formula.kind == "relation" else (formula,)

@@ -57,7 +57,7 @@ class Token:
 
 
 def _is_prose(letters: str) -> bool:
-    """Whether letters in a row are a word, rather than a product of variables, whose order is mostly that of "abcd"."""
+    """Whether letters in a row are a word, rather than a product of variables, whose order is mostly alphabetical."""
     if re.fullmatch(rf"(?:{_FUNCTIONS}|sqrt|pi).*", letters):
         return False
     return letters in _SHORT_WORDS or (

@@ -62,7 +62,7 @@ def lower_limit(values_Q: Sequence[float]) -> float:
 def _tilted(counts: Counter[float], tilt: float) -> tuple[float, float]:
     """The limit at which the saddlepoint is `tilt` > 0, and the normal deviate of the chance of a mean below it.
 
-    The chance is that of sum_i g_i (x_i - limit) <= 0, with g_i ~ Gamma(count_i) of rate 1.
+    It is the chance of sum_i g_i (x_i - limit) <= 0, with g_i ~ Gamma(count_i) of rate 1.
     """
     weights = {value: count / (1 + tilt * value) for value, count in counts.items()}
     limit = math.fsum(value * weight for value, weight in weights.items()) / math.fsum(weights.values())

@@ -1,6 +1,6 @@
 """Longer arithmetic word problems: an opening, two to four events, MIN_STEPS to MAX_STEPS steps of + - * / up to 999.
 
-They are computed as those of the task arith are, and split by the same rule. The stories are composed of parts, some
+They are computed as the task arith's are, and split by the same rule. The stories are composed of parts, some
 sentences change nothing, and results have up to three digits. A model of 20 M parameters that reads and calculates well
 solves them; the embedded one does not.
 

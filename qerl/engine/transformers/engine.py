@@ -4,7 +4,7 @@ The adapter and the noise act on the very modules that are trained, so nothing h
 factors it is given are the model's own (in evaluation it attaches them). Whole weights are packed into those modules.
 Logprobs are recorded during sampling, from the scores that each token was drawn from.
 
-Keys and values in 8 bits are rounded before each product of attention, including those of earlier tokens, since
+Keys and values in 8 bits are rounded before each product of attention, including earlier tokens', since
 transformers' cache holds them as they were computed. A cache in 8 bits returns the same, because rounding a second time
 changes nothing.
 """

@@ -421,7 +421,7 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
 
     Times are measured once on a card, inside a CUDA graph, as in decoding, over so many layers of a shape that their
     weights do not fit the card's cache. `sizes` are the numbers of tokens at which Humming and Marlin are checked,
-    those of the CUDA graphs; our own kernel is checked at each of `ways.TOKENS`.
+    as the CUDA graphs have them; our own kernel is checked at each of `ways.TOKENS`.
 
     Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast
     the activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens

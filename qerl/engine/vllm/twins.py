@@ -29,9 +29,9 @@ def reference_draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a token (n,) int64 and its logprob (n,) float32 for each row of `logits` (n, vocabulary).
 
-    `request` (n,) indexes `temperature` (float32) and `seeds` (int64); `positions` is (n,) int64. The logprob is that
-    of softmax(logits / temperature). At temperature 0 the token is the first with the largest logit, and the logprob
-    that of softmax(logits).
+    `request` (n,) indexes `temperature` (float32) and `seeds` (int64); `positions` is (n,) int64. The logprob is
+    log softmax(logits / temperature) at the token. At temperature 0 the token is the first with the largest logit, and
+    the logprob is log softmax(logits).
     """
     temperature, key = temperature[request], row_keys(seeds[request], positions)
     scaled = logits.double() / torch.where(temperature == 0.0, 1.0, temperature).double()[:, None]

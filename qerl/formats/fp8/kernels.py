@@ -73,7 +73,7 @@ def e4m3_code(bits):
     size = bits & 0x7FFFFFFF
     # A float32 has 20 bits of mantissa more than a code, which round to even, and another bias of the exponent.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Beside 2^14 float32 has steps of 2^-9, those of codes below 2^-6.
+    # Beside 2^14 float32 has steps of 2^-9, as codes below 2^-6 have.
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
     return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 128)
 
@@ -122,7 +122,7 @@ def _pack_kernel(
 
 
 def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
-    """Overwrite codes (out, in) and float32 scales by those of `matrix` (out, in), and return int32 (1,): how many of
+    """Overwrite codes (out, in) and float32 scales from `matrix` (out, in), and return int32 (1,): how many of
     its elements are inf or NaN. Rows of all three may be part of more."""
     rows, columns = matrix.shape
     faults = torch.zeros(1, dtype=torch.int32, device=matrix.device)
@@ -248,7 +248,7 @@ def _round_kernel(
 
 
 class Rounded(NamedTuple):
-    """Codes (rows, columns) of a matrix, those of its transpose (columns, rows), and the float32 scale () of both."""
+    """Codes of a matrix (rows, columns) and of its transpose (columns, rows), and the float32 scale () of both."""
 
     codes: torch.Tensor | None
     turned: torch.Tensor | None
@@ -260,7 +260,7 @@ def round_matrix(
 ) -> Rounded:
     """x (rows, columns) in `dtype`, e4m3 or e5m2, under the least power of two with which nothing saturates.
 
-    It has the codes if `plain`, and those of the transpose unless `turned` is 0: their rows are filled up by zeros to a
+    It has the codes if `plain`, and the transpose's unless `turned` is 0: their rows are filled up by zeros to a
     multiple of it. The scale is NaN if an element is not finite, and so are all codes. Neighbours of x in a row are
     neighbours in memory. One launch finds the largest magnitude and one rounds, where torch needs about 17; for
     matrices of few tokens that is most of the time. Where the largest magnitude is known, its bits as a float32 are

@@ -33,7 +33,7 @@ def decode(codes: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tenso
 
 
 def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """x as a cache in 8 bits returns it, in the dtype of x; its gradient is that of x."""
+    """x as a cache in 8 bits returns it, in the dtype of x; the gradient passes unchanged."""
     return _Rounded.apply(x, scale)
 
 

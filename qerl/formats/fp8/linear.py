@@ -22,7 +22,7 @@ ROWS = 2048  # tokens that `multiplied` rounds at a time
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScaleKind], torch.Tensor]
 
-PRODUCTS: dict[str, Product] = {}  # device type -> faster twin of reference.product; an engine brings that of its card
+PRODUCTS: dict[str, Product] = {}  # device type -> faster twin of reference.product; an engine brings its card's
 
 
 class FP8Linear(PackedLinear):
@@ -111,7 +111,7 @@ class FP8Linear(PackedLinear):
         self._scales = kind
 
     def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
-        """See `PackedLinear.write_`: the bits are those of `reference.quantize`, with scales of the same kind.
+        """See `PackedLinear.write_`: the bits equal `reference.quantize`, with scales of the same kind.
 
         A part of the rows begins with a block and ends with one or with the weight. The faults are those of
         `reference.faults`.
@@ -153,7 +153,7 @@ class FP8Linear(PackedLinear):
 
 
 def joined(linears: Sequence[nn.Module]) -> FP8Tensor | None:
-    """The weight whose rows are those of `linears`, without a copy; None unless they follow one another in memory."""
+    """The weight that has the rows of `linears`, without a copy; None unless they follow one another in memory."""
     codes, scale = linears[0].weight_codes, linears[0].weight_scale
     rows = 0
     for linear in linears:
@@ -193,7 +193,7 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
-    """Overwrite codes and scales by those of `reference.quantize`, and return `reference.faults`, without a wait."""
+    """Overwrite codes and scales as `reference.quantize` gives them, and return `reference.faults`, without a wait."""
     if matrix.is_cuda:
         from qerl.formats.fp8 import kernels
 

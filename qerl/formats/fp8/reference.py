@@ -11,7 +11,7 @@ Weights are bit-equal with vLLM 0.25.1's `per_block_cast_to_fp8` (vllm/utils/dee
 
 Activations follow vLLM's kernel `per_token_group_fp8_quant`: amax in float32, at least 1e-10; the scale is amax / 448,
 or that rounded up to a power of two that is at least 1e-10; codes are x / scale, clamped to 448. With powers of two on
-both sides every product is that of two bfloat16 numbers: an FP8 product differs from one in 16 bits only in its sums.
+both sides every product is one of two bfloat16 numbers: an FP8 product differs from one in 16 bits only in its sums.
 """
 
 from __future__ import annotations

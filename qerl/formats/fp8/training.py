@@ -31,7 +31,7 @@ ALIGNED = 16  # columns and rows of a weight, and the summed side, of torch._sca
 class Scaled(NamedTuple):
     """A matrix (rows, columns) in 8 bits, codes * scale, with a float32 scale ().
 
-    `quantize_tensor` gives a power of two; that of an NVFP4 weight includes its global scale.
+    `quantize_tensor` gives a power of two; for an NVFP4 weight it includes the global scale.
     """
 
     codes: torch.Tensor

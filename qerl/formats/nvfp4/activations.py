@@ -1,6 +1,6 @@
 """Activations in NVFP4: what a linear multiplies by, rounded to e2m1 codes under e4m3 block scales, as weights are.
 
-A block is 16 neighbours along the last axis. The arithmetic is that of `reference.quantize` and `dequantize`, so that
+A block is 16 neighbours along the last axis. The arithmetic is as in `reference.quantize` and `dequantize`, so that
 it is bit-exact with what compressed-tensors 0.19 computes on activations under its scheme NVFP4 (`forward_quantize`,
 compressed_tensors/quantization/lifecycle/forward.py). What the global scale is, is ours to say:
 

@@ -72,7 +72,7 @@ def _dequantize_kernel(
     BLOCKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """With EXPERTS, the third axis of the grid is that of the experts, and `global_scale` points to their scales."""
+    """With EXPERTS, the third axis of the grid is the expert, and `global_scale` points to their scales."""
     if EXPERTS:
         expert = tl.program_id(2).to(tl.int64)
         words_ptr += expert * (columns // 16) * (2 * out_padded)

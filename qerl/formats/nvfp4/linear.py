@@ -61,7 +61,7 @@ class NVFP4Linear(PackedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, global_scale: torch.Tensor | None = None) -> NVFP4Linear:
-        """Quantize a dense linear as llm-compressor would; `global_scale` is that of `reference.quantize`."""
+        """Quantize a dense linear as llm-compressor would; `global_scale` is as in `reference.quantize`."""
         packed = reference.quantize(linear.weight.detach(), global_scale)
         return cls.from_tensors(*packed, bias=linear.bias, compute_dtype=linear.weight.dtype)
 
@@ -84,9 +84,9 @@ class NVFP4Linear(PackedLinear):
         return float(self.weight_global_scale)
 
     def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
-        """See `PackedLinear.write_`: the bits are those of `reference.quantize` with the fixed scale.
+        """See `PackedLinear.write_`: the bits equal `reference.quantize` with the fixed scale.
 
-        The faults are those of `reference.faults`. A matrix with inf or NaN is not written.
+        The faults are as in `reference.faults`. A matrix with inf or NaN is not written.
         """
         matrix = matrix.to(self.weight_packed.device)
         faults = reference.faults(matrix, self.weight_global_scale)
@@ -147,7 +147,7 @@ class KernelLinear(NVFP4Linear):
         return self.kernel_weight.words.device
 
     def bits(self) -> list[torch.Tensor]:
-        """See `PackedLinear.bits`: those of all linears in the kernel's weight."""
+        """See `PackedLinear.bits`: the bits of all linears in the kernel's weight."""
         return [self.kernel_weight.words, self.kernel_weight.scales]
 
     @property
@@ -335,7 +335,7 @@ class KernelExperts(nn.Module):
         scale_factor: float,
     ) -> None:
         """`words` int32 (experts, in / 16, 2 * out) and `scales` (experts, in / 16, out) of one byte are the kernel's
-        own; `global_scale` float32 (experts,) is that of the checkpoint."""
+        own; `global_scale` float32 (experts,) is the checkpoint's."""
         super().__init__()
         self.experts, self.out_features, self.in_features = shape
         self.compute_dtype = torch.bfloat16

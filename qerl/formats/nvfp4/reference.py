@@ -11,7 +11,7 @@ NVFP4A16 (quantize). Some of their behaviour is not obvious:
    as bfloat16.
 3. A block scale that rounds to zero becomes 0.125 (calculate_qparams, same file). This happens for a block of zeros, or
    one far below amax.
-4. The sign is that of x < 0: a negative weight that rounds to zero gives code 8 (-0.0), the weight -0.0 gives code 0.
+4. The sign is set by x < 0: a negative weight that rounds to zero gives code 8 (-0.0), the weight -0.0 gives code 0.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(amax: torch.Tensor | float) -> torch.Tensor:
-    """float32 (1,): 448 * 6 / amax, rounded in the dtype of `amax` (that of the weight); 1 if that is inf."""
+    """float32 (1,): 448 * 6 / amax, rounded in the dtype of `amax` (the weight's); 1 if that is inf."""
     amax = torch.as_tensor(amax)
     amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
     scale = amax.reciprocal() * (SCALE_MAX * CODE_MAX)
@@ -107,7 +107,7 @@ def power_of_two_scale(amax: torch.Tensor | float, headroom_bits: int = 0) -> to
 def shared_global_scale(
     weights: Sequence[torch.Tensor], kind: GlobalScaleKind = "amax", headroom_bits: int = 0
 ) -> torch.Tensor:
-    """The global scale, float32 (1,), of linears that are fused later (q/k/v, gate/up): that of their largest amax.
+    """The global scale, float32 (1,), of linears that are fused later (q/k/v, gate/up), by their largest amax.
 
     With `kind` "pow2" it is the power of two below that, see `power_of_two_scale`; only this kind has head room.
     """
@@ -135,7 +135,7 @@ def faults(weight: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
 def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
     """Quantize `weight` (out, in) of float32, bfloat16 or float16 to the bits that llm-compressor writes.
 
-    `global_scale` is float32 (1,) from `shared_global_scale`, or None for that of the weight alone. Raises
+    `global_scale` is float32 (1,) from `shared_global_scale`, or None for the weight's own. Raises
     CheckpointError for unsuitable shapes and dtypes, inf and NaN.
     """
     check_dense(weight, "NVFP4", layout.check_features)
