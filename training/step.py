@@ -347,7 +347,7 @@ def step_result(
     metrics = merge_metrics(of_losses, row_metrics(config.type, config.level))
     memory = largest([measured for _, measured in of_ranks])
     if batch.sampling_logprobs_B_T is not None:
-        metrics["completions/trained_share"] = sum(len(each.rows) for each in micro_batches) / len(batch)
+        metrics["completions/trained_share"] = sum(len(each.rows) for each in micro_batches if each.trains) / len(batch)
     return StepResult(
         total,
         {**metrics, **memory, **unreplayed_metrics([(each.mismatch, each.unreplayed) for each in in_order])},

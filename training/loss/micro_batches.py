@@ -43,6 +43,7 @@ class MicroBatch:
     ids: torch.Tensor  # (rows, L + T) on the CPU, where rows are packed
     mask: torch.Tensor
     loss_mask: torch.Tensor  # (rows, T)
+    trains: bool = True  # False: no row of the step has a signal, and this one is there to be measured
 
     @property
     def cost(self) -> int:
@@ -58,9 +59,9 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
     """Cut a step into micro-batches of at most `budget` tokens, a prompt counted once for its rows.
 
     Rows without a loss are left out, since their gradient is exactly 0: those masked entirely and, where the loss has
-    no term but the advantage's (`advantage_only`), those with advantage 0. If that leaves none, one micro-batch with
-    advantage 0 stays, so that the step has its entropy and mismatch. If there are rows enough, `ranks` divides the
-    number of micro-batches.
+    no term but the advantage's (`advantage_only`), those with advantage 0. If that leaves none, the first row that has
+    a completion stays alone, so that the step has an entropy and a mismatch, which are the same for any `budget` and
+    `ranks`. If there are rows enough, `ranks` divides the number of micro-batches.
     """
     ids, mask = (tensor.cpu() for tensor in batch.tokens())
     loss_mask = batch.loss_mask_B_T.cpu()
@@ -68,8 +69,9 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
     completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
     with_gradient = completion_tokens * (batch.advantages_B != 0) if advantage_only else completion_tokens
     groups = _row_groups(batch, with_gradient, budget, ranks)
-    if not groups:
-        groups = _row_groups(batch, completion_tokens, budget, ranks)[:1]
+    if not (trains := bool(groups)):
+        first = completion_tokens.nonzero()[:1].flatten().tolist()
+        groups = [first] if first else []
     micro_batches = []
     for group in groups:
         index = torch.tensor(group)
@@ -77,7 +79,7 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
         token_share = tokens / step_tokens
         loss_share = _loss_share(loss_type, len(group) / len(batch), token_share)
         packed = ids[index], mask[index], loss_mask[index]
-        micro_batches.append(MicroBatch(batch.rows(index), tokens, loss_share, token_share, *packed))
+        micro_batches.append(MicroBatch(batch.rows(index), tokens, loss_share, token_share, *packed, trains))
     return micro_batches
 
 

@@ -166,6 +166,15 @@ def test_a_step_of_equal_rewards_keeps_its_metrics_and_has_no_gradient(nvfp4_bas
     assert loss == 0
     assert all((gradient == 0).all() for gradient in gradients.values())
     assert metrics["entropy"] > 0
+    assert metrics["completions/trained_share"] == 0
+    for tokens in (1, 9, 1000):
+        others = cut(trainer, inputs, tokens)[2]
+        assert {name: others[name] for name in metrics if "memory" not in name} == pytest.approx(
+            {name: metrics[name] for name in metrics if "memory" not in name}, rel=1e-6
+        )
+    for ranks in (1, 2, 3):
+        (kept,) = split(inputs, 1000, "dapo", advantage_only=True, ranks=ranks)
+        assert (kept.ids[:, -8:].tolist(), kept.trains) == (inputs.tokens()[0][:1, -8:].tolist(), False)
     nothing = torch.zeros_like(inputs.completion_mask_B_T)
     inputs = replace(inputs, completion_mask_B_T=nothing, loss_mask_B_T=nothing)
     loss, gradients, metrics = cut(trainer, inputs, 14)
