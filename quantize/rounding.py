@@ -236,8 +236,8 @@ def best_factors(error: torch.Tensor, moment: torch.Tensor, rank: int) -> Factor
     For an error E = W - Q and the second moment R of the inputs, the best BA of a rank minimizes tr((E - BA) R (E -
     BA)'). With any S S' = R that is |(E - BA) S|^2, so by Eckart and Young BA S = U U' E S, where U has the first left
     singular vectors of E S, which are the first eigenvectors of E R E'. Hence B = U, A = U' E: this needs no root and
-    no inverse of R, and a singular R is no special case. Sorted by eigenvalue, the first k columns of B and rows of A
-    are the best of rank k. The same optimum, by a root of R: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271).
+    no inverse of R, and a singular R needs no special case. Sorted by eigenvalue, the first k columns of B and rows of
+    A are the best of rank k. The same optimum, by a root of R: QERA (arXiv 2410.06040), EoRA (arXiv 2410.21271).
 
     `rank` is at most the smaller side of the error. Subspace iteration finds the eigenvectors of E R E', which is never
     formed; after four rounds the error that is left is the least one to within a thousandth.

@@ -141,7 +141,7 @@ def is_path(data: object) -> bool:
 def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
     """The rows as a jsonl file gives them back: a list of mappings, a data set of `datasets`, a pandas table.
 
-    Raises DataError for what is no table of JSON values.
+    Raises DataError for what is not a table of JSON values.
     """
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas table, which would give its columns' names
         data = data.to_dict("records")

@@ -47,7 +47,7 @@ class Model:
 
         A prompt is a text, which becomes a message of the user, or a list of messages (`role`, `content`). It is
         rendered by the checkpoint's chat template, as in training. Raises EngineError for a prompt that leaves no room
-        in the context, and ConfigError for what is no prompt or no such value.
+        in the context, and ConfigError for what is not a prompt or not such a value.
         """
         from qerl.api.arguments import as_before
         from qerl.checkpoint.load import check_switches

@@ -26,7 +26,7 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Raises ConfigError for a folder that is no run."""
+        """Raises ConfigError for a folder that is not a run."""
         self.path = expanded(os.fspath(path))
         if not (self.path / "config.yaml").is_file():
             what = f"{path} is not a run: it has no config.yaml" if self.path.exists() else no_folder(str(path))

@@ -27,7 +27,7 @@ DIGITS = 64  # of a whole number; transformers writes one of 31 where a tokenize
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a file. Raises ValueError if it has more than `limit` bytes or is no regular file."""
+    """The content of a file. Raises ValueError if it has more than `limit` bytes or is not a regular file."""
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit or len(data := file.read(size + 1)) > limit:  # reading takes memory for all that is asked for

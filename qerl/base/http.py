@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # a variable of the environment in a header
-SHORTEST_KEY = 8  # characters; `?key=1` in a URL is no secret
+SHORTEST_KEY = 8  # characters; `?key=1` in a URL is not a secret
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _OURS = ("accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "te")
 _OURS += ("trailer", "transfer-encoding", "upgrade")

@@ -122,7 +122,7 @@ def read_activations(folder: Path, format: Format) -> dict[str, Activations]:
     """How each packed linear rounds its input, by module name; empty if inputs stay in 16 bits.
 
     Linears that engines fuse get the largest of their scales, as in vLLM. Raises CheckpointError for scales that are
-    missing, or are no positive numbers.
+    missing, or are not positive numbers.
     """
     from qerl.formats.nvfp4.activations import Activations
 

@@ -228,7 +228,7 @@ def to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def from_peft(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> dict[str, torch.Tensor]:
     """An adapter's tensors with those on experts under the names and in the shapes here; the others as they are.
 
-    Outer factors are shared if they are in every layer. Raises CheckpointError for a size that is no multiple of
+    Outer factors are shared if they are in every layer. Raises CheckpointError for a size that is not a multiple of
     `rank`.
     """
     found: dict[str, torch.Tensor] = {}
@@ -322,7 +322,7 @@ def seal(folder: Path) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """The checksums by file name; None if they cannot be read. What is no object comes back empty."""
+    """The checksums by file name; None if they cannot be read. What is not an object comes back empty."""
     try:
         sums = parse_json(read_text(folder / CHECKSUMS, JSON_BYTES))
     except (OSError, ValueError):

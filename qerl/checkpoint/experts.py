@@ -50,7 +50,7 @@ def projections(layers: int) -> list[str]:
 def matching(linears: Sequence[str], patterns: Iterable[str], option: str) -> list[str]:
     """The linears that a pattern names. As in llm-compressor it is a name, or `re:` and a regex for the name's start.
 
-    Raises ConfigError, which names `option`, for a pattern that is no regex or matches nothing. It may name `lm_head`.
+    Raises ConfigError, which names `option`, for a bad regex or one that matches nothing. It may name `lm_head`.
     """
     kept: set[str] = set()
     for pattern in patterns:
@@ -208,7 +208,7 @@ class Decoder:
         return shapes.get(tensor) if self.has_experts else None
 
     def place_of(self, module: str) -> Place | None:
-        """Where in memory the expert's linear with this name in files is; None for a module that is no expert's."""
+        """Where in memory the expert's linear with this name in files is; None for a module that is not an expert's."""
         found = self.family and _EXPERT.fullmatch(module)
         if not found or int(found["layer"]) not in self.sparse or found["leaf"] not in self.family.leaves:
             return None
@@ -247,7 +247,7 @@ class Decoder:
         return found
 
     def in_memory(self, name: str) -> str:
-        """The name in memory of a tensor or a module that is no expert's, by its name in files."""
+        """The name in memory of a tensor or a module that is not an expert's, by its name in files."""
         return name.replace(f".{self.family.block}.", ".mlp.", 1) if self.family else name
 
 
@@ -256,7 +256,7 @@ _EXPERT = re.compile(r"model\.layers\.(?P<layer>\d+)\.\w+\.experts\.(?P<expert>\
 
 
 def all_experts(module: str) -> str:
-    """What reports call the linears of all experts of a layer together; the module's own name if it is no expert's."""
+    """What reports call the linears of all experts of a layer together; the module's own name if it is no such linear."""
     return _NUMBER.sub(".experts.*.", module)
 
 
@@ -343,7 +343,7 @@ def check_uncapped(config: Mapping[str, Any], name: str) -> None:
 
 
 def check_numbers(config: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError if a size in config.json is no whole number above 0, or larger than any model's."""
+    """Raise CheckpointError if a size in config.json is not a whole number above 0, or larger than any model's."""
     for key, most in MOST.items():
         value = config.get(key)
         if key not in config or (value is None and key not in REQUIRED):

@@ -334,7 +334,7 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
     if decoder.has_experts:
         tensors = fill_experts_(model, decoder, format, tensors, dtype)
         names = [name for name in names if decoder.place_of(name) is None]
-    if kind_of_activations(folder, format) == "static":  # these are no part of the modules
+    if kind_of_activations(folder, format) == "static":  # these are not part of the modules
         tensors = {name: info for name, info in tensors.items() if not name.endswith(f".{INPUT_SCALE}")}
     with torch.device("meta"):
         if names or format.quantized:

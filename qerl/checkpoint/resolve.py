@@ -404,7 +404,7 @@ BF16 = formats.BF16.name
 def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
     """What `given` (distill.teacher) names, or the 16-bit model that the student's `base` is or was made from.
 
-    Raises QerlError for a model that is not there or is no whole 16-bit one.
+    Raises QerlError for a model that is not there or is not a whole 16-bit one.
     """
     if given is None:
         return _own(base.base)

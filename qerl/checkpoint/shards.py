@@ -194,7 +194,7 @@ TEXT_MODELS = {
 }
 # The decoder's tensors, as the hub and transformers 5 name them.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
-PICTURES = ("model.visual.", "model.vision")  # begins what is no text under the last of them
+PICTURES = ("model.visual.", "model.vision")  # begin what is not text under the last of them
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 OF_PICTURES = ("mrope_section", "mrope_interleaved")  # how positions of pictures are rotated

@@ -48,7 +48,7 @@ def one_card_each(gpu: int | None) -> Iterator[Parallel]:
     """Before the libraries on torch are imported, which would find other cards and other processes.
 
     One process takes `gpu`, if that is given. Of several each takes the card of its local rank, and only the first one
-    logs what is no warning.
+    logs what is not a warning.
     """
     with open_parallel() as parallel:
         if gpu is not None and parallel.size > 1:

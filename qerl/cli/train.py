@@ -371,7 +371,7 @@ class DistillOptions(TrainOptions):
 def distill(options: DistillOptions) -> None:
     """Let a model learn from a 16-bit teacher on completions that it samples itself, as a recipe says.
 
-    A recipe without the section `distill` gets one with its defaults. What is no part of a distillation is left out of
+    A recipe without the section `distill` gets one with its defaults. What a distillation cannot have is left out of
     any recipe: dynamic sampling, and the KL and entropy terms of the loss.
     """
     train(options)

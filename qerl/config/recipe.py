@@ -49,7 +49,7 @@ class _Saved(Shape):
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], str]:
-    """The data and the text of a run's config.yaml. Raises OSError, or ValueError if it is no such file."""
+    """The data and the text of a run's config.yaml. Raises OSError, or ValueError if it is not such a file."""
     text = read_text(path, 4 * yaml_text.CHARACTERS)
     data = yaml_text.parse(text).data
     if not isinstance(data, dict):

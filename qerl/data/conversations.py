@@ -7,8 +7,8 @@ A row is one of
     {"question": ..., "answer": ...}    two texts, by the columns of the task
     {"instruction", "input", "output"}  Alpaca's three columns, of which the second may be empty
 
-and may bring `tools`, the schemas that its chat template is shown. A row is left out, with its reason, if it is no row,
-if its messages cannot be read or have none of the assistant that is learned, or if an earlier row is the same.
+and may bring `tools`, the schemas that its chat template is shown. A row is left out, with its reason, if it is not a
+row, if its messages cannot be read or have none of the assistant that is learned, or if an earlier row is the same.
 """
 
 from __future__ import annotations

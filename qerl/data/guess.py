@@ -67,7 +67,7 @@ def look_up(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _asks(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether a column holds questions: text, or messages. Raises DataError for lists that are no messages."""
+    """Whether a column holds questions: text, or messages. Raises DataError for lists that are not messages."""
     values = [row[name] for row in rows if not is_empty(row.get(name))]
     if not values:
         return False

@@ -78,7 +78,7 @@ def as_messages(cell: Any) -> list[Any] | None:
 
 
 def read_messages(cell: Sequence[Any]) -> Asked:
-    """The messages of a row. Raises MessageError, in words, for what is no chat that a model can continue."""
+    """The messages of a row. Raises MessageError, in words, for what is not a chat that a model can continue."""
     messages = [read_message(each, number) for number, each in enumerate(cell, start=1)]
     reply = ""
     if messages and messages[-1]["role"] == "assistant":
@@ -158,7 +158,7 @@ def is_learned(value: Any, number: int) -> bool:
 
 
 def text_of(content: Any) -> str | None:
-    """The text of a content, whose parts follow one another; None for what is no text, such as a picture."""
+    """The text of a content, whose parts follow one another; None for what is not text, such as a picture."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
@@ -166,7 +166,7 @@ def text_of(content: Any) -> str | None:
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The schemas of a column `tools`, also as JSON text. Raises MessageError for what is no list of objects."""
+    """The schemas of a column `tools`, also as JSON text. Raises MessageError for what is not a list of objects."""
     if is_empty(value):
         return ()
     if isinstance(value, str):

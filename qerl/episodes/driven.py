@@ -353,7 +353,7 @@ def _three(returned: Any) -> tuple[Any, float, bool]:
 
 
 def number(value: Any) -> float:
-    """A reward, of which None is 0. Raises BadEnvironmentError for what is no finite number, or above LARGEST."""
+    """A reward, of which None is 0. Raises BadEnvironmentError for what is not a finite number, or above LARGEST."""
     try:
         found = 0.0 if value is None else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -124,7 +124,7 @@ class Runner:
     """The environments of one source. Questions are asked from one thread; `answers` may be waited for in it."""
 
     def __init__(self, source: Source, processes: int = 1) -> None:
-        """Raises ConfigError for what cannot be loaded, or is no environment."""
+        """Raises ConfigError for what cannot be loaded, or is not an environment."""
         self.source = source
         self.answers: SimpleQueue[Answer] = SimpleQueue()
         self._ids = itertools.count()

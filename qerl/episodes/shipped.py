@@ -51,7 +51,7 @@ def _value(node: ast.expr) -> float:
 
 
 class WordGame:
-    """The reward is 1 for the word and 0 at the end of the turns; a guess that is no word of the list earns nothing."""
+    """The reward is 1 for the word and 0 at the end of the turns; a guess that is not in the list earns nothing."""
 
     def reset(self, example: Mapping[str, Any]) -> None:
         """The row's question lists the words, and its answer is the one to find."""

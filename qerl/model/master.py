@@ -80,14 +80,14 @@ def place_of(master: nn.Parameter) -> Iterator[torch.Tensor]:
 
 
 class MasterLinear(PackedLinear):
-    """A linear whose weight is a master, rounded to the dtype of the product. It is no part of a model."""
+    """A linear whose weight is a master, rounded to the dtype of the product. It is not part of a model."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """`linear` has the master, and a bias, which is shared."""
         packed = isinstance(linear, PackedLinear)
         dtype = linear.compute_dtype if packed else linear.weight.dtype
         super().__init__(linear.in_features, linear.out_features, bias=False, dtype=dtype)
-        self.bias, self.master_of = linear.bias, (linear,)  # a tuple, so that it is no submodule
+        self.bias, self.master_of = linear.bias, (linear,)  # a tuple, so that it is not a submodule
 
     def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
         return {}

@@ -182,8 +182,8 @@ FAILED = "failed_reward.json"
 def _own_metrics(log: LogMetric, reward: str) -> LogMetric:
     """`log` with its arguments checked at once, so that an error arises in the function that made the mistake.
 
-    Raises TypeError or ValueError for a value that is no number, and RewardError for a name that the run logs itself:
-    the two metrics would be mixed.
+    Raises TypeError or ValueError for a value that is not a number, and RewardError for a name that the run logs
+    itself: the two metrics would be mixed.
     """
 
     def checked(name: str, value: float) -> None:

@@ -8,7 +8,7 @@ runs/<name>/checkpoints/step-000040/
                                                       whole weights: weights/, its masters)
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
     kv_scales.json, carry_over.pt                     of runs that need them to go on
-    checksums.json                                    written last; a folder without it is no checkpoint
+    checksums.json                                    written last; a folder without it is not a checkpoint
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _reason(error: Exception) -> str:
 def _make_room(run_dir: Path, step: int, reason: str, best: int | None) -> bool:
     """If the disk has no room for a checkpoint, delete those before the newest good one. True if any was deleted.
 
-    That of `best` goes only if there is no other: its adapter has a copy in the run's best/.
+    The checkpoint of `best` goes only if there is no other: its adapter has a copy in the run's best/.
     """
     newest = newest_checkpoint(run_dir)
     older = [path for path in checkpoints(run_dir) if newest and checkpoint_step(path) < checkpoint_step(newest)]

@@ -142,7 +142,7 @@ def config_to_resume(
     """The recipe of a run that continues from `step` to `steps`, and the number of steps done.
 
     Without `step` the run continues from its last checkpoint, damaged or not; without `steps` the number of steps is
-    the run's own, and without `model` the base is where it was. Raises ConfigError if this is no run, or if it cannot
+    the run's own, and without `model` the base is where it was. Raises ConfigError if this is not a run, if it cannot
     continue to that number, or if what it trains through the quantizer was changed.
     """
     check_run(run_dir)

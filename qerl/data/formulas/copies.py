@@ -172,7 +172,7 @@ def _covers(whole: Tree, part: Tree) -> bool:
 
 
 def _holds(text: str, formula: str, answer: str) -> bool:
-    """Whether a calculation of the question that the task's answer does not have stands in a text that is no tree."""
+    """Whether a text that is not a tree holds a calculation of the question that the task's answer does not have."""
     is_long = _unevaluated(formula) and _tokens(formula).total() >= _MIN_TOKENS
     return is_long and tree_of(formula) is None and formula in _bare(text) and formula not in answer
 

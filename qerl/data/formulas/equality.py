@@ -287,7 +287,7 @@ def _names(shape: Shape) -> set[str]:
 
 
 def _unnamed(shape: Shape, other: Shape) -> Shape:
-    """The value of "x = 5" where the other answer is no relation; the shape itself elsewhere."""
+    """The value of "x = 5" where the other answer is not a relation; the shape itself elsewhere."""
     return shape.items[-1] if is_assignment(shape) and other.kind != "relation" else shape
 
 
@@ -309,7 +309,7 @@ def _equal_in_order(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
 
 
 def _equal_rows(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
-    """Tuples, intervals, matrices and quantities: same brackets, same units, equal parts. A column is no tuple."""
+    """Tuples, intervals, matrices and quantities: same brackets, same units, equal parts. A column is not a tuple."""
     if gold.kind == answer.kind == "parts" and gold.text.split()[0] == answer.text.split()[0] == "clock":
         halves = {*gold.text.split()[1:]}, {*answer.text.split()[1:]}
         return (halves[0] == halves[1] or not all(halves)) and _equal_in_order(gold, answer, fallback)

@@ -205,7 +205,7 @@ class _Parser:
         return True
 
     def _implicit_product(self, in_argument: bool = False) -> Tree:
-        """Factors without a sign between them. Two numbers in a row are no product, but may be a mixed number."""
+        """Factors without a sign between them. Two numbers in a row are not a product, but may be a mixed number."""
         first = self.next
         tree = last = self._power()
         while self._starts_factor() and not (in_argument and self.next.kind == "function"):
