@@ -256,7 +256,7 @@ _EXPERT = re.compile(r"model\.layers\.(?P<layer>\d+)\.\w+\.experts\.(?P<expert>\
 
 
 def all_experts(module: str) -> str:
-    """What reports call the linears of all experts of a layer together; the module's own name if it is no such linear."""
+    """What reports call the linears of all experts of a layer together; else the module's own name."""
     return _NUMBER.sub(".experts.*.", module)
 
 

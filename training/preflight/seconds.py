@@ -1,6 +1,6 @@
 """Seconds of a step on a card. No torch. The model has few constants, fitted to the steps in benchmarks/.
 
-docs/cost-model.md shows it beside the measurements:
+docs/lab/cost-model.md compares it with the measurements:
 
     decode step = layers * LAUNCH + weight bytes / bandwidth
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
