@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint.folder import REPORT, WORDS, default_quantized_dir, embedded_folder, format_of, quantized_from
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
 from qerl.formats.base import Format
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+    from qerl.data.rows import Source
 
 DEFAULT_RECIPE = "first_evening"  # for models that no recipe names
 
@@ -26,24 +31,55 @@ def after_quantizing(folder: Path) -> str:
 
 
 def after_training(run_dir: Path) -> str:
-    """Evaluate a run on its task's test rows, or on a task like it; a run on its own rows is read in its report."""
+    """Evaluate a run on rows that it did not train on: those of its validation, or the test rows of its task or of one
+    like it. Where there are none the run is read in its report."""
     from qerl.config.recipe import load_config
-    from qerl.data.tasks import get_task
+    from qerl.data.rows import sources_of
 
-    data = load_config(run_dir / "config.yaml").data
-    task = get_task(data.task)
-    if data.source is not None:
-        return _line("report", str(run_dir))
-    like = task.name if "test" in task.splits else {"number": "gsm8k", "math": "math500"}[task.answer_kind]
-    return _line("eval", like, "--model", str(run_dir))
+    config = load_config(run_dir / "config.yaml")
+    lines = (_evaluation(config, source, run_dir) for source in sources_of(config))
+    return next(filter(None, lines), _line("report", str(run_dir)))
+
+
+def _evaluation(config: RunConfig, source: Source, run_dir: Path) -> str | None:
+    """`qerl eval` for the rows of one source, with whatever of the run has to be named there; None without rows."""
+    from qerl.base.program import PYTHON
+    from qerl.data.tasks import get_task
+    from qerl.episodes.build import KNOWN
+
+    data, played, task = source.data, config.environment, get_task(source.data.task)
+    asked, name = source.validation or config.validation, task.name
+    graded = data.grader is not None or any(reward.name == "accuracy" for reward in source.rewards)
+    rows = asked.source if graded and asked.split == "test" and config.validation.task is None else None
+    if rows is None:
+        if data.source is not None or task.free_form:
+            return None
+        if "test" not in task.splits:
+            name = {"number": "gsm8k", "math": "math500"}[task.answer_kind]
+    others: list[tuple[str, object]] = [("--model", run_dir), ("--data", rows)]
+    if rows is not None and (columns := asked.columns or data.columns):
+        others.append(("--columns", ",".join(f"{key}={column}" for key, column in columns.items())))
+    others.append(("--grader", data.grader if name == task.name else None))
+    if played is not None and {played.name, *played.tools} - {None, *KNOWN}:
+        others += [("--environment", played.name), ("--tools", ",".join(played.tools) or None)]
+    words = [str(word) for option, value in others if value is not None for word in (option, value)]
+    return None if any(word.startswith(f"{PYTHON}:") for word in words) else _line("eval", name, *words)
 
 
 def after_evaluating(base: str, adapter: str | None, format: str) -> str:
-    """Merge the adapter that was evaluated; without one train on the base, or try it if it was trained already."""
+    """Merge the adapter that was evaluated, or try what was merged; without an adapter train on the base, or try it if
+    it was trained already."""
+    from quantize.export.options import ExportOptions
+
     if adapter is not None:
         folder = Path(adapter)
         whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
-        return _line("merge", "--adapter", str(whole), "--to", format)
+        merged = ExportOptions(adapter=str(whole), to=format).folder("merged")
+        return (
+            _line("chat", "--model", str(merged))
+            if merged.exists()
+            else _line("merge", "--adapter", str(whole), "--to", format)
+        )
     folder = Path(base)
     if folder.name == "model" and (folder.parent / "config.yaml").is_file():  # of a run that trains what is served
         return _line("chat", "--model", str(folder.parent))

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from cli_shell import Shell
 from parsed import check_parses
 
 from qerl.checkpoint.folder import TINY_FOLDER
@@ -68,6 +69,81 @@ def test_after_training_on_ones_own_rows_comes_the_report(here):
     command = after_training(run("runs/own", data="rows.jsonl", task="gsm8k"))
     assert command == "qerl report runs/own"
     check_parses(command)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), "report runs/own"),
+        (
+            ("validation.source=held out.jsonl",),
+            "eval own --model runs/own --data 'held out.jsonl' --grader 'my own/grader.py'",
+        ),
+        (
+            ("validation.source=a.jsonl", "validation.columns={question: q}", "data.grader=null"),
+            "eval own --model runs/own --data a.jsonl --columns question=q",
+        ),
+        (("validation.source=a.jsonl", "data.grader=null", "rewards=[{name: format}]"), "report runs/own"),
+        (("validation.source=a.jsonl", "validation.split=train"), "report runs/own"),
+        (("validation.source=a.jsonl", "data.grader='python:right'"), "report runs/own"),
+        (
+            ("validation.source=a.jsonl", "data.grader=null", "environment={name: 'mine.py:Game'}"),
+            "eval own --model runs/own --data a.jsonl --environment mine.py:Game",
+        ),
+    ],
+)
+def test_after_training_on_ones_own_rows_all_that_is_needed_is_named(here, settings, words):
+    given = ("data.source=rows.jsonl", "data.task=own", "data.grader=my own/grader.py", "validation.every=2")
+    command = after_training(run("runs/own", *given, *settings))
+    assert command == f"qerl {words}"
+    check_parses(command)
+
+
+def test_after_training_on_several_sources_one_with_rows_of_its_own_for_it_is_named(here):
+    sources = (
+        "data.sources=[{name: a, task: own, source: a.jsonl}, "
+        "{name: b, task: own, source: b.jsonl, grader: g.py, validation: {source: c.jsonl}}, {name: c, task: gsm8k}]"
+    )
+    assert after_training(run("runs/b", sources, "validation.every=2")) == (
+        "qerl eval own --model runs/b --data c.jsonl --grader g.py"
+    )
+    assert after_training(run("runs/c", sources.replace("validation: {source: c.jsonl}", ""))) == (
+        "qerl eval gsm8k --model runs/c"
+    )
+    none = "data.sources=[{name: a, task: own, source: a.jsonl}, {name: b, task: own, source: b.jsonl}]"
+    assert after_training(run("runs/d", none)) == "qerl report runs/d"
+
+
+def test_after_evaluating_an_adapter_that_is_merged_already_comes_talking_to_it(here):
+    run("runs/demo")
+    Path("merged/demo-nvfp4").mkdir(parents=True)
+    Path("runs/demo/adapter").mkdir()
+    assert after_evaluating("base", "runs/demo/adapter", "nvfp4") == "qerl chat --model merged/demo-nvfp4"
+
+
+def test_each_printed_line_works_as_it_is(tmp_path):
+    """The run is of two sources of one's own rows, with a grader, and begins with `qerl init`."""
+    shell = Shell(tmp_path)
+    rows = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+    for name, own in (("rows", rows), ("more", rows[20:]), ("test", rows[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+
+    def printed(name, *words):
+        return shlex.split(shell.run(name, *words).rpartition("Next: qerl ")[2].splitlines()[0])
+
+    line = printed("init", "init", "rows.jsonl", "--out", "my own", "--recipe", "tiny")
+    shell.run("dry", *line)
+    sources = (
+        "data.sources=[{name: a, source: rows.jsonl, validation: {source: test.jsonl}}, {name: b, source: more.jsonl}]"
+    )
+    few = ("run.steps=1", "noise.enabled=false", "rollout.max_new_tokens=8", "rollout.prompts_per_step=2")
+    asked = ("data.source=null", sources, *few)
+    settings = [word for key in asked for word in ("--set", key)]
+    line = printed("train", "train", *line[1:3], "--quantize", "--out", "runs/own", *settings)
+    assert line[:2] == ["eval", "own"]
+    line = printed("eval", *line, "--max-new-tokens", 8)
+    line = printed("merge", *line)
+    assert line == ["chat", "--model", "merged/own-nvfp4"]
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
