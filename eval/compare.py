@@ -56,7 +56,7 @@ class PairedTest:
         return "better" if self.difference > 0 else "worse"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Two results on the same questions. The first is ahead on `only_first` of them, the second on `only_second`."""
 
@@ -74,13 +74,24 @@ class Comparison:
         """What --out holds."""
         return {**asdict(self), "verdict": self.paired.verdict}
 
+    @property
+    def verdict(self) -> Verdict:
+        """What can be said of the second evaluation."""
+        return self.paired.verdict
+
     def sentence(self) -> str:
         """The verdict and its numbers in one line, for the report."""
+        return f"After training: {self._numbers()}."
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.task}, the second: {self._numbers()})"
+
+    def _numbers(self) -> str:
         paired = self.paired
         return (
-            f"After training: {paired.verdict}. {100 * paired.difference:+.1f} points on the same {self.questions} "
-            f"questions, 95% interval {100 * paired.low:+.1f} to {100 * paired.high:+.1f} ({paired.interval}), "
-            f"p = {paired.p_value:.2g} ({paired.test})."
+            f"{paired.verdict}. {100 * paired.difference:+.1f} points on the same {self.questions} questions, 95% "
+            f"interval {100 * paired.low:+.1f} to {100 * paired.high:+.1f} ({paired.interval}), p = "
+            f"{paired.p_value:.2g} ({paired.test})"
         )
 
     def table(self) -> Table:

@@ -252,7 +252,7 @@ class Summary:
         return self.questions * self.samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvalResult:
     """A finished evaluation, and the fields of result.json, from which reports are made.
 
@@ -277,6 +277,14 @@ class EvalResult:
     out: Path
     summary: Summary
     details: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """One line: what was measured, on what, and where it is."""
+        summary = self.summary
+        asked = f"{summary.questions} questions" + (f", {summary.samples} samples each" if summary.samples > 1 else "")
+        found = {"accuracy": summary.accuracy, **{f"pass@{k}": value for k, value in summary.pass_at_k.items()}}
+        said = ", ".join(f"{name} {one.value:.1%} ({one.low:.1%} to {one.high:.1%})" for name, one in found.items())
+        return f"EvalResult({self.task}, {self.model}: {said}, {asked}, in {str(self.out)!r})"
 
     def to_json(self) -> dict[str, Any]:
         """What result.json holds."""

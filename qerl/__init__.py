@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from qerl.api.model import load as load
     from qerl.api.recipe import Recipe as Recipe
     from qerl.api.run import Run as Run
+    from qerl.api.run import plot as plot
+    from qerl.api.training import compare as compare
+    from qerl.api.training import distill as distill
     from qerl.api.training import evaluate as evaluate
     from qerl.api.training import export as export
     from qerl.api.training import merge as merge
@@ -35,10 +38,13 @@ _PLACES = {  # name -> the module that defines it
     "QerlError": "qerl.base.errors",
     "Recipe": "qerl.api.recipe",
     "Run": "qerl.api.run",
+    "compare": "qerl.api.training",
+    "distill": "qerl.api.training",
     "evaluate": "qerl.api.training",
     "export": "qerl.api.training",
     "load": "qerl.api.model",
     "merge": "qerl.api.training",
+    "plot": "qerl.api.run",
     "quantize": "qerl.api.training",
     "sft": "qerl.api.training",
     "train": "qerl.api.training",

@@ -19,6 +19,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def plot(runs: Sequence[str | os.PathLike | Run] | str | os.PathLike | Run, *metrics: str | Sequence[str]) -> Figure:
+    """The curves of several runs in one matplotlib figure: those of `qerl report`, or those of the named metrics.
+
+    A run is a Run or its folder. Raises ConfigError for a metric that none of the runs has, and DataError for a run
+    before its first step.
+    """
+    from qerl.report.curves import Panel, curves
+    from qerl.report.read import read_runs
+
+    listed = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
+    if not listed:
+        raise ConfigError("there is no run to plot: write qerl.plot([run, 'runs/other'], 'reward')")
+    read = read_runs([Run(run).path for run in listed])
+    known = sorted({key for run in read for row in run.rows for key in row} - {"step"})
+    names = [name for given in metrics for name in ([given] if isinstance(given, str) else given)]
+    for name in names:
+        if name not in known:
+            who = " and ".join(str(run.folder) for run in read)
+            has = "it has" if len(read) == 1 else "they have"
+            raise ConfigError(f"{who}: no metric {name!r}; {has} {', '.join(known)}")
+    return curves(read, [Panel(name, ((name, name),)) for name in names] if names else None)
+
+
 class Run:
     """A run directory. `qerl.train` returns one, and `qerl.Run("runs/x")` opens one that is there.
 
@@ -88,20 +111,12 @@ class Run:
         """The adapter of the best validation, if the recipe validates."""
         return self.path / "best" if (self.path / "best").is_dir() else None
 
-    def plot(self, *metrics: str) -> Figure:
+    def plot(self, *metrics: str | Sequence[str]) -> Figure:
         """The curves of `qerl report`, or only the named metrics, as a matplotlib figure; a notebook shows it.
 
         Raises ConfigError for a metric that the run does not have, and DataError before the first step.
         """
-        from qerl.report.curves import Panel, curves
-        from qerl.report.read import read_run
-
-        run = read_run(self.path)
-        known = sorted({key for row in run.rows for key in row} - {"step"})
-        for name in metrics:
-            if name not in known:
-                raise ConfigError(f"{self.path} has no metric {name!r}; it has {', '.join(known)}")
-        return curves([run], [Panel(name, ((name, name),)) for name in metrics] if metrics else None)
+        return plot([self], *metrics)
 
     def report(self) -> Path:
         """Write report.html, report.md and curves.png into the run, and return the page's path."""

@@ -34,10 +34,11 @@ from qerl.api.run import Run
 from qerl.base.errors import ConfigError
 from qerl.base.program import PYTHON, given
 from qerl.base.program import ROWS as ROWS_of_given
-from qerl.cli.train import TrainOptions, begin, check_new, find_resumed, go_on
+from qerl.cli.train import DistillOptions, TrainOptions, begin, check_new, find_resumed, go_on
 from qerl.data.tasks import get_task
 
 if TYPE_CHECKING:
+    from eval.compare import Comparison
     from eval.result import EvalResult
     from quantize.export.report import ExportReport, MergeReport
     from quantize.report import QuantizeReport
@@ -78,6 +79,19 @@ def evaluate(
     )
     with given(functions, {} if rows is None else {ROWS: rows}), as_before():
         return _evaluated(chosen, gpu)
+
+
+def compare(first: str | os.PathLike | EvalResult, second: str | os.PathLike | EvalResult) -> Comparison:
+    """Whether the second evaluation is better or worse than the first, or whether it cannot be told.
+
+    Each is what `qerl.evaluate` returned, or its folder. `compare(a, b).verdict` is "better", "worse" or "cannot tell";
+    `paired` has the difference, its interval and the p value. Raises ConfigError if they did not ask the same.
+    """
+    from eval.compare import compare as compared
+    from eval.result import EvalResult
+
+    folders = (Path(each.out if isinstance(each, EvalResult) else each) for each in (first, second))
+    return compared(*(folder.expanduser() for folder in folders))
 
 
 def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
@@ -335,3 +349,36 @@ def sft(
         raise ConfigError("no recipe was given: write qerl.sft('sft_tiny'), or qerl.sft(resume=RUN); see qerl recipes")
     chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     return train(chosen if chosen.config.sft is not None else chosen.set({"sft": {}}), data=data, **arguments)
+
+
+class DistillArguments(TrainArguments, total=False):
+    """The further arguments of `qerl.distill`. They mean what the options of `qerl distill` mean."""
+
+    teacher: str | os.PathLike  # 16-bit model with the student's tokenizer; default: the recipe's, or the own base
+
+
+def distill(
+    recipe: Recipe | str | os.PathLike | None = None,
+    *,
+    data: str | os.PathLike | Rows | Sources | None = None,
+    resume: Run | str | os.PathLike | None = None,
+    **arguments: Unpack[DistillArguments],
+) -> Run:
+    """Let a model learn from a 16-bit teacher on completions that it samples itself, or continue the run `resume`.
+
+    A recipe without the section `distill` gets one with its defaults, without what is no part of a distillation:
+    dynamic sampling, and the KL and entropy terms of the loss. Otherwise it is as `qerl.train`.
+    """
+    known = ["data", "resume", *DistillArguments.__annotations__]
+    check_keywords(arguments, known, "qerl.distill")
+    teacher = arguments.pop("teacher", None)
+    if resume is not None:
+        if teacher is not None:
+            raise ConfigError("resume continues a run as it was configured; teacher would change that: leave it out")
+        return train(recipe, data=data, resume=resume, **arguments)
+    if recipe is None:
+        raise ConfigError("no recipe was given: write qerl.distill('qad_tiny'), or qerl.distill(resume=RUN)")
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    changes: dict[str, Any] = {} if chosen.config.distill is not None else {"distill": {}}
+    changes |= {} if teacher is None else {"distill.teacher": model_name(teacher)}
+    return train(chosen.set(*DistillOptions.implied, changes), data=data, **arguments)

@@ -69,17 +69,12 @@ def _evaluation(config: RunConfig, source: Source, run_dir: Path) -> str | None:
 def after_evaluating(base: str, adapter: str | None, format: str) -> str:
     """Merge the adapter that was evaluated, or try what was merged; without an adapter train on the base, or try it if
     it was trained already."""
-    from quantize.export.options import ExportOptions
-
     if adapter is not None:
         folder = Path(adapter)
         whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
-        merged = ExportOptions(adapter=str(whole), to=format).folder("merged")
-        return (
-            _line("chat", "--model", str(merged))
-            if merged.exists()
-            else _line("merge", "--adapter", str(whole), "--to", format)
-        )
+        if (merged := Path("merged") / f"{whole.resolve().name}-{format}").exists():
+            return _line("chat", "--model", str(merged))
+        return _line("merge", "--adapter", str(whole), "--to", format)
     folder = Path(base)
     if folder.name == "model" and (folder.parent / "config.yaml").is_file():  # of a run that trains what is served
         return _line("chat", "--model", str(folder.parent))

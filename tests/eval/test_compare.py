@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from eval.compare import compare, mcnemar, mean_difference, newcombe, sign_flips, sign_test
+import qerl
+from eval.compare import SAME, PairedTest, compare, mcnemar, mean_difference, newcombe, sign_flips, sign_test
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.cli.main import app
 
@@ -50,6 +51,31 @@ def test_without_a_discordant_pair_there_is_no_verdict():
 def test_newcombe_gives_the_published_interval():
     """Newcombe 1998, table II: 36, 12, 2, 0 with method 10."""
     assert newcombe(36, 12, 2, 0) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
+
+
+def test_newcombe_corrects_for_continuity_where_the_pairs_agree():
+    """Newcombe 1998, table II: 20, 12, 2, 16, where phi is (20 * 16 - 12 * 2 - 25) / sqrt(32 * 18 * 22 * 28)."""
+    assert newcombe(20, 12, 2, 16) == (pytest.approx(0.0562, abs=5e-5), pytest.approx(0.3290, abs=3e-4))
+
+
+@pytest.mark.parametrize(
+    ("difference", "low", "high", "p", "verdict"),
+    [
+        (0.1, 0.01, 0.2, 0.01, "better"),
+        (-0.1, -0.2, -0.01, 0.01, "worse"),
+        (0.1, -0.01, 0.2, 0.01, "cannot tell"),  # the test alone
+        (0.1, 0.0, 0.2, 0.01, "cannot tell"),
+        (-0.1, -0.2, 0.0, 0.01, "cannot tell"),
+        (0.1, 0.01, 0.2, 0.05, "cannot tell"),  # the interval alone
+    ],
+)
+def test_a_verdict_needs_the_test_and_the_interval(difference, low, high, p, verdict):
+    assert PairedTest(difference, low, high, p, "test", "interval").verdict == verdict
+
+
+def test_no_p_value_is_zero():
+    """Of 10,000 random flips none is as far as 40 equal differences: the observed one itself counts."""
+    assert sign_flips([0.25] * 40, [0.75] * 40).p_value == 1 / 10_001
 
 
 def test_the_direction_is_second_minus_first():
@@ -134,6 +160,8 @@ def test_folders_are_compared_and_the_command_prints_the_result(tmp_path):
     found = compare(first, second / "result.json")
     assert (found.accuracies, found.only_first, found.only_second) == ((0.75, 1.0), 0, 10)
     assert found.also_different == "seed 0, now 1"
+    assert repr(found).startswith("Comparison(gsm8k, the second: better. +25.0 points on the same 40 questions, 95%")
+    assert found.verdict == qerl.compare(str(first), second).verdict == "better"
     out = tmp_path / "c.json"
     shown = CliRunner().invoke(app, ["compare", str(first), str(second), "--out", str(out)]).output
     assert "better" in shown
@@ -155,6 +183,8 @@ def test_several_samples_per_question_are_resampled_by_question(tmp_path):
         ({"data": "other"}, "data d, now other"),
         ({"max_new_tokens": 9}, "max_new_tokens 8, now 9"),
         ({"temperature": 0.6}, "temperature 0, now 0.6"),
+        ({"top_p": 0.9}, "top_p 1.0, now 0.9"),
+        *(({name: "other"}, f"{name} .*, now other") for name in SAME if name not in ("questions", "samples")),
     ],
 )
 def test_other_questions_or_settings_are_refused(tmp_path, changes, message):

@@ -29,6 +29,17 @@ def test_one_sample_per_question():
     assert summary.pass_at_k == {}
 
 
+def test_a_result_is_shown_as_one_line():
+    result = EvalResult(
+        "gsm8k", "runs/a", Path("evals/x"), summarize(rows("x.", "xx", ".."), pass_k=(2,)), {"base": "b"}
+    )
+    one, two = result.summary.accuracy, result.summary.pass_at_k[2]
+    assert repr(result) == (
+        f"EvalResult(gsm8k, runs/a: accuracy 50.0% ({one.low:.1%} to {one.high:.1%}), pass@2 66.7% ({two.low:.1%} to "
+        f"{two.high:.1%}), 3 questions, 2 samples each, in 'evals/x')"
+    )
+
+
 def test_mean_and_pass_at_k_are_over_questions():
     summary = summarize(rows("xx..", "....", "xxxx", "x..."), pass_k=(1, 2, 4))
     assert summary.accuracy.value == pytest.approx(7 / 16)

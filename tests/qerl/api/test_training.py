@@ -70,8 +70,13 @@ def test_a_run_of_functions_and_rows_is_that_of_the_command(by_command, tmp_path
     assert {"step", "prompt", "completion", "advantage", "reward"} <= set(run.completions.columns)
     assert [axis.get_title() for axis in run.plot("reward", "loss").axes][:2] == ["reward", "loss"]
     assert "3 steps, reward" in repr(run)
-    with pytest.raises(qerl.QerlError, match="has no metric 'rewad'; it has"):
+    with pytest.raises(qerl.QerlError, match="no metric 'rewad'; it has"):
         run.plot("rewad")
+    both = qerl.plot([run, expected], ["reward", "entropy"], "loss")
+    assert [axis.get_title() for axis in both.axes][:3] == ["reward", "entropy", "loss"]
+    assert len(both.axes[0].get_legend_handles_labels()[1]) == 2
+    with pytest.raises(qerl.QerlError, match="there is no run to plot"):
+        qerl.plot([])
 
 
 def test_a_reward_that_raises_ends_the_run_and_closes_its_engine(by_command, tmp_path, monkeypatch):
@@ -122,3 +127,32 @@ def test_a_mistake_is_one_line_and_writes_nothing(arguments, line, tmp_path, mon
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({}, "no recipe was given: write qerl.distill('qad_tiny')"),
+        ({"recipe": "tiny", "techer": "x"}, "qerl.distill takes no argument 'techer'; did you mean teacher?"),
+        ({"resume": "runs/x", "teacher": "y"}, "teacher would change that: leave it out"),
+        ({"recipe": "sft_tiny"}, "distill given with sft given"),
+        ({"recipe": "tiny", "teacher": 3}, "3 is no model"),
+    ],
+)
+def test_a_mistake_in_distilling_is_one_line(arguments, line):
+    with pytest.raises(qerl.QerlError) as refused:
+        qerl.distill(**arguments)
+    assert line in str(refused.value)
+
+
+def test_a_distillation_is_that_of_the_command(nvfp4_base, tmp_path, monkeypatch):
+    """The recipe is that of `qerl distill`, and the run is begun as any other."""
+    from qerl.cli.train import DistillOptions, config_of
+
+    begun = []
+    monkeypatch.setattr("qerl.api.training.begin", lambda config, *rest: begun.append(config) or (None, True))
+    monkeypatch.setattr("qerl.api.training._run_of", lambda result: begun[-1])
+    out = tmp_path / "run"
+    given = {"model": str(nvfp4_base), "steps": 8, "out": out}
+    assert qerl.distill("tiny", teacher="tiny", **given) == config_of(DistillOptions(teacher="tiny", **given), "tiny")
+    assert begun[0].distill.teacher == "tiny"
