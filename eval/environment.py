@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +22,12 @@ from qerl.checkpoint.adapter_file import weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.config.environment import EnvironmentConfig
 from qerl.data.grading.grade import find_grader
-from qerl.engine.interface import Completion
 from qerl.episodes.build import KNOWN
-from qerl.episodes.driven import Episode, Start
-from qerl.episodes.play import Environments, play, row_of
+from qerl.episodes.driven import Episode
+from qerl.episodes.play import Environments
 
 if TYPE_CHECKING:
     from eval.plan import Plan
-    from eval.result import Key
-    from qerl.engine.interface import Engine
 
 
 NONE = "none"
@@ -68,22 +64,6 @@ def _check_known(trained: EnvironmentConfig | None, run: Path | None) -> None:
     )
 
 
-def sampled_episodes(plan: Plan, engine: Engine, batch: Sequence[Key], seed: int) -> list[Episode]:
-    """An episode for each (row, sample) of a batch. Those of one row begin alike."""
-    starts = [
-        Start(row_of(plan.examples[row]), plan.messages[row], plan.prompts[row], _seed(plan.settings.seed, row))
-        for row, _ in batch
-    ]
-    return play(engine, plan.environments, starts, plan.sampling, seed)
-
-
-def as_completion(episode: Episode) -> Completion:
-    """What the model wrote in all turns."""
-    own = [place for place, written in enumerate(episode.written) if written]
-    ids, logprobs = [episode.token_ids[i] for i in own], [episode.logprobs[i] for i in own]
-    return Completion(ids, logprobs, "length" if episode.truncated else "stop")
-
-
 def episode_fields(episode: Episode) -> dict[str, Any]:
     """What a row of the evaluation says of an episode."""
     turns = [{"role": turn.role, "text": turn.text} for turn in episode.turns]
@@ -99,7 +79,8 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _seed(seed: int, row: int) -> int:
+def environment_seed(seed: int, row: int) -> int:
+    """The seed of an environment of an evaluation. Episodes of one row begin alike."""
     return int.from_bytes(hashlib.sha256(f"eval/{seed}/environment/{row}".encode()).digest()[:4], "big") >> 1
 
 
@@ -115,9 +96,9 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
         "base": weights_digest(local_folder(ref.base)),
         "adapter": None if ref.adapter is None else weights_digest(ref.adapter),
         **({} if ref.start is None else {"start": digest([ref.start.rank, weights_digest(ref.start.folder)])}),
-        "questions": len(plan.examples),
-        "data": digest([[example.id, example.question, example.answer] for example in plan.examples]),
-        "prompts": digest(list(plan.prompts)),
+        "questions": len(plan.prompts),
+        "data": digest([[one.id, one.question, one.answer] for one in (prompt.example for prompt in plan.prompts)]),
+        "prompts": digest([prompt.ids for prompt in plan.prompts]),
         "samples": settings.samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -138,15 +119,15 @@ def _grader(plan: Plan) -> dict[str, str]:
     if plan.task.grader is None:
         return {}
     source = find_grader(plan.task).source.decode("utf-8", "replace")
-    extra = [{key: repr(value) for key, value in example.extra.items()} for example in plan.examples]
+    extra = [{key: repr(value) for key, value in prompt.example.extra.items()} for prompt in plan.prompts]
     return {"grader": digest([plan.task.grader, source, extra])}
 
 
 def _environment(plan: Plan) -> dict[str, str]:
     """A digest of what the model talks to; nothing without an environment."""
-    if plan.environments is None:
+    if plan.environment is None:
         return {}
-    return {"environment": digest(identity_of(plan.environment, plan.environments))}
+    return {"environment": digest(identity_of(plan.environment, plan.asking.environments))}
 
 
 def digest(value: Any) -> str:

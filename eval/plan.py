@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.environment import describe_identity, digest, find_environment
+from eval.environment import describe_identity, digest, environment_seed, find_environment
 from eval.result import Key
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
@@ -28,7 +28,7 @@ from qerl.data.examples import check_answers, check_source
 from qerl.data.grading.grade import check_grader
 from qerl.data.rows import is_local, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import TASKS, Example, Task, for_environment, get_task, load_examples, messages_of, with_grader
+from qerl.data.tasks import TASKS, Task, get_task, load_examples, task_of, with_grader
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.plan.sizes import sizes_of
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from qerl.config.environment import EnvironmentConfig
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.examples import DropReport
-    from qerl.data.tasks import Message
-    from qerl.episodes.play import Environments
+    from training.loss.groups import Prompt
+    from training.rollout.asking import Asking
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,18 @@ class Plan:
     settings: EvalSettings  # with engine, batch size and memory chosen
     ref: ModelRef
     task: Task  # with the prompt that is used
-    examples: list[Example]
     dropped: DropReport
     tokenizer: PreTrainedTokenizerBase
-    prompts: list[list[int]]
-    sampling: SamplingParams
+    prompts: list[Prompt]
+    asking: Asking
     batches: list[list[Key]]
-    messages: list[tuple[Message, ...]] = field(default_factory=list)  # of each prompt
     environment: EnvironmentConfig | None = None
-    environments: Environments | None = None  # of an evaluation by episodes
     identity: dict[str, Any] = field(init=False)  # what decides the numbers, as plain JSON values
     out: Path = field(init=False)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.asking.sampling
 
     def __post_init__(self) -> None:
         identity = describe_identity(self)  # at once: the weights may be others later
@@ -75,6 +76,8 @@ class Plan:
 def make_plan(settings: EvalSettings) -> Plan:
     """Read everything but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
     from qerl.checkpoint.load import load_tokenizer, local_folder
+    from training.rollout.asking import Asking  # it imports torch
+    from training.rollout.prompts import prompts_of
 
     settings, asked = find_task(settings)
     check_grader(asked)
@@ -88,10 +91,8 @@ def make_plan(settings: EvalSettings) -> Plan:
     settings = with_memory(settings, run)
     task = with_prompt(asked, settings, run)
     environment = find_environment(settings, run)
-    examples, dropped = load_examples(
-        for_environment(task) if environment is not None else task,
-        *(settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable),
-    )
+    rows = (settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable)
+    examples, dropped = load_examples(task, *rows, episodes=environment is not None)
     check_answers(task, examples)
     check_grader(task, examples)
     folder = local_folder(ref.base)
@@ -104,19 +105,17 @@ def make_plan(settings: EvalSettings) -> Plan:
 
         environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS, switches)
     renderer = Renderer(tokenizer, switches, environments and environments.chat.prompt)
-    rows = renderer.rows([(example, messages_of(task, example)) for example in examples])
-    examples, messages, prompts = ([getattr(row, name) for row in rows] for name in ("example", "messages", "ids"))
-    dropped = dropped.without(renderer.left_out)
-    max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
+    prompts = prompts_of(task, examples, renderer)
+    ids = [prompt.ids for prompt in prompts]
+    max_new_tokens = find_max_new_tokens(settings.max_new_tokens, ids, context_length(folder))
     if environments is not None:
-        context = max(map(len, prompts)) + max_new_tokens
-        environments = replace(
-            environments, limits=replace(environments.limits, max_tokens=max_new_tokens, context=context)
-        )
+        limits = replace(environments.limits, max_tokens=max_new_tokens, context=max(map(len, ids)) + max_new_tokens)
+        environments = replace(environments, limits=limits)
     sampling = SamplingParams(max_new_tokens, settings.temperature, settings.top_p)
-    batches = plan_batches(prompts, settings.samples, settings.batch_size)
-    plan = (settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches)
-    return Plan(*plan, messages, environment, environments)
+    asking = Asking(sampling, 1, environments, lambda _, row: environment_seed(settings.seed, row))
+    batches = plan_batches(ids, settings.samples, settings.batch_size)
+    dropped = dropped.without(renderer.left_out)
+    return Plan(settings, ref, task, dropped, tokenizer, prompts, asking, batches, environment)
 
 
 def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
@@ -167,9 +166,8 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
 
         data = data_of(load_config(run / "config.yaml"), task.name)
         _check_graded_alike(data, task, run)
-        trained = get_task(data.task)
-        system = trained.system_prompt if data.system_prompt == "default" else data.system_prompt
-        template = trained.prompt_template if data.prompt_template == "default" else data.prompt_template
+        trained = task_of(data)
+        system, template = trained.system_prompt, trained.prompt_template
         source = f"{run / 'config.yaml'} (the prompt that trained)"
     if settings.system_prompt is not None:
         system, source = settings.system_prompt or None, f"--system-prompt, the rest {source}"

@@ -2,8 +2,8 @@
 
     plan (eval/plan.py) -> engine + adapter -> completions -> grades -> folder and summary (eval/result.py)
 
-The engine is the one that training samples with, the prompt is the one that was trained on, and the grade is the one
-that rewards give. `run_checkpoints` evaluates several checkpoints of one run: the base is loaded once, and the adapters
+Questions are read, asked and graded by the functions that a training step and its validations use; the only reward is
+the task's grading. `run_checkpoints` evaluates several checkpoints of one run: the base is loaded once, and the adapters
 are exchanged (`qerl eval gsm8k --run runs/a --checkpoints all`, or `last`, or steps: `40,80`).
 """
 
@@ -17,83 +17,67 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from eval.environment import as_completion, episode_fields, sampled_episodes, versions
+from eval.environment import episode_fields, versions
 from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, RewardError
 from qerl.base.files import no_folder
-from qerl.base.isolate import ReturnedError
-from qerl.base.own_function import LateError, OwnFunctionError, first_to_fail
+from qerl.base.own_function import LateError
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.adapter_file import export_line, kind_of_run
 from qerl.checkpoint.folder import kind_of
 from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import Grade, grade_many
 from qerl.data.tasks import Task
-from qerl.engine.interface import Completion, Engine
+from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.episodes.driven import Episode
+from training.rewards.grading import Grader
+from training.rewards.rewards import GuardedReward, Rewards, Rows, fixed_columns
 
 if TYPE_CHECKING:
     import torch
 
+    from training.loss.groups import GradedGroup
 
-def graded(plan: Plan, batch: Sequence[Key], completions: Sequence[Completion], texts: list[str]) -> list[Grade]:
-    """The grades of a batch. Raises RewardError, which names the completion on which a grader fails."""
-    examples = [plan.examples[row] for row, _ in batch]
-    questions, answers = [one.question for one in examples], [one.answer for one in examples]
-    if plan.task.grader is None:
-        return grade_many(plan.task, texts, answers, questions)
-    names = dict.fromkeys(key for example in examples for key in example.extra)
-    columns = {
-        **{name: [example.extra.get(name) for example in examples] for name in names},
-        "completions": texts,
-        "completion_ids": [list(completion.token_ids) for completion in completions],
-        "prompts": [plan.tokenizer.decode(plan.prompts[row], skip_special_tokens=False) for row, _ in batch],
-        "question": questions,
-        "answer": answers,
-        "row": [row for row, _ in batch],
-    }
-    limit = plan.sampling.max_new_tokens
-    fixed = {"max_new_tokens": limit, "step": plan.settings.step or 0, "log_metric": _log_nothing}
-    try:
-        return _call(plan.task, columns, fixed)
-    except (OwnFunctionError, ReturnedError) as error:
-        index = error.index if error.index is not None else _first_to_fail(plan.task, columns, fixed, error)
-        where = "" if index is None else f" for the completion {texts[index][:60]!r} of row {examples[index].id}"
-        late = " within --grader-timeout-s" if isinstance(error, LateError) else ""
+
+class TaskGrading(GuardedReward):
+    """The task's grading as the only reward of an evaluation, which keeps the whole `grades`."""
+
+    def __init__(self, plan: Plan) -> None:
+        fixed = fixed_columns(plan.task, plan.sampling.max_new_tokens)
+        rows = Rows([prompt.example for prompt in plan.prompts])
+        super().__init__("accuracy", RewardConfig(name="accuracy"), self._grade, fixed, rows, plan.out)
+        self.grades: list[Grade] = []
+
+    def _grade(self, completions: Sequence[str], answer: Any, question: Any, task: Task, **columns: Any) -> list[float]:
+        self.grades = grade_many(task, completions, answer, question, columns)
+        return [grade.value for grade in self.grades]
+
+    def _fail(
+        self,
+        what: str,
+        columns: Mapping[str, list[Any]],
+        index: int | None,
+        fixed: Mapping[str, Any],
+        cause: Exception | None = None,
+    ) -> NoReturn:
+        """Raise RewardError. Nothing is saved: the folder of an evaluation holds what the same command goes on from."""
+        where = ""
+        if index is not None:
+            row = self._examples[columns["row"][index]].id
+            where = f" for the completion {columns['completions'][index][:60]!r} of row {row}"
+        late = " within --grader-timeout-s" if isinstance(cause, LateError) else ""
         raise RewardError(
-            f"grader {plan.task.grader} {error}{where}: a grader has to return a number from 0 to 1, or True or False, "
-            f"for each completion{late}; correct it, then the same command continues"
-        ) from error
-
-
-def _call(task: Task, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[Grade]:
-    others = {name: values for name, values in columns.items() if name not in ("completions", "answer", "question")}
-    return grade_many(task, columns["completions"], columns["answer"], columns["question"], {**others, **fixed})
-
-
-def _first_to_fail(
-    task: Task, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], error: Exception
-) -> int | None:
-    if isinstance(error, ReturnedError):
-        return None
-
-    def call(index: int, timeout_s: float) -> None:
-        one = {name: [values[index]] for name, values in columns.items()}
-        _call(replace(task, grader_timeout_s=timeout_s), one, fixed)
-
-    return first_to_fail(call, len(columns["completions"]), task.grader_timeout_s)
-
-
-def _log_nothing(_name: str, _value: float) -> None:
-    """The `log_metric` that a grader gets in an evaluation."""
+            f"grader {fixed['task'].grader} {what}{where}: a grader has to return a number from 0 to 1, or True or "
+            f"False, for each completion{late}; correct it, then the same command continues"
+        ) from cause
 
 
 logger = logging.getLogger(__name__)
@@ -147,7 +131,7 @@ def run_eval(
     fits, with what to write instead.
     """
     plan = make_plan(settings)
-    if plan.environments is not None and parallel.size > 1:
+    if plan.environment is not None and parallel.size > 1:
         raise ConfigError("environments are played by one process: leave out --gpus")
     check_same(parallel, plan.identity)
     on_batch = on_batch or _Log()
@@ -186,7 +170,7 @@ def _store(plan: Plan, parallel: Parallel) -> Iterator[Store | None]:
 
 def engine_options(plan: Plan, adapter: Mapping[str, torch.Tensor] | None) -> EngineOptions:
     """The options of an evaluation's engine; `adapter` are the tensors of the adapter that it will get."""
-    context = max(map(len, plan.prompts)) + plan.sampling.max_new_tokens
+    context = max(len(prompt.ids) for prompt in plan.prompts) + plan.sampling.max_new_tokens
     options = replace(plan.settings.engine_options(), max_context=context, start=plan.ref.start)
     return options if adapter is None else options.for_adapter(adapter)
 
@@ -207,15 +191,12 @@ def _read_adapter(ref: ModelRef) -> _Adapter:
 def complete(
     plan: Plan, engine: Engine, store: Store | None, rows: list[Row], on_batch: OnBatch, parallel: Parallel = ALONE
 ) -> None:
-    """Sample and grade the batches that `rows` lacks, and append them to `rows` and to the store, if it is here.
+    """Ask and grade the batches that `rows` lacks, and append them to `rows` and to the store, if it is here.
 
     Each process takes its share of every batch, so that what is saved does not depend on how many there are.
     """
-    total, text = sum(map(len, plan.batches)), text_of_engine(plan.tokenizer, engine)
-
-    def texts_of(completions: Sequence[Completion]) -> list[str]:
-        return text.batch([completion.token_ids for completion in completions])
-
+    total, step = sum(map(len, plan.batches)), plan.settings.step or 0
+    decode = text_of_engine(plan.tokenizer, engine).batch
     on_batch(len(rows), total, _correct(rows))
     done = 0
     for number, batch in enumerate(plan.batches):
@@ -225,60 +206,42 @@ def complete(
         start = time.perf_counter()
         share = parallel.span(len(batch))
         prompts = [plan.prompts[row] for row, _ in batch[share]]
-        seed = batch_seed(plan.settings.seed, number)
-        if plan.environments is not None:
-            episodes = sampled_episodes(plan, engine, batch, seed)
-            completions = list(map(as_completion, episodes))
-            graded = grade_batch(plan, number, batch, completions, texts_of(completions), episodes)
-        else:
-            completions = engine.generate(prompts, plan.sampling, seed, first_index=share.start) if prompts else []
-            graded = grade_batch(plan, number, batch[share], completions, texts_of(completions)) if prompts else []
-        graded = [row for part in parallel.gather(graded) for row in part]
+        groups = plan.asking.groups(engine, prompts, batch_seed(plan.settings.seed, number), share.start)
+        grading = TaskGrading(plan)
+        graded = Grader(Rewards([grading], [1.0]), decode, mask_truncated=False).grade(groups, step, steps_done=step)
+        own = [
+            row_of(key, one, grade, number)
+            for key, one, grade in zip(batch[share], graded.groups, grading.grades, strict=True)
+        ]
+        graded_rows = [row for part in parallel.gather(own) for row in part]
         seconds = round(time.perf_counter() - start, 3)
-        graded = [{**row, "batch_seconds": seconds} for row in graded]
+        graded_rows = [{**row, "batch_seconds": seconds} for row in graded_rows]
         if store:
-            store.append(graded)
-        rows += graded
+            store.append(graded_rows)
+        rows += graded_rows
         on_batch(len(rows), total, _correct(rows))
 
 
-def grade_batch(
-    plan: Plan,
-    number: int,
-    batch: Sequence[Key],
-    completions: Sequence[Completion],
-    texts: list[str],
-    episodes: Sequence[Episode] | None = None,
-) -> list[Row]:
-    """One row for each completion of a batch, with its text. Of an episode the model's last turn is graded."""
-    if episodes is not None:
-        texts = [episode.answer for episode in episodes]
-    grades = graded(plan, batch, completions, texts)
-    rows = []
-    for index, ((row, sample), completion, text, judged) in enumerate(
-        zip(batch, completions, texts, grades, strict=True)
-    ):
-        example = plan.examples[row]
-        rows.append(
-            {
-                "row": row,
-                "id": example.id,
-                "sample": sample,
-                "question": example.question,
-                "answer": example.answer,
-                "completion": text,
-                "prompt_tokens": len(plan.prompts[row]),
-                "tokens": len(completion.token_ids),
-                "truncated": completion.finish_reason == "length",
-                "extracted": judged.extracted,
-                "correct": judged.correct,
-                "reason": judged.reason,
-                **({} if judged.score is None else {"score": judged.score}),
-                **(episode_fields(episodes[index]) if episodes is not None else {}),
-                "batch": number,
-            }
-        )
-    return rows
+def row_of(key: Key, graded: GradedGroup, grade: Grade, batch: int) -> Row:
+    """What is saved of one completion. Of an episode the model's last turn was graded."""
+    prompt, (sample,), (text,) = graded.group.prompt, graded.group.samples, graded.texts
+    return {
+        "row": prompt.row,
+        "id": prompt.example.id,
+        "sample": key[1],
+        "question": prompt.example.question,
+        "answer": prompt.example.answer,
+        "completion": text,
+        "prompt_tokens": len(prompt.ids),
+        "tokens": sample.written,
+        "truncated": sample.truncated,
+        "extracted": grade.extracted,
+        "correct": grade.correct,
+        "reason": grade.reason,
+        **({} if grade.score is None else {"score": grade.score}),
+        **({} if sample.episode is None else episode_fields(sample.episode)),
+        "batch": batch,
+    }
 
 
 def _result(plan: Plan, store: Store, rows: Sequence[Row]) -> EvalResult:

@@ -14,6 +14,7 @@ from training.policy.kv_ranges import KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
+from training.rollout.asking import Asking
 from training.rollout.carry_over import CarryOver
 from training.rollout.prompts import Curriculum, StepPrompts, step_prompts, weights_of
 from training.rollout.sampler import Sampler, SamplerOptions
@@ -62,7 +63,7 @@ class Given:
     def parts(self, config: RunConfig, opened: Loaded, shared: Mapping[str, Any]) -> TrainingParts:
         """The parts of the run over what is open."""
         check_reference(opened.policy, config.loss.kl_coef)
-        sampler = Sampler(opened.engine, opened.policy, sampler_options(config), self.environments)
+        sampler = Sampler(opened.engine, opened.policy, sampler_options(config, self.environments))
         if config.rollout.calibrates_kv:
             prompts = [prompt.ids for prompt in self.prompts]
             refresh = config.rollout.kv_refresh
@@ -242,8 +243,8 @@ def make_parts(config: RunConfig, given: Given, opened: Loaded, log: RunLog) -> 
     return given.parts(config, opened, shared)
 
 
-def sampler_options(config: RunConfig) -> SamplerOptions:
+def sampler_options(config: RunConfig, environments: Environments | None = None) -> SamplerOptions:
     """How the recipe samples."""
     rollout, run = config.rollout, config.run
     sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    return SamplerOptions(sampling, rollout.group_size, config.noise, run.steps, run.seed)
+    return SamplerOptions(Asking(sampling, rollout.group_size, environments), config.noise, run.steps, run.seed)

@@ -26,9 +26,8 @@ from transformers import TrainerCallback
 from qerl.base.philox import derive_seed
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.grading.intervals import estimate
-from training.loss.groups import GradedGroup, Sample, grouped, logged_means
+from training.loss.groups import GradedGroup, logged_means
 from training.rewards.grading import Graded, Grader, merged_grades, reward_metrics
-from training.rollout.sampler import played
 from training.run_dir.stop import AskedError, EndedError
 from training.run_dir.verdict import best_kept, ending
 
@@ -129,24 +128,17 @@ def measure(parts: Parts, questions: Questions, step: int, stop: Stop) -> dict[s
 
 def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded | None:
     """This rank's questions, answered and graded; None if a signal came meanwhile."""
-    own, size = parts.parallel.span(len(questions.prompts)), questions.samples
-    prompts = questions.prompts[own]
+    own = parts.parallel.span(len(questions.prompts))
+    prompts, seed = questions.prompts[own], derive_seed(parts.config.run.seed, 0, "validation")
     if not prompts:
         return Graded([])
-    each = [prompt for prompt in prompts for _ in range(size)]
-    seed = derive_seed(parts.config.run.seed, 0, "validation")
     try:
         with parts.sampler.clean_engine() as engine:
-            if questions.environments is None:
-                ids = [prompt.ids for prompt in each]
-                done = engine.generate(ids, questions.sampling, seed, stop.leave_if_asked, own.start * size)
-                samples = [Sample.of(completion) for completion in done]
-            else:
-                samples = played(engine, questions.environments, each, questions.sampling, seed, stop.leave_if_asked)
+            groups = questions.asking.groups(engine, prompts, seed, own.start, stop.leave_if_asked)
     except AskedError:
         return None
     grader = Grader(questions.rewards, parts.grader.decode, mask_truncated=False)
-    return grader.grade(grouped(prompts, samples, size), step, steps_done=step)
+    return grader.grade(groups, step, steps_done=step)
 
 
 def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]:

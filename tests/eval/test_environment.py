@@ -3,7 +3,7 @@
 import pytest
 from small_run import small_config
 
-from eval.environment import as_completion, episode_fields, find_environment, identity_of
+from eval.environment import episode_fields, find_environment, identity_of
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig
@@ -51,14 +51,9 @@ def test_a_model_that_is_no_run_has_the_environment_that_is_named():
     assert find_environment(EvalSettings("arith", environment="http://localhost:1"), None).name == "http://localhost:1"
 
 
-@pytest.mark.parametrize(("truncated", "reason"), [(False, "stop"), (True, "length")])
-def test_a_completion_is_what_the_model_wrote_in_all_turns(truncated, reason):
+def test_a_row_says_what_became_of_an_episode():
     turns = (Turn("assistant", "a", 1), Turn("user", "no", 2), Turn("assistant", "b", 1))
-    written, logprobs = [True, False, False, True], [-1.0, 0.0, 0.0, -2.0]
-    episode = Episode([9], [5, 6, 7, 8], logprobs, written, turns, "b", 0.5, "turns", truncated, None, 0, 0, 0, 0.0)
-    completion = as_completion(episode)
-    assert (completion.token_ids, completion.logprobs, completion.finish_reason) == ([5, 8], [-1.0, -2.0], reason)
-    fields = episode_fields(episode)
+    fields = episode_fields(Episode([9], *([()] * 3), turns, "b", 0.5, "turns", False, None, 0, 0, 0, 0.0))
     assert (fields["ended"], fields["environment_reward"], len(fields["turns"])) == ("turns", 0.5, 3)
     assert episode_fields(Episode(*([()] * 5), "", 0.0, "failed", False, "hung", 0, 0, 0, 0.0))["ended"] == "hung"
 

@@ -175,17 +175,20 @@ def test_an_adapter_folder_means_its_base_with_the_adapter(settings, model, tmp_
     assert texts(run_eval(settings(out=tmp_path / "alone", model=str(adapter))).out) == texts(both.out)
 
 
+def shortest(plan):
+    return plan.tokenizer.decode(min((prompt.ids for prompt in plan.prompts), key=len))
+
+
 def test_a_run_is_evaluated_with_the_prompt_of_its_training(settings, model, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     run = make_run(tmp_path / "r", model, system_prompt="Count.", prompt_template="Q {question}")
     plan = make_plan(settings(model=str(run), out=None))
-    first = min(plan.prompts, key=len)
-    assert plan.tokenizer.decode(first).startswith("<system>Count.<user>Q What is")
+    assert shortest(plan).startswith("<system>Count.<user>Q What is")
     assert "the prompt that trained" in caplog.text
     assert plan.out.parent == run / "eval"
     assert plan.out.name.startswith("gsm8k-")
     asked = make_plan(settings(model=str(run), system_prompt=""))
-    assert asked.tokenizer.decode(min(asked.prompts, key=len)).startswith("<user>Q What is")
+    assert shortest(asked).startswith("<user>Q What is")
     by_adapter = make_plan(settings(adapter=str(run / "adapter")))
     assert by_adapter.prompts == plan.prompts
 
@@ -218,7 +221,7 @@ def test_without_a_model_the_newest_is_taken_and_named(settings, model, tmp_path
 
 def test_prompts_and_completions_have_to_fit_into_the_context(settings):
     plan = make_plan(settings(max_new_tokens=None))
-    room = CONTEXT - max(map(len, plan.prompts))
+    room = CONTEXT - max(len(prompt.ids) for prompt in plan.prompts)
     assert plan.sampling.max_new_tokens == room
     with pytest.raises(ConfigError, match=f"exceed the model's context of {CONTEXT}: write {room} or less"):
         make_plan(settings(max_new_tokens=room + 1))

@@ -28,7 +28,7 @@ from qerl.base.philox import derive_seed
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import for_environment, load_examples, messages_of, task_of
+from qerl.data.tasks import examples_of, messages_of, task_of
 from training.loss.groups import Prompt
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from qerl.config.data import CurriculumConfig
     from qerl.config.schema import DataConfig, RunConfig
-    from qerl.data.tasks import Example, Message
+    from qerl.data.tasks import Example, Task
     from qerl.episodes.endpoint import Chat
     from training.loss.groups import GradedGroup
     from training.rewards.rewards import Rewards
@@ -292,39 +292,38 @@ def load_prompts(
 
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
-    examples = training_examples(config, chat is not None)
+    examples = examples_of(config, chat is not None)
     if held_out >= len(examples):
         raise DataError(
             f"held_out {held_out} leaves nothing of {len(examples)} usable rows to train on: give more rows, or hold "
             "out fewer"
         )
-    examples = examples[: len(examples) - held_out]
-    asked = [(example, messages_of_prompt(config, example)) for example in examples]
-    rendered = Renderer(tokenizer, config.chat_template_kwargs, chat and chat.prompt).rows(asked)
-    kept = [row for row in rendered if len(row.ids) <= config.max_prompt_tokens]
-    _report_long(config, [row.example for row in rendered if len(row.ids) > config.max_prompt_tokens])
+    renderer = Renderer(tokenizer, config.chat_template_kwargs, chat and chat.prompt)
+    prompts = prompts_of(task_of(config), examples[: len(examples) - held_out], renderer)
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= config.max_prompt_tokens]
+    _report_long(config, [prompt.example for prompt in prompts if len(prompt.ids) > config.max_prompt_tokens])
     if len(kept) < at_least:
         raise DataError(
             f"{len(kept)} usable examples are fewer than the {at_least} prompts of one step: give more rows, "
-            f"{'raise data.max_prompt_tokens, ' if len(kept) < len(rendered) else ''}or lower rollout.prompts_per_step"
+            f"{'raise data.max_prompt_tokens, ' if len(kept) < len(prompts) else ''}or lower rollout.prompts_per_step"
         )
+    return [replace(prompt, row=number) for number, prompt in enumerate(kept)]
+
+
+def prompts_of(task: Task, examples: Sequence[Example], renderer: Renderer) -> list[Prompt]:
+    """Rows as the task's prompts, in a step, a validation and an evaluation alike. Those that the chat template writes
+    in part are left out, as `renderer` counts them. Raises DataError if none is left."""
+    rendered = renderer.rows([(example, messages_of(task, example)) for example in examples])
     return [
-        Prompt(number, row.ids, tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages)
-        for number, row in enumerate(kept)
+        Prompt(
+            number,
+            row.ids,
+            renderer.tokenizer.decode(row.ids, skip_special_tokens=False),
+            row.example,
+            row.messages,
+        )
+        for number, row in enumerate(rendered)
     ]
-
-
-def training_examples(config: DataConfig, episodes: bool = False) -> list[Example]:
-    """The usable rows of one source, those that are held out included; with `episodes` they are for an environment."""
-    examples, _ = load_examples(
-        for_environment(task_of(config)) if episodes else task_of(config),
-        source=config.source,
-        split=config.split,
-        columns=config.columns,
-        limit=config.limit,
-        keep_unreadable=config.keep_unreadable,
-    )
-    return examples
 
 
 def load_all_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, chat: Chat | None = None) -> list[Prompt]:
@@ -404,11 +403,6 @@ class StepPrompts:
                 places[prompt.source].append(prompt.row)
             mixed = mixed_rows(self.sources, places, self.per_rollout, self.seed)
             yield from islice(mixed, self.first, self.rollouts)
-
-
-def messages_of_prompt(config: DataConfig, example: Example) -> tuple[Message, ...]:
-    """The chat messages of a row, as the recipe asks for them."""
-    return tuple(messages_of(task_of(config), example, config.system_prompt, config.prompt_template))
 
 
 def _report_long(config: DataConfig, examples: list[Example]) -> None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl.base.errors import EngineError
 from qerl.base.philox import derive_seed
-from qerl.engine.interface import Engine, Finished, SamplingParams
+from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.update import deliver
-from qerl.episodes.driven import Start
-from qerl.episodes.play import Environments, episode_metrics, play, row_of
+from qerl.episodes.play import episode_metrics
 from qerl.model.norms import block_norms, set_norm_noise_
-from training.loss.groups import Group, Prompt, Sample, grouped
+from training.loss.groups import Group, Prompt
 from training.policy.train_memory import begin_phase, card_memory
+from training.rollout.asking import Asking
 from training.rollout.noise import NoiseSchedule, StepNoise
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class Rollout:
 class SamplerOptions:
     """How a run samples. `steps` counts the whole run, over which the noise falls."""
 
-    sampling: SamplingParams
-    group_size: int
+    asking: Asking
     noise: NoiseConfig
     steps: int
     seed: int
@@ -64,20 +63,13 @@ class Sampler:
 
     calibration: KVCalibration | None = None  # of an engine whose keys and values have 8 bits
 
-    def __init__(
-        self,
-        engine: Engine,
-        policy: Policy,
-        options: SamplerOptions,
-        environments: Environments | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, policy: Policy, options: SamplerOptions) -> None:
         self._engine = engine
         self._policy = policy
         self._options = options
         self._norms = block_norms(policy.base_model) if options.noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(options.noise, sizes, options.steps, options.seed)
-        self._environments = environments
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
     def sync(self, step: int) -> float:
@@ -98,10 +90,9 @@ class Sampler:
 
         `first` is the place of the first prompt in the whole rollout, of which other ranks sample the rest.
         """
-        size = self._options.group_size
-        each = [prompt for prompt in prompts for _ in range(size)]
-        samples, cost = self._drawn(step, attempt, lambda seed: self._samples(each, seed, first * size))
-        return Rollout(grouped(prompts, samples, size), **cost)
+        asking = self._options.asking
+        groups, cost = self._drawn(step, attempt, lambda seed: asking.groups(self._engine, prompts, seed, first))
+        return Rollout(groups, **cost)
 
     def go_on(self, pool: Pool, step: int) -> Rollout:
         """A rollout that goes on with what is in `pool`, and ends as soon as that has groups enough."""
@@ -115,7 +106,7 @@ class Sampler:
     @property
     def sampling(self) -> SamplingParams:
         """How completions are sampled."""
-        return self._options.sampling
+        return self._options.asking.sampling
 
     def _drawn(self, step: int, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
         """What `draw(seed)` gives on the engine with the step's noise, and what it cost by the fields of Rollout."""
@@ -135,14 +126,6 @@ class Sampler:
             "noise": {**_noise_metrics(noise), "noise/norms": touched},
             "memory": memory,
         }
-
-    def _samples(self, prompts: Sequence[Prompt], seed: int, first: int) -> list[Sample]:
-        """One sample for each prompt; `first` is the place of the first one in the whole rollout."""
-        sampling = self._options.sampling
-        if self._environments is not None:
-            return played(self._engine, self._environments, prompts, sampling, seed)
-        ids = [prompt.ids for prompt in prompts]
-        return [Sample.of(done) for done in self._engine.generate(ids, sampling, seed, first_index=first)]
 
     @contextmanager
     def clean_engine(self) -> Iterator[Engine]:
@@ -178,21 +161,6 @@ class Sampler:
         self.clear_noise()
         if self._options.noise.where == "both" and noise.vectors is not None:
             self._set_policy_noise(noise.vectors)
-
-
-def played(
-    engine: Engine,
-    environments: Environments,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    seed: int,
-    told: Finished | None = None,
-) -> list[Sample]:
-    """An episode for each prompt. Those of one row begin alike: their environments get the same seed."""
-    starts = [
-        Start(row_of(one.example), one.messages, one.ids, derive_seed(seed, one.row, "environment")) for one in prompts
-    ]
-    return [Sample.of_episode(one) for one in play(engine, environments, starts, sampling, seed, told)]
 
 
 def _noise_metrics(noise: StepNoise) -> dict[str, float]:

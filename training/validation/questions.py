@@ -20,7 +20,7 @@ from qerl.data.examples import check_source
 from qerl.data.grading.grade import check_grader
 from qerl.data.rows import Source, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import Example, Message, Task, for_environment, get_task, load_examples, messages_of, task_of
+from qerl.data.tasks import Example, Task, examples_of, get_task, load_examples, task_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from qerl.episodes.play import Environments
     from qerl.plan.sizes import ModelSizes
     from training.loss.groups import Prompt
+    from training.rollout.asking import Asking
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +49,15 @@ class Questions:
 
     name: str
     prompts: Sequence[Prompt]
-    sampling: SamplingParams
-    samples: int
+    asking: Asking
     rewards: Rewards
     reward_names: Sequence[str]  # of the recipe's own
     accuracy: int | None
-    environments: Environments | None = None
 
     @property
     def context(self) -> int:
         """Tokens of the longest prompt and its completion."""
-        return max(len(prompt.ids) for prompt in self.prompts) + self.sampling.max_new_tokens
+        return max(len(prompt.ids) for prompt in self.prompts) + self.asking.sampling.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,9 @@ class _Asked:
 
     def examples(self, episodes: bool) -> list[Example]:
         if self.held_out:
-            from training.rollout.prompts import training_examples  # it imports torch
-
-            return training_examples(self.source.data, episodes)[-self.held_out :]
+            return examples_of(self.source.data, episodes)[-self.held_out :]
         keep = self.source.data.keep_unreadable
-        task = for_environment(self.task) if episodes else self.task
-        return load_examples(task, *self.rows, keep_unreadable=keep)[0]
+        return load_examples(self.task, *self.rows, keep_unreadable=keep, episodes=episodes)[0]
 
 
 def _asked(config: RunConfig) -> list[_Asked]:
@@ -121,6 +117,8 @@ def read_questions(
     this = config.validation
     if this.every is None:
         return None
+    from training.rollout.asking import Asking  # it imports torch
+
     sampling = SamplingParams(this.max_new_tokens or config.rollout.max_new_tokens, this.temperature)
     prompts, wanted = _questions(config, _asked(config), tokenizer, trained, sampling, environments)
     rewards = build_all_rewards(wanted, run_dir, environments.columns if environments else ())
@@ -134,7 +132,8 @@ def read_questions(
         limits = replace(environments.limits, max_tokens=new, context=config.data.max_prompt_tokens + new)
         environments = replace(environments, limits=limits)
     name = ", ".join(asked.name for asked in _asked(config))
-    questions = Questions(name, prompts, sampling, this.samples, rewards, names, accuracy, environments)
+    asking = Asking(sampling, this.samples, environments)
+    questions = Questions(name, prompts, asking, rewards, names, accuracy)
     check_tokens((prompt.ids for prompt in prompts), sizes.vocabulary)
     if sizes.positions is not None and questions.context > sizes.positions:
         raise ConfigError(
@@ -233,19 +232,11 @@ def _prompts(
     environments: Environments | None = None,
 ) -> list[Prompt]:
     """The prompts, longest first, which saves padding; each one's `row` is its place in this list."""
-    from training.loss.groups import Prompt  # it imports torch
-
-    trained = task_of(data)
-
-    def asked(example: Example) -> tuple[Message, ...]:
-        return tuple(messages_of(trained, example, data.system_prompt, data.prompt_template))
+    from training.rollout.prompts import prompts_of  # it imports torch
 
     renderer = Renderer(tokenizer, data.chat_template_kwargs, environments and environments.chat.prompt)
-    rendered = renderer.rows([(example, asked(example)) for example in examples])
-    return [
-        Prompt(number, row.ids, tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages)
-        for number, row in enumerate(sorted(rendered, key=lambda row: -len(row.ids)))
-    ]
+    prompts = sorted(prompts_of(task_of(data), examples, renderer), key=lambda prompt: -len(prompt.ids))
+    return [replace(prompt, row=number) for number, prompt in enumerate(prompts)]
 
 
 def _check_metric(metric: str, names: Sequence[str], has_accuracy: bool) -> None:

@@ -151,8 +151,17 @@ def get_task(name: str) -> Task:
 
 
 def task_of(data: DataConfig) -> Task:
-    """The task of a recipe, with the recipe's grader. Raises ConfigError for a name that is not known."""
-    return with_grader(get_task(data.task), data.grader, data.grader_timeout_s)
+    """The task of a recipe, with the recipe's grader and prompt. Raises ConfigError for a name that is not known."""
+    task = with_grader(get_task(data.task), data.grader, data.grader_timeout_s)
+    keys = {key: value for key in ("system_prompt", "prompt_template") if (value := getattr(data, key)) != "default"}
+    return replace(task, **keys)
+
+
+def examples_of(data: DataConfig, episodes: bool = False) -> list[Example]:
+    """The usable rows of one source of a recipe, those that are held out included."""
+    return load_examples(
+        task_of(data), data.source, data.split, data.columns, data.limit, data.keep_unreadable, episodes
+    )[0]
 
 
 def with_grader(task: Task, grader: str | None, timeout_s: float) -> Task:
@@ -224,11 +233,6 @@ def render_prompt(
         ) from error
 
 
-def for_environment(task: Task) -> Task:
-    """The task as an environment plays it: rows of a free-form task may all ask the same."""
-    return replace(task, may_repeat=task.free_form)
-
-
 def load_examples(
     task: Task | str,
     source: str | None = None,
@@ -236,14 +240,18 @@ def load_examples(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
     keep_unreadable: bool = False,
+    episodes: bool = False,
 ) -> tuple[list[Example], DropReport]:
     """The usable rows of the task's own dataset, or of `source`: a hub id (`owner/name:subset`), a file or a folder.
 
-    See qerl.data.examples.load_examples, which this calls.
+    With `episodes` they are for an environment, for which rows of a free-form task may all ask the same. See
+    qerl.data.examples.load_examples, which this calls.
     """
     from qerl.data.examples import load_examples as load
 
-    return load(get_task(task) if isinstance(task, str) else task, source, split, columns, limit, keep_unreadable)
+    task = get_task(task) if isinstance(task, str) else task
+    task = replace(task, may_repeat=task.free_form) if episodes else task
+    return load(task, source, split, columns, limit, keep_unreadable)
 
 
 def grade(task: Task | str, completion: str, answer: str, question: str | None = None) -> Grade:
