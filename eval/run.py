@@ -2,8 +2,8 @@
 
     plan (eval/plan.py) -> engine + adapter -> completions -> grades -> folder and summary (eval/result.py)
 
-Questions are read, asked and graded by the functions that a training step and its validations use; the only reward is
-the task's grading. `run_checkpoints` evaluates several checkpoints of one run: the base is loaded once, and the adapters
+Questions are read, asked and graded by the functions of a training step and its validations; the only reward is the
+task's grading. `run_checkpoints` evaluates several checkpoints of one run: the base is loaded once, and the adapters
 are exchanged (`qerl eval gsm8k --run runs/a --checkpoints all`, or `last`, or steps: `40,80`).
 """
 

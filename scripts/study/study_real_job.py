@@ -132,14 +132,14 @@ def answers(parts: Parts, questions: Questions, step: int, settings: Settings) -
 
 def _groups(parts: Parts, questions: Questions, prompts: Sequence[Any], size: int, step: int) -> list[Any]:
     """Graded completions of the prompts: one greedy one of each, or `size` at temperature 1."""
-    from training.loss.groups import Sample, grouped
     from training.rewards.grading import Grader
 
-    sampling = replace(questions.sampling, temperature=0.0 if size == 1 else 1.0)
+    sampling = replace(questions.asking.sampling, temperature=0.0 if size == 1 else 1.0)
+    asking = replace(questions.asking, sampling=sampling, size=size)
     with parts.sampler.clean_engine() as engine:
-        done = engine.generate([prompt.ids for prompt in prompts for _ in range(size)], sampling, SEED)
+        groups = asking.groups(engine, prompts, SEED)
     grader = Grader(questions.rewards, parts.grader.decode, mask_truncated=False)
-    return grader.grade(grouped(prompts, [Sample.of(one) for one in done], size), step, steps_done=step).groups
+    return grader.grade(groups, step, steps_done=step).groups
 
 
 def _right(questions: Questions, group: Any) -> int:

@@ -205,10 +205,11 @@ def _score(
 def _episodes(environments: Environments, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Sample]:
     """The episodes in which the model says the same text in each of its turns."""
     from qerl.engine.interface import SamplingParams
-    from training.rollout.sampler import played
+    from training.rollout.asking import Asking
 
-    sampling = SamplingParams(environments.limits.max_tokens)
-    return played(_Saying(environments.chat, texts), environments, prompts, sampling, seed=0)
+    asking = Asking(SamplingParams(environments.limits.max_tokens), 1, environments)
+    groups = asking.groups(_Saying(environments.chat, texts), prompts, seed=0)
+    return [sample for group in groups for sample in group.samples]
 
 
 class _Saying:
