@@ -30,6 +30,8 @@ PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("lab/*.md")])
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 WORDS = 1000  # that the README may have
+MANUAL = 900  # words of a page that says how to do something; what was measured is in docs/lab
+REFERENCES = ("metrics.md", "troubleshooting.md")  # to look something up in
 RECORDINGS = sorted((DOCS / "recordings").glob("*.txt"))
 
 
@@ -190,6 +192,12 @@ def test_each_algorithm_on_the_page_of_the_loss_is_a_recipe():
 def test_the_readme_is_short():
     """Code, tables and their marks counted."""
     assert len(README.read_text(encoding="utf-8").split()) <= WORDS
+
+
+def test_a_manual_is_short():
+    """Code, tables and their marks counted."""
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("*.md")}
+    assert {name: count for name, count in words.items() if count > MANUAL and name not in REFERENCES} == {}
 
 
 def test_the_readme_s_days_are_those_of_the_plan():
