@@ -7,15 +7,17 @@ any more. One thing stays: once CUDA has started, the process keeps its card, an
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from qerl.base.devices import ORDER, VISIBLE
 from qerl.base.errors import ConfigError, DataError
@@ -26,6 +28,35 @@ from qerl.config.keys import nearest
 from qerl.config.names import ENVIRONMENTS
 from qerl.engine.open import engines_closed_on_error
 from qerl.episodes.build import KNOWN, TOOLS, register
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+_guard = threading.Lock()
+_at_work: tuple[int, str] | None = None  # process and name of the call that has this process
+
+
+def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse the call, in one line, while another of these works in this process, whose state all of them change."""
+
+    @functools.wraps(function)
+    def called(*given: P.args, **named: P.kwargs) -> T:
+        global _at_work
+        name, own = f"qerl.{function.__name__}", os.getpid()
+        with _guard:
+            if _at_work is not None and _at_work[0] == own:
+                raise ConfigError(
+                    f"{name} was called while {_at_work[1]} is at work in this process: call one after the other, or "
+                    "start a process for each"
+                )
+            _at_work = own, name
+        try:
+            return function(*given, **named)
+        finally:
+            with _guard:
+                _at_work = None
+
+    return called
 
 
 @contextmanager

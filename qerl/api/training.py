@@ -24,6 +24,7 @@ from qerl.api.arguments import (
     is_path,
     is_sources,
     model_name,
+    one_at_a_time,
     plain_rows,
     rewards_of,
     sources_of,
@@ -49,6 +50,7 @@ ROWS = f"{PYTHON}:data"  # the name of rows that the program gave
 NOT_HERE = ("suite", "suite_tasks", "run", "checkpoints")  # of the command alone
 
 
+@one_at_a_time
 def evaluate(
     task: str,
     model: str | os.PathLike | Run | None = None,
@@ -117,6 +119,7 @@ def _typed(settings: Mapping[str, Any]) -> dict[str, Any]:
 Options = TypeVar("Options")
 
 
+@one_at_a_time
 def quantize(
     model: str | os.PathLike, out: str | os.PathLike | None = None, *, gpu: int | None = None, **options: Any
 ) -> QuantizeReport:
@@ -133,6 +136,7 @@ def quantize(
         return quantized(model_name(model), None if out is None else Path(out), gpu, chosen)
 
 
+@one_at_a_time
 def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, **options: Any) -> MergeReport:
     """Turn a run's adapter into a folder to serve or publish; the report's `out` is the folder.
 
@@ -147,6 +151,7 @@ def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, 
         return merged(chosen, gpu)
 
 
+@one_at_a_time
 def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport | MergeReport:
     """Turn a run or an adapter into a folder to serve or publish; the report's `out` is the folder.
 
@@ -202,6 +207,7 @@ class TrainArguments(TypedDict, total=False):
     accept_changes: bool  # with `resume`: continue although rows, rewards or packages changed
 
 
+@one_at_a_time
 def train(
     recipe: Recipe | str | os.PathLike | None = None,
     *,

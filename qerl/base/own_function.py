@@ -99,8 +99,11 @@ class Caller:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._runner.run(coroutine)
-        with ThreadPoolExecutor(1) as thread:
+        thread = ThreadPoolExecutor(1)
+        try:
             return thread.submit(self._runner.run, coroutine).result()
+        finally:
+            thread.shutdown(wait=False)  # one that takes too long is not waited for
 
 
 def as_json(value: Any) -> Any:

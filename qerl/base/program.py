@@ -2,18 +2,25 @@
 
 A recipe names a given function as `python:NAME`. It runs in the program's own process, so that it may use whatever the
 program has (a loaded model, a variable of a notebook), which no other process could import; pickling it by value would
-bring a copy of all that. In exchange nothing limits its time, and if it ends the process, the run ends too. A function
-that is named by its file runs in a process of its own (qerl/base/own_function.py).
+bring a copy of all that. An alarm limits its time; but a call that blocks within C is not interrupted, and if it ends
+the process, the run ends too. A function that is named by its file runs in a process of its own
+(qerl/base/own_function.py).
 
 Rows are given under the name of the file in the run directory that will hold them, so that the run can be resumed.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import logging
+import os
 import random
+import signal
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +29,14 @@ from typing import Any
 
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import replace_text
-from qerl.base.isolate import OwnFunctionError, ReturnedError, one_line
-from qerl.base.own_function import Caller, seed_all
+from qerl.base.isolate import LateError, OwnFunctionError, ReturnedError, one_line
+from qerl.base.own_function import ENVIRONMENTS, Caller, seed_all
+
+logger = logging.getLogger(__name__)
 
 PYTHON = "python"  # stands before the name of a given function, where a file's path would stand
 ROWS = "given-rows.jsonl"  # in the run directory
+LONGEST_S = 1e8  # that an alarm is set for
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -57,22 +67,40 @@ class GivenFunction:
     def __call__(
         self, expected: int, timeout_s: float, fixed: Mapping[str, Any] | None = None, /, **columns: Any
     ) -> list[float]:
-        """`expected` numbers, one per completion; `timeout_s` is not kept, since nothing could end the function.
+        """`expected` numbers, one per completion.
 
-        Raises OwnFunctionError for what it raises, and ReturnedError for what it returns.
+        Raises OwnFunctionError for what it raises, or if it takes longer than `timeout_s` (which is kept in the main
+        thread alone), and ReturnedError for what it returns.
         """
         fixed = dict(fixed or {})
         seed = zlib.crc32(repr((fixed.get("step"), columns.get("completions"))).encode("utf-8", "replace"))
-        own = {name: [list(one) if isinstance(one, list) else one for one in columns[name]] for name in columns}
+        own = {name: values if name == ENVIRONMENTS else _copied(values) for name, values in columns.items()}
         try:
-            with _seeded(seed):
+            with _seeded(seed), self._state_kept(), _limited(timeout_s):
                 return self._caller.call(own, fixed, expected)
-        except (ReturnedError, QerlError):  # the latter is raised by `log_metric`
+        except (ReturnedError, QerlError, KeyboardInterrupt):  # the second is raised by `log_metric`
             raise
-        except Exception as error:
+        except _LateError:
+            raise LateError(f"did not return within {timeout_s:g} s", self._caller.index) from None
+        except BaseException as error:  # also SystemExit
             said = one_line(error)
             what = f"raised {type(error).__name__}{f': {said}' if said else ''}"
             raise OwnFunctionError(what, self._caller.index) from error
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """Put back what a function may leave changed that a run depends on."""
+        torch, home = sys.modules.get("torch"), os.getcwd()
+        before = None if torch is None else (torch.is_grad_enabled(), torch.get_default_dtype())
+        try:
+            yield
+        finally:
+            if before is not None:
+                torch.set_grad_enabled(before[0])
+                torch.set_default_dtype(before[1])
+            if not _is_here(home):
+                os.chdir(home)
+                logger.warning("%s changed the working directory, which is changed back after each call", self)
 
     @property
     def source(self) -> bytes:
@@ -121,6 +149,46 @@ def write_given_rows(folder: Path) -> None:
     for name, rows in _rows.items():
         if Path(name).parent == folder:
             replace_text(Path(name), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _copied(values: Any) -> Any:
+    """A column as a function may change it. What cannot be copied is the program's own object."""
+    try:
+        return copy.deepcopy(values)
+    except Exception:
+        return list(values) if isinstance(values, list) else values
+
+
+def _is_here(folder: str) -> bool:
+    try:
+        return os.getcwd() == folder
+    except OSError:  # the function removed the folder that it went to
+        return False
+
+
+class _LateError(BaseException):
+    """Raised within a function that takes too long; no `except Exception` of its own takes it."""
+
+
+@contextmanager
+def _limited(timeout_s: float) -> Iterator[None]:
+    """Raise _LateError after `timeout_s`, again and again, in the main thread, which alone has signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise _LateError
+
+    began, handler = time.monotonic(), signal.signal(signal.SIGALRM, late)
+    left, every = signal.setitimer(signal.ITIMER_REAL, min(timeout_s, LONGEST_S), 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+        if left:  # the program's own alarm
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), every)
 
 
 @contextmanager

@@ -177,12 +177,12 @@ class _MLP(torch.autograd.Function):
             of_inner, of_activation = (None, None) if largest is None else largest
             read = lora.input_of(activation, ctx.down)
             known = of_activation if read is activation else None
-            down_grads = lora.backward_to_factors(upstream, read, h_down, g, ctx.down, known, spare=True)
+            down_grads = lora.backward_to_factors(upstream, lora.Read(read, known, spare=True), h_down, g, ctx.down)
             del activation, read
             g = lora.backward_to_h(grad_inner, ctx.gate_up)
             upstream = lora.upstream_of(grad_inner, ctx.gate_up, of_inner)
             dx = lora.backward_to_input(upstream, g, ctx.gate_up) if ctx.needs_input_grad[0] else None
-            grads = lora.backward_to_factors(upstream, x, h_gate_up, g, ctx.gate_up)
+            grads = lora.backward_to_factors(upstream, lora.Read(x), h_gate_up, g, ctx.gate_up)
         return None if dx is None else dx.to(ctx.x_dtype), None, *grads, *down_grads
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -255,27 +256,32 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
     return g
 
 
+class Read(NamedTuple):
+    """x (T, K) that the parts read, its largest magnitude if known, and whether it is `spare`: overwritten next."""
+
+    x: torch.Tensor
+    largest: torch.Tensor | None = None
+    spare: bool = False
+
+
 def backward_to_factors(
     upstream: Upstream,
-    x: torch.Tensor,
+    read: Read,
     h: torch.Tensor | None,
     g: torch.Tensor | None,
     parts: Sequence[Part],
-    largest: torch.Tensor | None = None,
-    spare: bool = False,
 ) -> list[torch.Tensor | None]:
     """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B.
 
-    For a master there is None, as its gradient has been added to it. `largest` is the largest magnitude of x if known;
-    a `spare` x is not needed afterwards and may be overwritten.
+    For a master there is None, as its gradient has been added to it.
     """
-    grad = upstream.grad
+    grad, x = upstream.grad, read.x
     grads: list[torch.Tensor | None] = []
     masters = [part for part in parts if part.master is not None]
     if parts[0].packed_in and _rounding(parts[0].base) is not None:
-        x = parts[0].base.multiplied(x, spare)
+        x = parts[0].base.multiplied(x, read.spare)
         h = x @ _stacked_a(parts, x.dtype).t()
-    summed = {None: summed_input(x, upstream, largest)} if masters else {}
+    summed = {None: summed_input(x, upstream, read.largest)} if masters else {}
     da = product_32(g.t(), x) if any(part.a is not None for part in parts) else None
     for part, ranks, columns in _columns(parts):
         if part.a is not None:
@@ -286,7 +292,7 @@ def backward_to_factors(
         if part.master is not None:
             kind = _rounding(part.base)
             if kind is not None and kind not in summed:
-                summed[kind] = part.base.multiplied(x, spare)
+                summed[kind] = part.base.multiplied(x, read.spare)
             add_weight_gradient_(part.master, upstream, columns, summed[kind], part.base)
             grads.append(None)
     return grads
@@ -318,7 +324,7 @@ class _LoraLinear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             g, upstream = backward_to_h(grad, ctx.parts), upstream_of(grad, ctx.parts)
             dx = backward_to_input(upstream, g, ctx.parts).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-            return dx, None, None, *backward_to_factors(upstream, x, h, g, ctx.parts)
+            return dx, None, None, *backward_to_factors(upstream, Read(x), h, g, ctx.parts)
 
 
 def _columns(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:

@@ -1,6 +1,7 @@
 """Functions and rows as a program gives them."""
 
 import functools
+import threading
 from datetime import date
 
 import datasets
@@ -8,7 +9,8 @@ import numpy
 import pandas
 import pytest
 
-from qerl.api.arguments import Functions, plain_rows, rewards_of
+from qerl.api import training
+from qerl.api.arguments import Functions, one_at_a_time, plain_rows, rewards_of
 from qerl.base.errors import ConfigError, DataError
 
 ROWS = [
@@ -71,3 +73,32 @@ def test_rewards_are_named_by_their_functions():
         rewards_of(partial, functions)
     with pytest.raises(ConfigError, match=r"reward=3 is no reward: give a function"):
         rewards_of(3, functions)
+
+
+def test_one_call_at_a_time_has_the_process():
+    begun, go_on, said = threading.Event(), threading.Event(), []
+
+    @one_at_a_time
+    def train(value):
+        begun.set()
+        go_on.wait(20)
+        return value
+
+    @one_at_a_time
+    def evaluate(raises=False):
+        if raises:
+            raise ValueError("x")
+        return 1
+
+    other = threading.Thread(target=lambda: said.append(train(5)))
+    other.start()
+    begun.wait(20)
+    with pytest.raises(ConfigError, match=r"qerl\.evaluate was called while qerl\.train is at work in this process: "):
+        evaluate()
+    go_on.set()
+    other.join()
+    with pytest.raises(ValueError, match="x"):
+        evaluate(raises=True)
+    assert (said, evaluate()) == ([5], 1)
+    for name in ("train", "evaluate", "quantize", "merge", "export"):
+        assert hasattr(getattr(training, name), "__wrapped__")

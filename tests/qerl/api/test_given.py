@@ -1,15 +1,19 @@
 """Functions that a program gives, called in its own process."""
 
 import asyncio
+import contextlib
 import inspect
+import os
 import random
+import signal
+import time
 
 import pytest
 import torch
 
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.isolate import ReturnedError
-from qerl.base.own_function import OwnFunctionError
+from qerl.base.own_function import LateError, OwnFunctionError
 from qerl.base.program import GivenFunction, given, given_function, given_rows, write_given_rows
 from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
@@ -72,6 +76,61 @@ def test_what_a_given_function_does_wrong_is_said():
         GivenFunction("few", lambda completions: [1])(2, 1.0, {}, **COLUMNS)
     with pytest.raises(ConfigError, match="cannot grade"):
         GivenFunction("type", type)
+
+
+def test_a_given_function_leaves_the_process_as_it_was(tmp_path, caplog):
+    rows = [{"seen": [1]}, {"seen": [2]}]
+
+    def careless(completions, extra):
+        os.chdir(tmp_path)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        for row in extra:
+            row["seen"].append(len(row["seen"]))
+        return [len(row["seen"]) for row in extra]
+
+    before = os.getcwd()
+    function = GivenFunction("careless", careless)
+    assert [function(2, 9.0, {}, **COLUMNS, extra=rows) for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert rows == [{"seen": [1]}, {"seen": [2]}]
+    assert (os.getcwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (before, True, torch.float32)
+    assert "python:careless changed the working directory" in caplog.text
+
+
+def loops(completions):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+async def sleeps(completions):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("function", [loops, sleeps, lambda completions: time.sleep(60)])
+def test_a_given_function_has_its_time(function):
+    alarms = []
+    before = signal.signal(signal.SIGALRM, lambda *_: alarms.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 30)
+        with pytest.raises(LateError, match=r"did not return within 0\.1 s"):
+            GivenFunction("late", function)(2, 0.1, {}, **COLUMNS)
+        assert 20 < signal.getitimer(signal.ITIMER_REAL)[0] < 30, "the program's own alarm goes on"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not alarms
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
+def test_a_given_function_does_not_end_the_program(error):
+    def raises(completions):
+        raise error
+
+    with pytest.raises(OwnFunctionError, match=f"raised {type(error).__name__}"):
+        GivenFunction("raises", raises)(2, 9.0, {}, **COLUMNS)
+    with pytest.raises(KeyboardInterrupt):
+        GivenFunction("stopped", lambda completions: signal.raise_signal(signal.SIGINT))(2, 9.0, {}, **COLUMNS)
 
 
 def rewards(name, folder):
