@@ -185,6 +185,15 @@ def outside_bytes(trainer: int, sequences: int, vocabulary: int) -> int:
     return trainer + CONTEXT + KERNELS + GRAPHS - GRAPH_RESERVE + sampler_bytes(sequences, vocabulary)
 
 
+def grown_by_others(increase: int) -> int:
+    """How much of what a card holds outside torch has grown by other processes, while an engine opened.
+
+    `increase` is what vLLM's profile takes for the engine's own. A context, kernels and graphs are; what goes beyond
+    these, or below zero, others have taken or given back.
+    """
+    return increase - min(max(increase, 0), CONTEXT + KERNELS + GRAPHS)
+
+
 def least_bytes(weights: int) -> int:
     """The least budget with which any rollout can run."""
     return weights + GRAPH_RESERVE + WORK_RESERVE

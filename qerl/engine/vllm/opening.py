@@ -36,7 +36,7 @@ from qerl.checkpoint.experts import Decoder, decoder_of, fused
 from qerl.checkpoint.load import check_complete, check_served_family
 from qerl.checkpoint.shards import KEY, has_own_head, read_json, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
-from qerl.engine.memory import out_of_memory
+from qerl.engine.memory import others_bytes, out_of_memory
 from qerl.formats.base import Format
 from qerl.formats.fp8.format import rounds_input
 from qerl.formats.fp8.layout import BLOCK as FP8_BLOCK
@@ -91,8 +91,11 @@ class Settings:
 
         return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.options.trust_remote_code))
 
-    def memory_arguments(self, total: int) -> dict[str, Any]:
-        """vLLM's arguments for the budget. The KV cache gets at most what `max_sequences` full contexts can fill."""
+    def memory_arguments(self, total: int, others: int = 0) -> dict[str, Any]:
+        """vLLM's arguments for the budget on a card of `total` bytes, of which other processes hold `others`.
+
+        The KV cache gets at most what `max_sequences` full contexts can fill.
+        """
         from qerl.plan.engine_memory import (
             chosen_bytes,
             engine_bytes,
@@ -105,7 +108,7 @@ class Settings:
         options = self.options
         outside = outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
         plan = plan_memory(
-            total, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
+            total - others, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
         )
         tokens = options.max_sequences * self.model_len
         per_token = kv_bytes_per_token(self.config, options.kv_cache_dtype)
@@ -141,7 +144,7 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     options = settings.options
     arguments = {
         **_arguments(settings, kernel),
-        **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory),
+        **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory, others_bytes(0)),
         "linear_backend": linear_backend(kernel),
         "seed": options.seed,
         "enforce_eager": options.enforce_eager,

@@ -37,6 +37,7 @@ from qerl.engine.vllm.linear import BASES, Options, check_rounding, choose_ways_
 from qerl.engine.vllm.opening import Parts, split_compiling
 from qerl.engine.vllm.requests import Chosen, Reader, check_cache
 from qerl.formats.nvfp4.ways import TOKENS
+from qerl.plan.engine_memory import GRAPHS, grown_by_others
 
 _latest: weakref.ref[QerlWorker] | None = None
 
@@ -115,8 +116,17 @@ class QerlWorker(Worker):
         self._get_sleep_mode_backend().suspend(level)
 
     def determine_available_memory(self) -> int:
+        """vLLM's measure for the KV cache, without what other processes took or gave back meanwhile.
+
+        vLLM 0.25.1 takes every change of the card's memory for its own: beside a neighbour that starts, nothing is left
+        for the cache, and beside one that ends it asserts. Remove when it counts by process.
+        """
         with self.parts.part("profile"):
-            return super().determine_available_memory()
+            if self.cache_config.kv_cache_memory_bytes:  # nothing is measured
+                return super().determine_available_memory()
+            self.init_snapshot.free_memory = self.init_snapshot.total_memory  # for the assertion; else only logged
+            found = super().determine_available_memory() + grown_by_others(self.non_torch_memory)
+            return min(found, torch.cuda.mem_get_info(self.device)[0] - GRAPHS)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with self.parts.part("KV cache"):

@@ -8,6 +8,7 @@ from qerl.plan.engine_memory import (
     card_named,
     card_of,
     engine_bytes,
+    grown_by_others,
     kv_bytes_per_token,
     kv_cache_bytes,
     plan_memory,
@@ -170,3 +171,9 @@ def test_a_driver_names_cards_that_are_not_known():
 def test_a_card_of_some_gib_is_as_fast_as_one_that_trains():
     assert card_of("15").has_bf16
     assert card_of("15").capability is None  # nothing is known of it
+
+
+@pytest.mark.parametrize(("increase", "others"), [(0, 0), (1.0, 0), (2.35, 0), (22.35, 20.0), (-10.0, -10.0)])
+def test_what_others_take_while_an_engine_opens_is_not_its_own(increase, others):
+    """GiB outside torch. An engine has 2.35 at most: a context, kernels and graphs."""
+    assert grown_by_others(int(increase * GIB)) == pytest.approx(others * GIB, abs=2)

@@ -93,6 +93,8 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, rec
     planned = parts["weights"] + parts["KV cache"] + parts["engine's work"]
     within = 2 if recipe == "dapo_7b" else 0.02 * GIB
     assert arguments["gpu_memory_utilization"] * gib * GIB == pytest.approx(planned, abs=within)
+    beside = Settings(str(tmp_path), "nvfp4", options).memory_arguments((gib + 40) * GIB, others=40 * GIB)
+    assert beside["gpu_memory_utilization"] * (gib + 40) * GIB == pytest.approx(planned, abs=within)
 
 
 @pytest.mark.parametrize(
