@@ -180,7 +180,7 @@ def round_columns_(
 ) -> None:
     """Round some columns one after the other. All are (columns, out) and `shares` (columns, columns), in float32.
 
-    `targets` has what to round, but for the errors of these columns themselves; it is overwritten. Writes `codes`, the
+    `targets` has what to round, without the errors of these columns themselves; it is overwritten. Writes `codes`, the
     e2m1 values, and `errors`, the columns minus their quantized values.
     """
     with one_thread(targets.device):

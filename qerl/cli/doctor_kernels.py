@@ -166,7 +166,7 @@ def _adapter(device: torch.device) -> lora.Adapter:
 def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:
     """A random weight.
 
-    In our own layout random codes and scales are packed. In the others any words and scales are a weight, but for
+    In our own layout random codes and scales are packed. In the others any words and scales are a weight, except for
     scales that are NaN (e4m3) or zero (Marlin).
     """
     generator = torch.Generator().manual_seed(0)

@@ -338,7 +338,7 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
 
 @dataclass(frozen=True)
 class SftOptions(TrainOptions):
-    """The options of `qerl train`, but for those about completions."""
+    """The options of `qerl train`, without those about completions."""
 
     grader: str | None = None
     environment: str | None = None

@@ -274,7 +274,7 @@ def _shown(text: str) -> str:
 
 
 def methods_of(environment: Any) -> list[Callable[..., Any]]:
-    """The tools of an object as TRL finds them: the public methods of its class, but for what begins and ends it."""
+    """The tools of an object as TRL finds them: the public methods of its class that neither begin nor end it."""
     if environment is None:
         return []
     found = inspect.getmembers(type(environment), predicate=inspect.isfunction)  # on the class: no property is called

@@ -292,7 +292,7 @@ class PackedLinear(CachedWeight, nn.Linear):
 def moved_with_its_bits(
     fn: Callable[[torch.Tensor], torch.Tensor], packed: Iterable[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`fn`, which casts or moves a tensor, but for the `packed` ones: it moves them and leaves their bits alone."""
+    """`fn`, which casts or moves a tensor, except the `packed` ones: it moves them and leaves their bits alone."""
     kept = {id(tensor) for tensor in packed}
 
     def keep_bits(tensor: torch.Tensor) -> torch.Tensor:

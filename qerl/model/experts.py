@@ -247,7 +247,7 @@ def add_down_(y_rows: torch.Tensor, activation: torch.Tensor, routed: Routed, lo
 
 
 def down_to_h(grad: torch.Tensor, grad_rows: torch.Tensor, routed: Routed, lora: ExpertFactors) -> torch.Tensor:
-    """g (M, rank), the gradient to h but for the rows' weights; `grad` is dy (T, hidden), `grad_rows` (M, hidden) its
+    """g (M, rank), the gradient to h without the rows' weights; `grad` is dy (T, hidden), `grad_rows` (M, hidden) its
     rows."""
     if lora.down_b.dim() == 2:
         return (grad @ lora.down_b).mul_(lora.scale)[routed.token]

@@ -82,7 +82,7 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
 
 
 def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console, show_plan: ShowPlan) -> bool:
-    """The same for a run on given conversations: how long they are, and what of the first is learned."""
+    """The same for a run on given conversations: how long they are, and what is learned of the first."""
     tokenizer, rows = read_given(config, base)
     lengths = sorted(len(row.ids) for row in rows.trained)
     learned = sum(sum(row.learned) for row in rows.trained) / sum(lengths)

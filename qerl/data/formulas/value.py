@@ -2,7 +2,7 @@
 
 Two expressions are equal if their values agree at random points; qerl/data/formulas/equality.py compares them so.
 Values are exact fractions as long as the operations allow it, and numbers of 40 digits otherwise. Closeness is
-relative, so that e^{-100} differs from e^{-101}; what is zero but for rounding is zero, which more digits show. An
+relative, so that e^{-100} differs from e^{-101}; what is zero except for rounding is zero, which more digits show. An
 expression of whole numbers that is too large for an exact value has a residue, by which 1500! differs from 1500!+1.
 All sizes are bounded (powers, factorials, nesting), so that no expression takes longer than milliseconds.
 """
@@ -23,7 +23,7 @@ _MAX_BITS = 20_000  # of an exact power; larger ones are computed with 40 digits
 _MAX_EXPONENT = 10**9
 _MAX_FACTORIAL = 500  # of an exact one
 _MAX_FACTORS = 100_000  # of one whose residue is taken
-_SMALL = 1e-20  # a value below this may be zero but for rounding
+_SMALL = 1e-20  # a value below this may be zero except for rounding
 _PRIME = 2**61 - 1
 
 Value = Any  # Fraction, or mpmath's mpf and mpc
@@ -32,8 +32,8 @@ Value = Any  # Fraction, or mpmath's mpf and mpc
 def evaluate(tree: Tree, point: Mapping[str, Fraction], digits: int = DIGITS) -> Value:
     """The value at `point`: a Fraction where the operations allow it, else a number of mpmath with that many digits.
 
-    What is zero but for rounding is the Fraction 0. Raises ExpressionError if there is no finite value, or if it would
-    be too large to compute.
+    What is zero except for rounding is the Fraction 0. Raises ExpressionError if there is no finite value, or if it
+    would be too large to compute.
     """
     try:
         value = _with_digits(tree, point, digits)
@@ -134,7 +134,7 @@ def ratio(one: Value, other: Value) -> Value:
 
 
 def close(one: Value, other: Value, digits: int = DIGITS) -> bool:
-    """Whether two values are equal: fractions exactly, others but for rounding in the last third of their digits."""
+    """Whether two values are equal: fractions exactly, others up to rounding in the last third of their digits."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     with _mp().workdps(digits):
