@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.base_start import (
-    ABOUT,
     START,
 )
 from qerl.checkpoint.hub import is_hub_id
-from qerl.checkpoint.output import check_space, staged_folder
+from qerl.checkpoint.output import check_ours, check_space, staged_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, read_source
@@ -140,8 +139,8 @@ def _target(folder: Path, base: str, out: Path | None, options: QuantizeOptions)
     if target.is_dir() and any(target.iterdir()):
         if not (options.overwrite or options.force):
             raise CheckpointError(f"{target} exists: write `--overwrite` to replace it, or another folder as --out")
-        if not (target / ABOUT).is_file():
-            raise CheckpointError(f"{target} holds something else than a start: give another folder as --out")
+        if not options.force:
+            check_ours(target)
     return target
 
 

@@ -10,21 +10,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import fsync, mode_by_umask
-from qerl.checkpoint.adapter_file import CHECKSUMS
 from qerl.checkpoint.base_start import START
-from qerl.checkpoint.folder import REPORT
 from qerl.checkpoint.hub import TEMPLATES
 from qerl.checkpoint.shards import INDEX, SINGLE, read_json
 
@@ -130,13 +128,9 @@ def write_json(path: Path, value: dict) -> None:
 
 
 MERGE_REPORT, EXPORT_REPORT = "merge_report.json", "export_report.json"
-REPORTS = (REPORT, MERGE_REPORT, EXPORT_REPORT)
+FILES = "qerl_files.json"  # in each folder that qerl wrote: its files, so that --overwrite replaces nothing else
 SPARE_BYTES = 64 * 2**20  # for tokenizer, config, report, and the file system's own needs
-WRITTEN = (
-    *("config.json", "adapter_config.json", "*.safetensors", INDEX, "README.md", REPORT, MERGE_REPORT),
-    *(EXPORT_REPORT, CHECKSUMS),
-    *(*SMALL_FILES, "*.py"),
-)
+WHOLE_BYTES = 16 * 2**20  # of a longer file the beginning and the end tell it from another of its size
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 
@@ -161,19 +155,69 @@ def check_target(out: Path, source: Path, overwrite: bool, force: bool = False) 
         raise CheckpointError(f"{out} exists: write `--overwrite` to replace it, or another folder as --out")
     if any(inside[0] in (place, *place.parents) for place in (Path.cwd(), Path.home().resolve())):
         raise CheckpointError(f"--out {out} holds the current or the home folder: give another folder as --out")
-    if not force and (foreign := _not_ours(out)):
+    if not force:
+        check_ours(out)
+
+
+def check_ours(out: Path) -> None:
+    """Raise CheckpointError if the folder holds anything that is not in a list of files that qerl wrote there."""
+    if foreign := _not_ours(out):
         raise CheckpointError(
-            f"{out} holds something else than a model that qerl made ({foreign}), and --overwrite would delete it: "
+            f"{out} holds something else than what qerl wrote there ({foreign}), and --overwrite would delete it: "
             "give another folder as --out, remove that one by hand, or write `--force` to delete all of it"
         )
 
 
+def list_files(folder: Path, only: Iterable[str] | None = None) -> None:
+    """Write down the folder's files, or add those that were written since."""
+    known = _listed(folder) if only is not None else {}
+    names = only if only is not None else (str(path.relative_to(folder)) for path in _files(folder))
+    write_json(folder / FILES, dict(sorted({**known, **{name: _digest(folder / name) for name in names}}.items())))
+
+
 def _not_ours(out: Path) -> str | None:
-    """What in a folder was not written by quantize, merge or export; None if all of it was."""
-    if not any((out / name).is_file() and read_json(out / name) for name in REPORTS):
-        return f"it has no {' or '.join(REPORTS)}"
-    names = sorted(path.name for path in out.iterdir() if path.name not in (TEMPLATES, START))
-    return next((name for name in names if not any(fnmatchcase(name, pattern) for pattern in WRITTEN)), None)
+    """What in a folder qerl did not write, or is not as it wrote it; None if there is no such thing."""
+    lists = (*([out.parent] if out.name == START else []), out, out / START)  # a start has its own, or the folder's
+    if not any((folder / FILES).is_file() for folder in lists[:-1]):
+        return f"it has no {FILES}"
+    known = {folder / name: digest for folder in lists for name, digest in _listed(folder).items()}
+    for path in _files(out):
+        if path.name == FILES and path.parent in lists:
+            continue
+        if path not in known:
+            return str(path.relative_to(out))
+        if path.is_symlink() or _digest(path) != known[path]:
+            return f"{path.relative_to(out)} has changed"
+    empty = (path for path in sorted(out.rglob("*")) if path.is_dir() and not any(path.iterdir()))
+    return next((str(path.relative_to(out)) for path in empty), None)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All that is no folder, links to folders included."""
+    return sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """The list of a folder; empty where it cannot be read."""
+    try:
+        found = read_json(folder / FILES) if (folder / FILES).is_file() else {}
+    except CheckpointError:
+        return {}
+    return {name: digest for name, digest in found.items() if isinstance(digest, str)}
+
+
+def _digest(path: Path) -> str:
+    """The size of a file and a hash of its content, or of both ends of a long one."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+        else:
+            digest.update(file.read(WHOLE_BYTES // 2))
+            file.seek(size - WHOLE_BYTES // 2)
+            digest.update(file.read())
+    return f"{size}-{digest.hexdigest()[:16]}"
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
@@ -203,6 +247,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
     try:
         _empty(staging)
         yield staging
+        list_files(staging)
         _publish(staging, out)
     except OSError as error:
         hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk"
@@ -223,6 +268,7 @@ def set_aside(staging: Path, out: Path) -> Path:
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     names = (f"{out.name}-unverified{number}" for number in numbers)
     kept = next(path for path in map(out.with_name, names) if not path.exists())
+    list_files(staging)
     staging.rename(kept)
     return kept
 

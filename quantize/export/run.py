@@ -28,7 +28,15 @@ from qerl.checkpoint.adapter_file import BASE, STEP, checkpoint_of, kind_of_run,
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
 from qerl.checkpoint.folder import REPORT, resting_kind
-from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT, check_space, check_target, staged_folder, write_json
+from qerl.checkpoint.output import (
+    EXPORT_REPORT,
+    MERGE_REPORT,
+    check_space,
+    check_target,
+    list_files,
+    staged_folder,
+    write_json,
+)
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model, run_of_adapter
 from qerl.checkpoint.shards import read_json
@@ -357,3 +365,4 @@ def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
     """Write merge_report.json and the model card, each whole or not at all."""
     replace_text(folder / MERGE_REPORT, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     write_card(report, adapter.folder, folder / CARD)
+    list_files(folder, (MERGE_REPORT, CARD))

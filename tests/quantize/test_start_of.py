@@ -90,7 +90,7 @@ def test_an_existing_start_needs_overwrite(made, rows, tmp_path):
     assert about_start(folder / START)["rank"] == 4
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds something else than a start"):
+    with pytest.raises(CheckpointError, match="holds something else than what qerl wrote there"):
         make_start(str(folder), str(source), tmp_path / "mine", options(rows, overwrite=True))
 
 

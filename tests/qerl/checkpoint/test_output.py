@@ -18,13 +18,14 @@ from checkpoint_factory import fake_checkpoint
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import output
-from qerl.checkpoint.output import check_space, check_target, staged_folder
+from qerl.checkpoint.output import FILES, check_space, check_target, list_files, staged_folder
 
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != FILES]
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
 def write_and_raise(out, error):
@@ -213,8 +214,8 @@ def test_targets_that_are_accepted(tmp_path):
     [
         ("done", False, "exists: write `--overwrite` to replace it"),
         ("other", False, "exists"),
-        ("other", True, "holds something else than a model that qerl made"),
-        ("base", True, "holds something else than a model that qerl made"),
+        ("other", True, "holds something else than what qerl wrote there"),
+        ("base", True, "holds something else than what qerl wrote there"),
         ("file", True, "is a file"),
         ("source", True, "is, holds or lies in the model's own folder"),
         ("source/out", False, "is, holds or lies in the model's own folder"),
@@ -238,25 +239,59 @@ def written(folder, *others):
     """A folder that quantize may have written, with files of others in it."""
     fake_checkpoint(folder)
     (folder / "quantize_report.json").write_text('{"format": "nvfp4-pack-quantized"}')
+    (folder / "LICENSES").mkdir()
+    (folder / "LICENSES" / "theirs.txt").write_text("of the source")
+    list_files(folder)
     for name in others:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
     return folder
 
 
-def test_only_what_qerl_wrote_is_replaced_without_force(tmp_path):
+OTHERS = (
+    "thesis.docx", "checkpoints/state.pt", ".git/config", "eval/result.json", "train.py", "other-model.safetensors",
+    "code.py/thesis.txt", "LICENSES/mine.txt", "tokenizer_work/mine.txt", "additional_chat_templates/thesis.txt",
+    "tokenizer-of-mine.json", "quantize_report.json", "deep/qerl_files.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_only_what_qerl_wrote_is_replaced_without_force(tmp_path, name):
     check_target(written(tmp_path / "ours"), tmp_path / "source", overwrite=True)
-    for number, name in enumerate(("thesis.docx", "checkpoints/state.pt", ".git/config", "eval/result.json")):
-        out = written(tmp_path / f"mixed-{number}", name)
-        with pytest.raises(CheckpointError, match=rf"something else .*\({name.split('/')[0]}\).*`--force`"):
+    out = written(tmp_path / "mixed", name)
+    with pytest.raises(CheckpointError, match=rf"something else .*\({name}.*`--force`"):
+        check_target(out, tmp_path / "source", overwrite=True)
+    check_target(out, tmp_path / "source", overwrite=False, force=True)
+
+
+def test_neither_links_nor_empty_folders_nor_changed_files_are_ours(tmp_path):
+    folders = [written(tmp_path / f"out-{number}") for number in range(4)]
+    (folders[0] / "notes").symlink_to(tmp_path)
+    (folders[1] / "empty").mkdir()
+    (folders[2] / "config.json").write_text("{} ")
+    weights = folders[3] / "model.safetensors"
+    weights.write_bytes(bytes(output.WHOLE_BYTES + 9))
+    list_files(folders[3], ["model.safetensors"])
+    check_target(folders[3], tmp_path / "source", overwrite=True)
+    weights.write_bytes(bytes(output.WHOLE_BYTES + 8) + b"1")
+    reasons = "notes", "empty", r"config\.json has changed", "safetensors has changed"
+    for folder, said in zip(folders, reasons, strict=True):
+        with pytest.raises(CheckpointError, match=said):
+            check_target(folder, tmp_path / "source", overwrite=True)
+
+
+def test_a_damaged_or_missing_list_is_not_trusted(tmp_path):
+    for number, text in enumerate((None, "[", "[]", '{"config.json": 3}')):
+        out = written(tmp_path / f"out-{number}")
+        (out / FILES).unlink() if text is None else (out / FILES).write_text(text)
+        with pytest.raises(CheckpointError, match="something else than what qerl wrote there"):
             check_target(out, tmp_path / "source", overwrite=True)
-        check_target(out, tmp_path / "source", overwrite=False, force=True)
 
 
 def test_a_quantized_model_of_another_program_is_not_replaced_without_force(tmp_path):
     out = fake_checkpoint(tmp_path / "theirs")
     (out / "config.json").write_text(json.dumps({"quantization_config": QUANTIZED}))
-    with pytest.raises(CheckpointError, match="something else than a model that qerl made"):
+    with pytest.raises(CheckpointError, match="something else than what qerl wrote there"):
         check_target(out, tmp_path / "source", overwrite=True)
 
 

@@ -11,7 +11,7 @@ from checkpoint_factory import make_checkpoint
 import quantize.export.run
 import quantize.export.weights
 from qerl.base.errors import CheckpointError, ConfigError, DataError
-from qerl.checkpoint.output import write_weights
+from qerl.checkpoint.output import FILES, list_files, write_weights
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 
@@ -25,12 +25,13 @@ def test_a_merge_that_fails_half_way_leaves_the_old_folder(run, tmp_path, monkey
     out = tmp_path / "out"
     out.mkdir()
     (out / "merge_report.json").write_text('{"to": "bf16"}')
+    list_files(out)
     with monkeypatch.context() as patch:
         patch.setattr(quantize.export.run, "write_card", refuse)
         with pytest.raises(CheckpointError, match="free some space"):
             export(ExportOptions(str(run), to, out, overwrite=True))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in out.iterdir()] == ["merge_report.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["merge_report.json", FILES]
 
 
 def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
