@@ -205,6 +205,9 @@ def _by_template(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[in
 
 
 LARGEST = 16 * 2**20  # bytes of a request
+MOST_ASKING = 64  # requests of one episode that may wait at once, although only the first can go on
+MOST_CONNECTIONS = 4096
+READ_S = 60.0  # that a connection may take to send the next bytes of a request
 PATH = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # is not counted here
 MODEL = "policy"  # the name that answers give the model; requests may name any
@@ -241,7 +244,8 @@ class Programmed:
     def __init__(self, program: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self._program, self._args, self._schemas = program, args, schemas_of(program)
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # what the program did last
-        self._turns: SimpleQueue[Action | None] = SimpleQueue()  # None: there will be no more
+        self._turns: SimpleQueue[Action | None] = SimpleQueue()  # None: there will be no more, and it stays there
+        self._asking = threading.BoundedSemaphore(MOST_ASKING)
         self._seen: list[Message] = []
         self._id = uuid.uuid4().hex
         self._server: _Server | None = None  # once the episode has begun
@@ -284,8 +288,10 @@ class Programmed:
         if self._server is not None:
             self._server.episodes.pop(self._id, None)
 
-    def asked(self, body: Mapping[str, Any]) -> Message | None:
+    def asked(self, body: Any) -> Message | None:
         """The model's turn after the messages of a request; None if there is none. Raises ValueError for a bad one."""
+        if not isinstance(body, Mapping):
+            raise ValueError("a request is a JSON object")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ValueError("a request needs messages")
@@ -295,8 +301,16 @@ class Programmed:
             own := [schema["function"]["name"] for schema in self._schemas]
         ):
             raise ValueError(f"the request has the tools {tools}, and the program's attribute `tools` names {own}")
-        self._events.put(("asked", _plain(messages)))
-        action = self._turns.get()
+        plain = _plain(messages)
+        if not self._asking.acquire(blocking=False):
+            raise ValueError(f"{MOST_ASKING} requests of this episode wait already: ask once the last one is answered")
+        try:
+            self._events.put(("asked", plain))
+            action = self._turns.get()
+            if action is None:
+                self._turns.put(None)  # for all others that wait
+        finally:
+            self._asking.release()
         return None if action is None else _openai(action)
 
     def _run(self, given: Mapping[str, Any], seed: int) -> None:
@@ -386,10 +400,24 @@ class _Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.episodes: dict[str, Programmed] = {}
+        self._connections = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def verify_request(self, *_: object) -> bool:
+        """A connection beyond those that are allowed is closed."""
+        return self._connections.acquire(blocking=False)
+
+    def process_request_thread(self, *given: Any) -> None:
+        """Answer in a thread of its own."""
+        try:
+            super().process_request_thread(*given)
+        finally:
+            self._connections.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers POST /EPISODE/v1/chat/completions with what the policy writes in that episode."""
+
+    timeout = READ_S
 
     def do_POST(self) -> None:
         episode, _, rest = self.path.strip("/").partition("/")
@@ -398,13 +426,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": {"message": f"there is no {self.path} here: POST to {PATH} of an open episode"}})
             return
         try:
-            length = int(self.headers.get("Content-Length", 0))
-            if length > LARGEST:
-                raise ValueError(f"a request may have {LARGEST} bytes")
-            body = json.loads(self.rfile.read(length))
+            body = json.loads(self.rfile.read(self._length()))
             message = found.asked(body)
+        except RecursionError:
+            self._send(400, {"error": {"message": "the request nests too deeply"}})
+            return
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            self._send(400, {"error": {"message": str(error)}})
+            self._send(400, {"error": {"message": str(error)[:500]}})
             return
         if message is None:
             self._send(410, {"error": {"message": "the episode is over"}})
@@ -413,6 +441,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             choice = {"index": 0, "message": message, "finish_reason": _reason(message), "logprobs": None}
             self._send(200, {**_head("chat.completion"), "choices": [choice], "usage": USAGE})
+
+    def _length(self) -> int:
+        """The bytes of the request. Raises ValueError for what would be read without an end."""
+        said = self.headers.get("Content-Length", "")
+        if not (said.isascii() and said.isdigit()) or len(said) > 20 or int(said) > LARGEST:
+            raise ValueError(f"a request needs a Content-Length of at most {LARGEST} bytes, and has {said[:40]!r}")
+        return int(said)
 
     def _send(self, status: int, body: Mapping[str, Any]) -> None:
         self._write(status, "application/json", json.dumps(body).encode())

@@ -1,9 +1,15 @@
 """Programs that ask their model over OpenAI's protocol: their conversations are episodes like any others."""
 
+import contextlib
 import json
+import socket
+import threading
 import time
+import urllib.error
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import own_environments
 import pytest
@@ -11,6 +17,9 @@ from scripted import run, scripted_environments
 
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
+from qerl.episodes import endpoint
+from qerl.episodes.driven import Action, BadEnvironmentError
+from qerl.episodes.endpoint import Programmed
 
 OWN = own_environments.__file__
 VERIFIERS = Path(OWN).with_name("verifiers_environment.py")
@@ -93,3 +102,86 @@ def test_a_request_that_cannot_be_answered_is_refused(tokenizer, body, said):
     _, (episode,) = run(tokenizer, made, ["a"], [])
     assert "HTTPError" not in episode.error
     assert said in episode.error
+
+
+def answer_to(head, body=b""):
+    """The status that a raw request to an open episode gets."""
+    asked, over = threading.Event(), threading.Event()
+
+    def program(base_url):
+        place = urlsplit(base_url)
+        with socket.create_connection((place.hostname, place.port), 20) as connection:
+            connection.sendall(f"POST {place.path}/chat/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+            said.append(connection.recv(4096).decode())
+        asked.set()
+        over.wait(20)
+
+    said = []
+    episode = Programmed(program, {})
+
+    def begin():
+        with contextlib.suppress(BadEnvironmentError):
+            episode.reset({}, 0)
+
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    asked.wait(20)
+    over.set()
+    thread.join(20)
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ("Content-Length: -1", b""),
+        ("Content-Length: 99999999999999999999999", b""),
+        ("Content-Length: 16777217", b""),
+        ("Content-Length: \u0663", b""),
+        ("Transfer-Encoding: chunked", b"5\r\n{}   \r\n0\r\n\r\n"),
+        ("Content-Length: 200000", b"[" * 200_000),
+        ("Content-Length: 200012", b'{"messages":' + b"[" * 200_000),
+        ("Content-Length: 2", b"[]"),
+        ("Content-Length: 4", b"null"),
+        ("Content-Length: 16", b'{"messages":[1]}'),
+        ("Content-Length: 26", b'{"messages":[{"content":1}'),
+    ],
+)
+def test_a_request_that_has_no_end_or_nests_is_refused(head, body):
+    assert answer_to(head, body).split()[1] == "400"
+
+
+def test_requests_at_once_are_bounded_and_all_end_with_the_episode(monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_ASKING", 5)
+    statuses, started = [], threading.active_count()
+
+    def ask(url):
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+        request = urllib.request.Request(f"{url}/chat/completions", body, {"Content-Type": "application/json"})
+        try:
+            urllib.request.urlopen(request, timeout=30)
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+
+    def program(base_url):
+        threads = [threading.Thread(target=ask, args=(base_url,), daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+    episode = Programmed(program, {})
+    episode.reset({}, 0)
+    for _ in range(200):
+        if len(statuses) == 3:
+            break
+        time.sleep(0.02)
+    assert statuses == [400] * 3
+    with pytest.raises(BadEnvironmentError, match="do not go on"):
+        episode.step(Action("b"))
+    for _ in range(500):
+        if threading.active_count() <= started + 1:  # the server itself
+            break
+        time.sleep(0.02)
+    assert threading.active_count() <= started + 1
+    assert sorted(statuses) == [400] * 3 + [410] * 4, "and one had the turn"
