@@ -135,11 +135,13 @@ def resume(
     accept_changes: bool = False,
     model: str | None = None,
     parallel: Parallel = ALONE,
+    moved: Sequence[str] = (),
 ) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from `step`'s; to
-    `steps` in all, if that is given; on its base at `model`, if that has moved. Raises ConfigError if rows, rewards or
+    `steps` in all, if that is given; on its base at `model`, if that has moved; `moved` are other files
+    that have. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
-    config = _teacher_beside(config_to_resume(run_dir, step, steps, model)[0], run_dir)
+    config = _teacher_beside(config_to_resume(run_dir, step, steps, model, moved)[0], run_dir)
     if step is not None and parallel.first:
         rewind_(run_dir, step)
     checkpoint = parallel.broadcast(newest_checkpoint(run_dir) if parallel.first else None)

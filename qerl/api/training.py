@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -241,7 +241,11 @@ def train(
         accept_changes=arguments.pop("accept_changes", False),
     )
     if resume is not None:
-        _check_resume(recipe, data, [*arguments])
+        _check_resume(recipe, None if is_path(data) else data, [*arguments])
+        named = [grader, *(each["name"] for each in rewards or ()), played[0] if isinstance(played[0], str) else None]
+        files = [os.fspath(data)] if is_path(data) else []
+        files += [name for name in named if name is not None and name.partition(":")[0].endswith(".py")]
+        options = replace(options, overrides=tuple(f"data.source={file}" for file in files))
         with given(functions, {}), given_environments(*played), as_before():
             return _resume(model_name(resume), options, arguments)
     if recipe is None:
@@ -302,13 +306,12 @@ def _check_resume(recipe: object, data: object, arguments: Sequence[str]) -> Non
     if given:
         raise ConfigError(
             f"resume continues a run as it was configured, and {given[0]} would change that: leave it out; steps, "
-            "model (for a base that has moved), accept_changes, gpu and the run's own functions go with resume"
+            "model, data, grader and rewards by their paths (for what has moved), accept_changes, gpu and the run's "
+            "own functions go with resume"
         )
 
 
 def _resume(run: str, options: TrainOptions, arguments: Mapping[str, Any]) -> Run:
-    from dataclasses import replace
-
     model = arguments.get("model")
     chosen = replace(options, resume=run, steps=arguments.get("steps"), model=model and model_name(model))
     return _run_of(go_on(*find_resumed(chosen, run), chosen)[0])

@@ -8,6 +8,7 @@ imports this, so it imports nothing heavy: torch comes only when nothing speaks 
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -104,8 +105,8 @@ class TrainOptions:
         typer.Option(
             metavar="[RUN|STEP]",
             help="Continue a run: this one; this step of the last one; without a value the last one "
-            "(of --recipe, or that at --out). Of the other options --steps goes with it, and --model for a base that "
-            "has moved.",
+            "(of --recipe, or that at --out). Of the other options --steps goes with it, and --model, --data, "
+            "--grader, --environment and --set KEY=PATH for what has moved.",
         ),
     ] = None
     accept_changes: Annotated[
@@ -130,16 +131,13 @@ logger = logging.getLogger(__name__)
 
 # Options that are keys.
 SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "environment", "tools", "steps", "seed")
+PLACE = re.compile(r"(data|validation|environment|rewards)\.([\w.]*\.)?(source|grader|name)=")  # that may have moved
 NOT_WITH_RESUME = (
     "task",
-    "data",
     "columns",
     "system_prompt",
     "prompt_template",
-    "grader",
-    "environment",
     "tools",
-    "overrides",
     "seed",
     "quantize_first",
     "dry",
@@ -263,17 +261,24 @@ def _dry_run(config: RunConfig) -> bool:
 
 def find_resumed(options: TrainOptions, resume: str) -> tuple[Path, int | None]:
     """The run that `resume` means, and the step to continue from. Raises QerlError if it cannot continue so."""
-    if any(getattr(options, name) != getattr(TrainOptions, name) for name in NOT_WITH_RESUME):
+    others = any(getattr(options, name) != getattr(TrainOptions, name) for name in NOT_WITH_RESUME)
+    if others or not all(map(PLACE.match, options.overrides)):
         raise ConfigError(
             "--resume continues a run as it was configured; of the options that change it --steps goes with it, and "
-            "--model for a base that has moved: leave the others out"
+            "--model, --data, --grader, --environment or --set KEY=PATH for what has moved: leave the others out"
         )
     from training.preflight.checks import check_resumed
     from training.run_dir.resume import find_run
 
     run_dir, step = find_run(resume, options.recipe, options.out)
-    check_resumed(run_dir, step, options.steps, options.model)
+    check_resumed(run_dir, step, options.steps, options.model, moved_files(options))
     return run_dir, step
+
+
+def moved_files(options: TrainOptions) -> tuple[str, ...]:
+    """The places where files of a run are now, which go with --resume."""
+    named = (options.data, options.grader, options.environment)
+    return (*filter(None, named), *(override.partition("=")[2].strip(" '\"") for override in options.overrides))
 
 
 def go_on(run_dir: Path, step: int | None, options: TrainOptions) -> tuple[TrainResult, bool]:
@@ -284,7 +289,8 @@ def go_on(run_dir: Path, step: int | None, options: TrainOptions) -> tuple[Train
             logger.info("loading torch, transformers and trl")
             from training.run import resume as resume_run
 
-        result = resume_run(run_dir, step, options.steps, options.accept_changes, options.model, parallel)
+        accepts, moved = options.accept_changes, moved_files(options)
+        result = resume_run(run_dir, step, options.steps, accepts, options.model, parallel, moved)
         return result, parallel.first
 
 

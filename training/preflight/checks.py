@@ -41,7 +41,7 @@ from training.preflight.plan import GIB, check_experts, plan, settled_for
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
-from training.run_dir.resume import base_to_resume, config_to_resume
+from training.run_dir.resume import base_to_resume, check_files, config_to_resume
 from training.validation.questions import check_rows
 
 if TYPE_CHECKING:
@@ -158,14 +158,21 @@ def check_conversation_sources(config: RunConfig) -> None:
         check_conversations(*held_out)
 
 
-def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None) -> None:
+def check_resumed(
+    run_dir: Path,
+    step: int | None = None,
+    steps: int | None = None,
+    model: str | None = None,
+    moved: Sequence[str] = (),
+) -> None:
     """Raise QerlError if a run cannot continue from `step` (None: its last one) to `steps` (None: its present total).
 
-    Unless the run is finished, the base and data it was started with have to be there; `model` says where the base is
-    now, if it has moved.
+    Unless the run is finished, the base and data it was started with have to be there; `model` and `moved` say where
+    the base and files are now, if they have moved.
     """
-    config, done = config_to_resume(run_dir, step, steps, model)
+    config, done = config_to_resume(run_dir, step, steps, model, moved)
     if done < config.run.steps:
+        check_files(config, run_dir)
         check_config(config)
         base_to_resume(run_dir, config)
 

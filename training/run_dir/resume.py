@@ -7,7 +7,8 @@
 
 Nothing is deleted: an earlier result and later checkpoints are moved to `replaced-<time>/`. The recipe is changed last,
 so that a kill before leaves the finished run, and a kill afterwards leaves one that continues. With --model BASE the
-base is taken from where it is now; its weights have to be those that the run began with.
+base is taken from where it is now; its weights have to be those that the run began with. Files of rows, graders,
+rewards and environments that have moved are named likewise; they keep their names, and what they hold is compared.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import expanded, is_path, no_folder, replace_text
@@ -26,6 +28,7 @@ from qerl.checkpoint.folder import beside
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import RUNS, starting_model
 from qerl.config.recipe import load_config, save_config
+from qerl.data.rows import FORMATS
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_dir.folder import make_aside, only_writer, read_about, written
 from training.run_dir.inputs import check_same_kind
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 LAST = "last"  # the value of `--resume` if none is given
+SUFFIXES = (".py", ".gz", *FORMATS)  # of files that a recipe names
 
 logger = logging.getLogger(__name__)
 
@@ -137,16 +141,21 @@ def _steps(run_dir: Path) -> str:
 
 
 def config_to_resume(
-    run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None
+    run_dir: Path,
+    step: int | None = None,
+    steps: int | None = None,
+    model: str | None = None,
+    moved: Sequence[str] = (),
 ) -> tuple[RunConfig, int]:
     """The recipe of a run that continues from `step` to `steps`, and the number of steps done.
 
     Without `step` the run continues from its last checkpoint, damaged or not; without `steps` the number of steps is
-    the run's own, and without `model` the base is where it was. Raises ConfigError if this is not a run, if it cannot
+    the run's own, and without `model` the base is where it was. `moved` says where other files are
+    now. Raises ConfigError if this is not a run, if it cannot
     continue to that number, or if what it trains through the quantizer was changed.
     """
     check_run(run_dir)
-    config = load_config(run_dir / "config.yaml", base=model)
+    config = with_moved(load_config(run_dir / "config.yaml", base=model), run_dir, moved)
     check_same_kind(run_dir, config)
     done = max(map(checkpoint_step, checkpoints(run_dir)), default=0) if step is None else step
     if steps is None:
@@ -164,7 +173,71 @@ def config_to_resume(
             f"{run_dir} ended between two updates on one rollout (step {done}, loss.num_iterations {updates}), which "
             f"is not kept: {remedy}"
         )
-    return load_config(run_dir / "config.yaml", base=model, steps=steps), done
+    return with_moved(load_config(run_dir / "config.yaml", base=model, steps=steps), run_dir, moved), done
+
+
+def with_moved(config: RunConfig, run_dir: Path, moved: Sequence[str]) -> RunConfig:
+    """The recipe with the files `moved` in place of those of the same name; rows that are kept in the run are found.
+
+    A function of a file may be left out, `new/grader.py`. Raises ConfigError for one that the run does not name.
+    """
+    data = config.model_dump()
+    for _, place, key in _files(data):
+        kept = run_dir / Path(place[key]).name
+        if key == "source" and not expanded(place[key]).exists() and kept.is_file():
+            place[key] = str(kept)
+    for new in moved:
+        found = [(place, key) for _, place, key in _files(data) if _split(place[key])[0].name == _split(new)[0].name]
+        if not found:
+            named = ", ".join(place[key] for _, place, key in _files(data)) or "none"
+            raise ConfigError(
+                f"--resume continues a run as it was configured, and {run_dir} names no file {_split(new)[0].name} "
+                f"(its files: {named}): a file that has moved keeps its name; leave it out, or start a new run"
+            )
+        for place, key in found:
+            path, function = _split(new)
+            place[key] = f"{path}{function or _split(place[key])[1]}"
+    return config if data == config.model_dump() else type(config).model_validate(data)
+
+
+def check_files(config: RunConfig, run_dir: Path) -> None:
+    """Raise DataError for a file of rows, ConfigError for a grader, a reward or an environment that is not where it
+    was."""
+    options = {"data.source": "--data PATH", "data.grader": "--grader PATH", "environment.name": "--environment PATH"}
+    for name, place, key in _files(config.model_dump()):
+        path = _split(place[key])[0].expanduser()
+        if not path.exists():
+            raise (DataError if key == "source" else ConfigError)(
+                f"{run_dir} was begun with {name} {place[key]}, which is not here: write `qerl train --resume "
+                f"{run_dir} {options.get(name, f'--set {name}=PATH')}` with the place where it is now"
+            )
+
+
+def _files(data: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """(key of the recipe, mapping, its key) of each value that names a file or a folder by its path."""
+    rows, own = data["data"], data.get("environment")
+    found = [(f"data.{key}", rows, key) for key in ("source", "grader")]
+    found += [("validation.source", data["validation"], "source")]
+    found += [(f"rewards.{i}.name", each, "name") for i, each in enumerate(data["rewards"])]
+    for i, each in enumerate(rows["sources"]):
+        key = f"data.sources.{i}"
+        found += [(f"{key}.source", each, "source"), (f"{key}.grader", each, "grader")]
+        found += [(f"{key}.rewards.{j}.name", one, "name") for j, one in enumerate(each["rewards"])]
+        found += [(f"{key}.validation.source", each["validation"], "source")] if each["validation"] else []
+    found += [("environment.name", own, "name")] if own else []
+    return [one for one in found if (value := one[1][one[2]]) is not None and _is_file(value)]
+
+
+def _is_file(value: str) -> bool:
+    """Whether it is the path of a file: not a hub id, a module, a registered name, a URL, or given by a program."""
+    path = _split(value)[0]
+    return "://" not in value and not value.startswith("python:") and (path.suffix in SUFFIXES or value[:1] in "./~")
+
+
+def _split(value: str) -> tuple[Path, str]:
+    """The file, and the function in it with its colon: `grader.py`, `:right`."""
+    path, _, function = value.rpartition(":")
+    return (Path(path), f":{function}") if path.endswith(".py") else (Path(value), "")
 
 
 def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
@@ -194,11 +267,15 @@ def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
 
 
 def note_base_(run_dir: Path, config: RunConfig, base: str) -> None:
-    """Let the run's files name its base by the place where it is now. The caller has to hold the run's lock."""
-    if load_config(run_dir / "config.yaml").model.base != config.model.base:
+    """Let the run's files name its base and its files by the places where they are now. The caller has to hold the
+    run's lock."""
+    saved = load_config(run_dir / "config.yaml")
+    if saved.model.base != config.model.base:
         replace_text(run_dir / "run.json", json.dumps(read_about(run_dir) | {"base": base}, indent=1))
-        save_config(config, run_dir / "config.yaml")
         logger.info("the base of %s is %s from here on", run_dir, base)
+    before, now = ([place[key] for _, place, key in _files(each.model_dump())] for each in (saved, config))
+    if saved.model.base != config.model.base or before != now:
+        save_config(config, run_dir / "config.yaml")
 
 
 def _results(run_dir: Path) -> list[Path]:

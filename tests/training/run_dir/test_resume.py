@@ -12,7 +12,7 @@ from small_run import small_config
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
-from qerl.cli.train import with_resume_value
+from qerl.cli.train import TrainOptions, find_resumed, moved_files, with_resume_value
 from qerl.config.recipe import load_recipe, save_config
 from qerl.report.metrics import deterministic
 from training.preflight.checks import check_resumed
@@ -178,3 +178,75 @@ def test_a_base_is_not_taken_for_the_adapter_that_a_run_began_from(nvfp4_base, t
     check_resumed(tmp_path / "run", model=str(first))
     with pytest.raises(ConfigError, match=r"began from a run or an adapter and .* is a base: give the model"):
         check_resumed(tmp_path / "run", model=str(nvfp4_base))
+
+
+GRADER = "def right(completion): return len(completion) % 2 == 0\n"
+REWARD = "def short(completions, **columns): return [1 / (1 + len(text)) for text in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def moved(nvfp4_base, tmp_path_factory):
+    """A run of two sources that has made one of its steps, and its files in another folder."""
+    folder = tmp_path_factory.mktemp("moved")
+    (folder / "old").mkdir()
+    rows = [{"prompt": f"{n} + {n}?", "answer": str(n)} for n in range(12)]
+    for name, text in (
+        ("grader.py", GRADER),
+        ("rewards.py", REWARD),
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+        ("b.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+    ):
+        (folder / "old" / name).write_text(text)
+    old = folder / "old"
+    sources = (
+        f"[{{name: a, source: '{old}/a.jsonl', grader: '{old}/grader.py:right'}}, {{name: b, source: '{old}/b.jsonl'}}]"
+    )
+    rewards = f"[{{name: accuracy}}, {{name: '{old}/rewards.py:short'}}]"
+    settings = ("data.task=own", "data.limit=null", "data.source=null", f"data.sources={sources}", f"rewards={rewards}")
+    config = small_config(nvfp4_base, folder, *settings, "noise.enabled=false", steps=1)
+    run = start(config, "tiny").run_dir
+    os.rename(old, folder / "new")
+    return run, folder / "new"
+
+
+def test_files_that_have_moved_are_named_at_resume(moved, tmp_path):
+    run, new = moved
+    run = shutil.copytree(run, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"rewards\.1\.name .*rewards\.py:short, which is not here: .*--set rewards"):
+        check_resumed(run, steps=2)
+    places = [str(new / name) for name in ("grader.py", "rewards.py:short", "a.jsonl", "b.jsonl")]
+    with pytest.raises(DataError, match=r"data\.sources\.1\.source .*b\.jsonl, which is not here: write `qerl train"):
+        check_resumed(run, steps=2, moved=places[:3])
+    check_resumed(run, steps=2, moved=places)
+    with pytest.raises(
+        ConfigError, match=r"names no file other\.py \(its files: .*a\.jsonl.*: a file that has moved keeps"
+    ):
+        check_resumed(run, steps=2, moved=["other.py"])
+    assert resume(run, steps=2, moved=places).steps == 2
+    config, _ = config_to_resume(run)
+    assert [source.source for source in config.data.sources] == places[2:]
+    assert config.data.sources[0].grader == f"{new}/grader.py:right"
+    check_resumed(run, steps=3)  # the places are kept
+
+
+def test_what_a_moved_file_holds_has_to_be_the_same(moved, tmp_path):
+    run, new = shutil.copytree(moved[0], tmp_path / "run"), shutil.copytree(moved[1], tmp_path / "other")
+    (new / "grader.py").write_text(GRADER.replace("== 0", "== 1"))
+    places = [str(new / name) for name in ("grader.py", "rewards.py", "a.jsonl", "b.jsonl")]
+    with pytest.raises(ConfigError, match=r"the grader's source grader\.py of a changed"):
+        resume(run, steps=2, moved=places)
+
+
+def test_the_options_name_what_has_moved():
+    options = TrainOptions(grader="g.py", data="a.jsonl", overrides=("rewards.0.name='n/r.py:f'",))
+    assert moved_files(options) == ("a.jsonl", "g.py", "n/r.py:f")
+    with pytest.raises(ConfigError, match="--grader, --environment or --set KEY=PATH for what has moved"):
+        find_resumed(TrainOptions(overrides=("rewards.0.weight=2",)), "runs/x")
+
+
+def test_rows_that_the_run_keeps_are_found_in_it(moved, tmp_path):
+    run = shutil.copytree(moved[0], tmp_path / "run")
+    shutil.copytree(moved[1], tmp_path / "files")
+    (run / "a.jsonl").write_bytes((moved[1] / "a.jsonl").read_bytes())
+    config, _ = config_to_resume(run)
+    assert config.data.sources[0].source == str(run / "a.jsonl")
