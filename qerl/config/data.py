@@ -103,6 +103,7 @@ class DataConfig(Section):
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
+    held_out: int = Field(0, ge=0, description="the last rows, this many, are validated and not trained on")
     grader: str | None = Field(
         None,
         min_length=1,
@@ -169,9 +170,10 @@ def sources(config: RunConfig) -> Conflicts:
     """Each source has a name of its own and what one source could have, and nothing says two things of its rows."""
     data = config.data
     if not data.sources:
+        yield from _held_out(config)
         return
-    for key in ("source", "limit"):
-        if (value := getattr(data, key)) is not None:
+    for key in ("source", "limit", "held_out"):
+        if value := getattr(data, key):
             yield Conflict(
                 {f"data.{key}": value, "data.sources": [each.name for each in data.sources]},
                 "each of several sources has its own",
@@ -221,6 +223,36 @@ def curriculum(config: RunConfig) -> Conflicts:
             )
 
 
+def _held_out(config: RunConfig) -> Conflicts:
+    """What data.held_out leaves and what it needs, where there is one source."""
+    data, this = config.data, config.validation
+    if not data.held_out:
+        return
+    if data.limit is not None and data.held_out >= data.limit:
+        yield _none_left("data", data.held_out, data.limit)
+    for name in ("task", "source"):
+        if (value := getattr(this, name)) is not None:
+            yield Conflict(
+                {f"validation.{name}": value, "data.held_out": data.held_out},
+                "both say which rows validations ask",
+                f"validation.{name}: null, or data.held_out: 0",
+            )
+    if this.every is None:
+        yield Conflict(
+            {"data.held_out": data.held_out, "validation.every": None},
+            "the rows that are held out would be neither trained on nor validated",
+            f"validation.every: {max(1, config.run.steps // 10)}, or data.held_out: 0",
+        )
+
+
+def _none_left(key: str, held_out: int, limit: int) -> Conflict:
+    return Conflict(
+        {f"{key}.held_out": held_out, f"{key}.limit": limit},
+        "no row would be left to train on",
+        f"{key}.limit above {held_out}",
+    )
+
+
 def _validated(config: RunConfig, i: int) -> Conflicts:
     source, key = config.data.sources[i], f"data.sources.{i}"
     if source.validation is None and not source.held_out:
@@ -232,11 +264,7 @@ def _validated(config: RunConfig, i: int) -> Conflicts:
             "one of the two",
         )
     if source.limit is not None and source.held_out >= source.limit:
-        yield Conflict(
-            {f"{key}.held_out": source.held_out, f"{key}.limit": source.limit},
-            "no row would be left to train on",
-            f"{key}.limit above {source.held_out}",
-        )
+        yield _none_left(key, source.held_out, source.limit)
     for name in ("task", "source"):
         if (value := getattr(config.validation, name)) is not None:
             yield Conflict(

@@ -79,7 +79,8 @@ def held_out_source(config: RunConfig) -> tuple[Task, Source] | None:
     That is so for data of the user's own where the recipe names no other rows.
     """
     this = config.validation
-    if this.source is None and this.task is None and config.data.source is not None:
+    own = config.data.source is not None or config.data.held_out
+    if this.source is None and this.task is None and own:
         return None
     columns = config.data.columns if this.source is not None and this.columns is None else this.columns
     task = task_of(config.data) if this.task is None else get_task(this.task)

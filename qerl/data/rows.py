@@ -162,7 +162,7 @@ class Source:
 def sources_of(config: RunConfig) -> tuple[Source, ...]:
     """The sources of a recipe in their order; a recipe without `data.sources` is its own only one."""
     if not config.data.sources:
-        return (Source("", 1.0, config.data, config.rewards),)
+        return (Source("", 1.0, config.data, config.rewards, config.data.held_out),)
     return tuple(_settled(config, each) for each in config.data.sources)
 
 

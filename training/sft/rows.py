@@ -94,8 +94,10 @@ def _divided(config: RunConfig, marker: Marker, rows: list[Row]) -> tuple[list[R
         found = load_conversations(config.data, *source, None)
         return rows, _unseen(_rows(config, marker, found, "validation")[0], rows)[:limit]
     count = max(1, len(rows) // TENTH if limit is None else min(limit, len(rows) // TENTH))
+    if config.data.held_out:
+        count = min(config.data.held_out, len(rows))
     logger.info("validation: the last %d of %d rows are held out (validation.source names others)", count, len(rows))
-    return rows[:-count], _unseen(rows[-count:], rows[:-count])
+    return rows[:-count], _unseen(rows[-count:], rows[:-count])[:limit]
 
 
 def batch_of(rows: Sequence[Row], pad_id: int) -> Batch:

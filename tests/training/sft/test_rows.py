@@ -1,5 +1,7 @@
 """The rows of a run on conversations: what is said of those that are left out, with a remedy for the reason."""
 
+import json
+
 import pytest
 from bases import TINY
 from small_sft import TALKS, small_sft
@@ -54,3 +56,27 @@ def test_answers_that_would_not_end_are_told_once(tmp_path, caplog):
         assert "no token that ends" not in caplog.text
         read(tmp_path, end="<|endoftext|>")
     assert caplog.text.count("12 learned answers hold no token that ends a completion (<|endoftext|>)") == 1
+
+
+def test_held_out_rows_are_not_learned(tmp_path):
+    """By default the last tenth; data.held_out says how many."""
+    every = "validation.every=2"
+    ids = [row.id for row in read(tmp_path, "validation.every=null").trained]
+    for settings, count, measured in (
+        ((), 1, 1),
+        (("data.held_out=4",), 4, 4),
+        (("data.held_out=4", "validation.limit=2"), 4, 2),
+    ):
+        found = read(tmp_path, every, *settings)
+        assert [row.id for row in found.trained] == ids[:-count]
+        assert [row.id for row in found.held_out] == ids[-count:][:measured]
+
+
+def test_rows_of_validation_that_are_learned_are_left_out(tmp_path, caplog):
+    other = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue."}]
+    file = tmp_path / "held_out.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in (TALKS[0], other, TALKS[1])))
+    found = read(tmp_path, "validation.every=2", f"validation.source={file}")
+    assert len(found.held_out) == 1
+    assert len(found.trained) == len(read(tmp_path, "validation.every=null").trained)
+    assert tuple(found.held_out[0].ids) not in {tuple(row.ids) for row in found.trained}

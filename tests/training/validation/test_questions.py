@@ -10,7 +10,7 @@ from qerl.base.errors import ConfigError, DataError, QerlError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from training.preflight.checks import check_config, sizes_at
-from training.rollout.prompts import load_prompts
+from training.rollout.prompts import load_all_prompts, load_prompts
 from training.validation.questions import read_questions
 
 
@@ -147,3 +147,33 @@ def test_a_recipe_that_cannot_validate_is_refused(nvfp4_base, tmp_path, settings
     with pytest.raises(ConfigError) as error:
         validated_config(nvfp4_base, tmp_path, *settings)
     assert says in str(error.value)
+
+
+def test_the_last_rows_of_a_single_file_are_held_out(nvfp4_base, tokenizer, tmp_path):
+    settings = ("validation.source=null", "data.held_out=5", "validation.limit=3")
+    config = validated_config(nvfp4_base, tmp_path, *settings)
+    trained = load_all_prompts(config, tokenizer)
+    questions = read_questions(config, tokenizer, trained, sizes_at(resolve_model(str(nvfp4_base))), tmp_path)
+    everything = load_prompts(config.data, tokenizer, 1)
+    assert [prompt.example for prompt in trained] == [prompt.example for prompt in everything[:-5]]
+    asked = {prompt.example.id for prompt in questions.prompts}  # the longest comes first
+    assert asked == {prompt.example.id for prompt in everything[-5:-2]}
+    assert "(5 rows held out)" in questions.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (("data.held_out=12",), "no row would be left to train on; write data.limit above 12"),
+        (("validation.source=a.jsonl",), "both say which rows validations ask; write validation.source: null"),
+        (("validation.every=null",), "would be neither trained on nor validated; write validation.every"),
+        (
+            ("data.sources=[{name: a, source: a.jsonl}]", "data.source=null", "data.limit=null"),
+            "each of several sources has its own; write data.sources.0.held_out",
+        ),
+    ],
+)
+def test_rows_that_are_held_out_are_held_out_once(settings, line, nvfp4_base, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        validated_config(nvfp4_base, tmp_path, "validation.source=null", "data.held_out=5", *settings)
+    assert line in str(refused.value)
