@@ -17,6 +17,7 @@ from qerl.formats.nvfp4.decode import reference_decoded
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.lora import Adapter, reference_add
 from qerl.formats.nvfp4.ways import (
+    FEW_ROWS,
     MAX_HEAPS,
     MAX_PARTS,
     MAX_SUMS,
@@ -51,7 +52,7 @@ def product(
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     _check(x, weight, adapter)
-    tiling = choose_tiling(columns, tokens)
+    tiling = choose_tiling(rows, columns, tokens)
     space = work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
@@ -99,8 +100,10 @@ def takes(rows: int, columns: int, ranks: int = 0) -> bool:
 
 
 def variants(columns: int) -> list[Variant]:
-    """What has to be compiled for a weight of this many columns, for all numbers of tokens; the slowest come first."""
-    return [("gemm.cu", _defines(tokens, choose_tiling(columns, tokens))) for tokens in reversed(TOKEN_TILES)]
+    """What has to be compiled for weights of this many columns, for all numbers of tokens; the slowest come first."""
+    sizes = [(tokens, rows) for tokens in reversed(TOKEN_TILES) for rows in (FEW_ROWS, FEW_ROWS + 1)]
+    defines = [_defines(tokens, choose_tiling(rows, columns, tokens)) for tokens, rows in sizes]
+    return [("gemm.cu", each) for each in dict.fromkeys(defines)]
 
 
 def _maps(x: torch.Tensor, tiling: Tiling, hidden: torch.Tensor, adapter: Adapter | None) -> tuple[TensorMap, ...]:
@@ -150,6 +153,7 @@ def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
     """The macros that the kernel is compiled with."""
     return (
         f"TOKENS={token_tile(tokens)}",
+        f"SLABS={tiling.slabs}",
         f"STAGES={tiling.stages}",
         f"BATCH={tiling.batch}",
         f"IN_LOOP={int(tiling.in_loop)}",

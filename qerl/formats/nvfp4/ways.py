@@ -41,6 +41,7 @@ WARPS = 8  # warps of a block that multiply
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)  # numbers of tokens that the kernel is compiled for
 MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens of a launch, and rows * tokens of a block
 MAX_PARTS, MAX_HEAPS = 64, 256  # limits of the tasks that compute hidden values, see gemm.cu
+FEW_ROWS = 8192  # of q/k/v and o, but not of gate/up
 LONG = 8192  # from this many columns on, a task for hidden values takes more of them
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
 
@@ -92,24 +93,25 @@ def shrink_tokens(tokens: int) -> int:
     return 8 if tile == 8 else 16 if tile <= 64 else 32
 
 
-def choose_tiling(columns: int, tokens: int) -> Tiling:
+def choose_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     """The tiling that was fastest on an H200.
 
     A deeper ring delays the other loads. `in_loop` pays off where the loop is long enough for the hidden values to be
-    ready before it ends.
+    ready before it ends. Of few rows all are divided along K, and with one slab the blocks exchange half as many sums.
     """
     tile, is_long = token_tile(tokens), columns >= LONG
+    one_slab = tile > 128 or (tile > 32 and not is_long and rows <= FEW_ROWS)
     batch = 6 if is_long and tile > 32 else 3
-    stages = {128: 4 if is_long else 5, 192: 5, 256: 4}.get(tile, 6)
-    in_loop = tile > 128 or (tile > 32 and is_long)
-    return Tiling(stages, batch, slabs=2 if tile <= 128 else 1, in_loop=in_loop)
+    few, many = {64: 8, 192: 5, 256: 4}.get(tile, 6), {128: 4 if is_long else 5}.get(tile, 6)
+    stages = few if one_slab else many
+    return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_long))
 
 
 def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
     """Whether `gemm.product` takes this many tokens of this shape, with an adapter of `ranks` over all its parts."""
     if tokens > MAX_TOKENS:
         return False
-    tiling = choose_tiling(columns, tokens)
+    tiling = choose_tiling(rows, columns, tokens)
     counted = tiling.parts(columns) < MAX_PARTS and tiling.heaps(tokens, ranks) < MAX_HEAPS
     return columns % 16 == 0 and rows % 8 == 0 and counted
 

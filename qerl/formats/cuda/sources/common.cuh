@@ -38,6 +38,10 @@ static __device__ __forceinline__ u32 twice(u32 two) {
 // the results of this one by itself.
 static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
 
+static __device__ __forceinline__ void let_next_launch_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // For a launch that may start early: wait until all launches before this one have ended and their results are visible.
 static __device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

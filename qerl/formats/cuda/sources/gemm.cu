@@ -20,13 +20,13 @@
 //
 // All blocks have to be on the card at the same time. Counters are never cleared: each launch raises a counter by the
 // same amount, so its value tells a block which launch it belongs to. The launch may start early: it waits for what the
-// launch before it wrote, and fills the ring with the weight until then.
+// launch before it wrote, and fills the ring with the weight until then. It lets the next launch start as soon as all of
+// its blocks have raised the counters that a launch raises first; earlier, the next launch could be taken for this one.
 //
-// Macros: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads that a warp has in flight for h), IN_LOOP
-// (0, 1), MAX_PARTS, MAX_HEAPS (limits of the tasks for h).
+// Macros: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), SLABS (of 16 rows that a warp works on: 1, 2), STAGES, BATCH (loads
+// that a warp has in flight for h), IN_LOOP (0, 1), MAX_PARTS, MAX_HEAPS (limits of the tasks for h).
 
 #define GROUPS 2
-#define SLABS (TOKENS <= 128 ? 2 : 1)  // slabs of 16 rows that a warp works on
 #define ROWS (64 * GROUPS * SLABS)
 #define WARPS (4 * GROUPS)
 #define UNIT 64
@@ -74,6 +74,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     extern __shared__ u8 dynamic[];
     __shared__ u64 barriers[2 * STAGES + 1];
     __shared__ u32 launch_number;  // the tag of flagged values
+    __shared__ volatile int has_ticket;
     const Parts parts{ranks, part_rank, part_end_0, part_end_1};
     const Plan plan(columns, (rows + ROWS - 1) / ROWS, IN_LOOP && ranks ? (part_rank / 16 + 1) / 2 : 0);
     const Shrink shrink(tokens, columns, ranks);
@@ -86,6 +87,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const u32 full = keep(shared_address(barriers)), empty = full + 8 * STAGES, made = empty + 8 * STAGES;
     if (threadIdx.x == 32 * WARPS) {
         prefetch_map(x_map);
+        has_ticket = !ranks;
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, WARPS);
@@ -142,6 +144,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             });
         } else if (warp == WARPS + 3 && lane == 0) {  // fills the ring with x, then with h
             const u64 ticket = ranks ? raise_relaxed(launches) : 0;
+            if (ticket != ~0ull) has_ticket = 1;  // once the counter is raised
             wait_for_launch_before();
             plan.for_each_segment([&](const Segment& segment) {
 #pragma unroll 1
@@ -164,6 +167,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 launch_number = (u32)(raise_relaxed(launch_count) / gridDim.x % 0xFFFFFFFFu) + 1;
             __syncwarp();
             asm volatile("bar.arrive 6, 64;" ::: "memory");
+            while (!has_ticket) {}
+            let_next_launch_start();
             if (!plan.cuts() || plan.sharers == 1) return;
             if (ranks && !IN_LOOP) signal(7);
             const int first_row = (plan.whole * gridDim.x + plan.cut_row()) * ROWS;
@@ -279,7 +284,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const int local_row = 16 * SLABS * warp + hi;  // and the rows 8, 16 and 24 below
     const u32 code_place = keep(512 * SLABS * warp + 16 * lane);
     const u32 scale_place = keep(CODE_BYTES + 64 * SLABS * warp + 8 * hi);
-    const u32 scale_mask = keep(SCALE_BITS);
+    const u32 scale_mask = SCALE_BITS | (u32)tokens >> 31;  // not known to the compiler, so that it is in a register
     float acc[SLABS][TOKENS / 2];
     const u32 x_place = keep((lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4));
     // Keep the compiler from moving reads of the sums past this point.

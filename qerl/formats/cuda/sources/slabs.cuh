@@ -13,9 +13,11 @@
 #define SCALE_BITS 0x0FF00FF0u
 
 // The scales of a lane's rows hi (low half) and hi + 8 (high half), in the first or second (odd) of two neighbouring
-// blocks of 16 columns. `mask` is SCALE_BITS, preferably in a register: an instruction has room for one constant only.
+// blocks of 16 columns. `mask` is SCALE_BITS in a register: an instruction has room for one constant only.
 static __device__ __forceinline__ u32 two_scales(u32 bytes, int odd, u32 mask) {
-    return ((odd ? bytes >> 4 : bytes << 4) & mask) | 0x70007000u;
+    u32 scales;  // by one instruction, in which the compiler would not keep the mask in a register
+    asm("lop3.b32 %0, %1, %2, 0x70007000, 0xEA;" : "=r"(scales) : "r"(odd ? bytes >> 4 : bytes << 4), "r"(mask));
+    return scales;
 }
 
 static __device__ __forceinline__ void operands(u32 word, u32 scales, u32 (&a)[4]) {

@@ -205,7 +205,7 @@ def test_a_graph_of_many_layers_is_right_at_every_replay(tokens):
 def test_each_way_of_distributing_the_rows(thirds, more, tokens):
     """Blocks of rows go to thirds of the processors. gate/up of a 3B is the first case, of a 70B the second."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count * thirds // 3 + more
-    rows = ways.choose_tiling(192, tokens).rows * blocks - 8
+    rows = ways.choose_tiling(2**15, 192, tokens).rows * blocks - 8
     assert_right_with_an_adapter(random_weight(rows, 192, device="cuda", seed=tokens), tokens, 32, parts_of(rows))
 
 
