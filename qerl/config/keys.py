@@ -251,7 +251,7 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     line = _line(details[0], origins, source)
     places = {detail["loc"] for detail in details}
-    around = {place for place in places if any(len(one) > len(place) and one[: len(place)] == place for one in places)}
+    around = places & {place[:length] for place in places for length in range(len(place))}
     more = len(places - around - {details[0]["loc"]})  # a list with a wrong item also counts as too short
     return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
 
@@ -470,9 +470,11 @@ class Draft:
             for key, inner in value.items():
                 self._assign((*path, key), inner, origin)
             return
-        self._container(path)[path[-1]] = value
-        for old in [old for old in self.origins if old[: len(path)] == path]:
-            del self.origins[old]
+        container = self._container(path)
+        if isinstance(container, list) or path[-1] in container:  # what it held was written elsewhere
+            for old in [old for old in self.origins if old[: len(path)] == path]:
+                del self.origins[old]
+        container[path[-1]] = value
         self._note(path, value, origin)
 
     def _note(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:

@@ -1,6 +1,7 @@
 """Recipe files, `extends`, `--set`, flags, and the configuration that a run saves."""
 
 import re
+import time
 
 import pytest
 
@@ -349,3 +350,14 @@ def test_what_is_saved_is_complete_and_reads_back_exactly(recipe, tmp_path):
     assert "keep_checkpoints: 2" in saved.read_text()
     save_config(again, tmp_path / "again.yaml")
     assert (tmp_path / "again.yaml").read_bytes() == saved.read_bytes()
+
+
+def test_unknown_keys_by_the_thousand_are_one_short_line_at_once(recipe):
+    text = "extends: tiny\n" + "".join(f"k{number}: 1\n" for number in range(20_000))
+    began = time.process_time()
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(str(recipe(text)))
+    assert time.process_time() - began < 10
+    assert "k0: unknown key" in str(raised.value)
+    assert "(19999 more after this one)" in str(raised.value)
+    assert len(str(raised.value)) < 400
