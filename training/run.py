@@ -37,7 +37,6 @@ from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
-from qerl.plan.trained import acting_rank, engine_expert_rank, engine_rank
 from training.parts import Given, GivenRows, Loaded, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.teacher import find_teacher
@@ -45,7 +44,6 @@ from training.policy.train_memory import as_record, plan_run, recorded_plan, war
 from training.preflight.advice import check_ranks
 from training.preflight.checks import (
     check_activations,
-    check_engine,
     check_memory,
     check_room,
     check_trackers,
@@ -54,8 +52,9 @@ from training.preflight.checks import (
     read_prompts,
     settle_qat,
     sizes_at,
+    uses_card,
 )
-from training.preflight.plan import checkpoint_bytes, trainer_bytes, wishes_of
+from training.preflight.plan import checkpoint_bytes, trainee_of, trainer_bytes, wishes_of
 from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
@@ -190,24 +189,23 @@ def _train(
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
-    samples = config.kind.samples
-    on_card = check_engine(config) == "vllm" if samples else torch.cuda.is_available()
+    on_card = uses_card(config)
     check_installed(config)
     check_trackers(config.logging.report_to)
     check_activations(config, base)
     check_ranks(config, place.parallel.size)
-    tokenizer, prompts, environments = read_prompts(config, base) if samples else (None, (), None)
     sizes = sizes_at(base)
     check_same_base(place.run_dir, base.base)
     check_room(place.run_dir, checkpoint_bytes(config, sizes))
     if on_card:
         check_memory(config, base, free_bytes(), place.parallel.size)
-    if not samples:
+    if not config.kind.samples:
         tokenizer, rows = read_given(config, base)
         return GivenRows(tokenizer, rows.trained, parallel=place.parallel, rows=rows)
+    tokenizer, prompts, environments = read_prompts(config, base)
     rewards = rewards_of_run(config, prompts, place.run_dir, environments.columns if environments else ())
     questions = read_questions(config, tokenizer, prompts, sizes, place.run_dir, environments)
-    teacher = None if config.distill is None else find_teacher(config, base, tokenizer, sizes)
+    teacher = find_teacher(config, base, tokenizer, sizes)
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
 
 
@@ -232,9 +230,9 @@ def packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Sequen
 
 def policy_on(config: RunConfig, engine: Engine, base: ModelRef, parallel: Parallel) -> Policy:
     """What the recipe trains, on the model of an open engine."""
-    if config.qat is None:
+    if not config.kind.packs:
         policy = build_policy(engine, base, config.adapter, config.run.seed)
-    elif config.qat.mode == "adapter":
+    elif config.kind.has_adapter:
         policy = build_packed_in_policy(engine, base, config)
     else:
         policy = build_weights_policy(engine, base, config, sizes_at(base), parallel)
@@ -292,9 +290,9 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
         kv_cache_dtype=rollout.kv_cache_dtype,
         calibrates_kv=rollout.calibrates_kv,
         max_context=config.data.max_prompt_tokens + config.longest_completion,
-        max_rank=engine_rank(config.adapter, config.qat),
+        max_rank=trainee_of(config).engine_rank,
         experts=config.adapter.experts,
-        expert_rank=engine_expert_rank(config.adapter, config.qat),
+        expert_rank=trainee_of(config).engine_expert_rank,
         seed=config.run.seed,
     )
 
@@ -310,7 +308,7 @@ def settled_plan(config: RunConfig, base: ModelRef, place: Place, policy: Policy
         policy,
         engine,
         wishes_of(config, sizes_at(base)),
-        acting_rank(config.adapter, config.qat, config.model.format),
+        trainee_of(config).acting_rank,
         entropy,
         cap,
     )

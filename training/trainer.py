@@ -36,7 +36,7 @@ from trl import GRPOTrainer
 
 from qerl.base.parallel import ALONE
 from qerl.checkpoint.adapter import keep_expert_reference_
-from qerl.plan.trained import masters_dtype, trains_masters
+from qerl.plan.trained import masters_dtype
 from qerl.report.metrics import rename
 from training.loss.correction import mean_k3
 from training.loss.gates import MismatchGate, check_gradient, check_loss, check_trained, rounding_causes
@@ -127,7 +127,7 @@ class QerlTrainer(GRPOTrainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
         optimizer, config = super().create_optimizer(model), self.parts.config
-        if trains_masters(config.qat) and masters_dtype(config.qat) == "bfloat16":
+        if not config.kind.has_adapter and masters_dtype(config.qat) == "bfloat16":
             self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
         return optimizer
 

@@ -22,10 +22,11 @@ def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
     and says which layers recompute. A run on given rows generates nothing, and has no groups that a step would hold.
     """
     rollout, loss, optim, run = config.rollout, config.loss, config.optim, config.run
-    samples, on_gpu = config.sft is None, torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
+    generations, size = (1, rollout.group_size) if config.kind.samples else (2, 2)  # of two rows at least, TRL wants
     return GRPOConfig(
-        steps_per_generation=1 if samples else 2,  # TRL wants a generation to have two rows at least
-        num_generations=rollout.group_size if samples else 2,
+        steps_per_generation=generations,
+        num_generations=size,
         num_iterations=loss.num_iterations,
         max_completion_length=rollout.max_new_tokens,
         temperature=rollout.temperature,

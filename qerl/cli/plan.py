@@ -210,9 +210,8 @@ def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
-    from qerl.plan.trained import start_bytes
     from training.preflight.advice import advice, largest_completion
-    from training.preflight.plan import START, validation_sentences
+    from training.preflight.plan import START, trainee_of, validation_sentences
 
     if made.problems:
         fitting = advice(config, made.sizes, made.card)
@@ -230,7 +229,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
     ]
     lines += micro_batch_sentences(made)
-    if (start := start_bytes(config.adapter, config.qat, made.sizes)) and START not in made.memory["rollout"]:
+    if (start := trainee_of(config).start_bytes(made.sizes)) and START not in made.memory["rollout"]:
         lines.append(
             f"The 16-bit weights that the adapter is added to, {start / 2**30:.1f} GiB, lie in the machine's own "
             "memory, and each sync streams them."

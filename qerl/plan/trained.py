@@ -42,25 +42,97 @@ class Trained:
         return self.gradient_bytes if self.gradient_bytes == ADAPTER_WORK else self.gradient_bytes + self.state_bytes
 
 
-def trained_of(
-    adapter: AdapterConfig, qat: QatConfig | None, optimizer: str, sizes: ModelSizes, ranks: int = 1
-) -> Trained:
-    """What a run trains of a model; of whole weights that `ranks` share out, what the rank with the most has.
+@dataclass(frozen=True)
+class Adapter:
+    """What a run trains: an adapter beside the base. The other kinds are below; `trainee` chooses."""
 
-    There the gradient of one layer exists beside those, until it has been summed. Raises ConfigError for patterns that
-    do not fit the model.
-    """
-    state = 2 if optimizer in ("auto", "adamw_8bit") else 8
-    if not trains_masters(qat):
+    adapter: AdapterConfig
+    qat: QatConfig | None
+    format: str  # of the base
+    optimizer: str
+
+    @property
+    def moments_bytes(self) -> int:
+        """Of the optimizer, per parameter."""
+        return 2 if self.optimizer in ("auto", "adamw_8bit") else 8
+
+    def trained(self, sizes: ModelSizes, ranks: int = 1) -> Trained:
+        """Its size in a model. Of weights that `ranks` share out, what the rank with the most has.
+
+        Raises ConfigError for patterns that do not fit the model.
+        """
+        adapter = self.adapter
         count = sizes.adapter(adapter.rank, adapter.targets) + expert_parameters(adapter, sizes)
-        return Trained("adapter", count, BYTES[adapter.dtype], state, ADAPTER_WORK)
-    dealt = shared_out(trained_linears(qat, sizes.layers), ranks)
-    of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
-    count = max(map(sum, of_ranks)) + (2 * sizes.layers * sizes.hidden if qat.train_norms else 0)
-    passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
-    width = BYTES[masters_dtype(qat)]
-    gradient = width * (count + passing) / count
-    return Trained(f"masters ({masters_dtype(qat)})", count, width, state, gradient)
+        return Trained("adapter", count, BYTES[adapter.dtype], self.moments_bytes, ADAPTER_WORK)
+
+    @property
+    def start_rank(self) -> int:
+        """The rank of the start that stays beside the base; 0 without one. `auto` is what it usually stands for."""
+        kind = DEFAULT_START if self.adapter.start == "auto" else self.adapter.start
+        if kind != "frozen" or formats.get(self.format).shared_tensor is None:
+            return 0
+        return self.adapter.start_rank or DEFAULT_RANK
+
+    @property
+    def acting_rank(self) -> int:
+        """The rank of all that acts beside a linear's own weight in the trainer: start and adapter."""
+        return self.adapter.rank + self.start_rank
+
+    @property
+    def engine_rank(self) -> int:
+        """The rank of the adapter that the engine multiplies by; 0 where what is trained is in the packed weights."""
+        return self.adapter.rank
+
+    @property
+    def engine_expert_rank(self) -> int:
+        """The rank of the adapter on experts that the engine multiplies by, if the model has some; 0 for none."""
+        return expert_rank(self.adapter) if adapts_experts(self.adapter) else 0
+
+    def start_bytes(self, sizes: ModelSizes) -> int:
+        """The 16-bit weights that an adapter is added to when it is packed; 0 in runs that keep none."""
+        return 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient of a trained weight; 0 where the weights themselves have none."""
+        return 0
+
+
+class PackedAdapter(Adapter):
+    """An adapter that each sync packs into the base."""
+
+    start_rank = engine_rank = engine_expert_rank = 0
+
+    def start_bytes(self, sizes: ModelSizes) -> int:
+        shapes = (sizes.projections[name] for name in self.adapter.targets)
+        return 2 * sizes.layers * sum(rows * columns for rows, columns in shapes)
+
+
+class Weights(Adapter):
+    """Whole weights behind packed ones."""
+
+    start_rank = acting_rank = engine_rank = engine_expert_rank = 0
+
+    def trained(self, sizes: ModelSizes, ranks: int = 1) -> Trained:
+        """There the gradient of one layer exists beside those, until it has been summed."""
+        dealt = shared_out(trained_linears(self.qat, sizes.layers), ranks)
+        of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
+        count = max(map(sum, of_ranks)) + (2 * sizes.layers * sizes.hidden if self.qat.train_norms else 0)
+        passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
+        width = self.gradient_bytes
+        gradient = width * (count + passing) / count
+        return Trained(f"masters ({masters_dtype(self.qat)})", count, width, self.moments_bytes, gradient)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return BYTES[masters_dtype(self.qat)]
+
+
+def trainee(adapter: AdapterConfig, qat: QatConfig | None, format: str, optimizer: str) -> Adapter:
+    """What a recipe trains, over a base in that format."""
+    mode = "beside" if qat is None else qat.mode
+    kind = {"beside": Adapter, "adapter": PackedAdapter, "weights": Weights}[mode]
+    return kind(adapter, qat, format, optimizer)
 
 
 def expert_parameters(adapter: AdapterConfig, sizes: ModelSizes) -> int:
@@ -88,42 +160,6 @@ def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:
 
 def _numbers(linear: str, sizes: ModelSizes) -> int:
     return math.prod(sizes.projections[linear.rpartition(".")[2]])
-
-
-def trains_masters(qat: QatConfig | None) -> bool:
-    """Whether a run trains whole weights, and not an adapter."""
-    return qat is not None and qat.mode == "weights"
-
-
-def start_rank(adapter: AdapterConfig, qat: QatConfig | None, format: str) -> int:
-    """The rank of the start that stays beside the base; 0 without one. `auto` is what it usually stands for."""
-    kind = DEFAULT_START if adapter.start == "auto" else adapter.start
-    if qat is not None or kind != "frozen" or formats.get(format).shared_tensor is None:
-        return 0
-    return adapter.start_rank or DEFAULT_RANK
-
-
-def acting_rank(adapter: AdapterConfig, qat: QatConfig | None, format: str) -> int:
-    """The rank of all that acts beside a linear's own weight in the trainer: start and adapter."""
-    return (0 if trains_masters(qat) else adapter.rank) + start_rank(adapter, qat, format)
-
-
-def engine_rank(adapter: AdapterConfig, qat: QatConfig | None) -> int:
-    """The rank of the adapter that the engine multiplies by; 0 where all that is trained is in the packed weights."""
-    return adapter.rank if qat is None else 0
-
-
-def engine_expert_rank(adapter: AdapterConfig, qat: QatConfig | None) -> int:
-    """The rank of the adapter on experts that the engine multiplies by, if the model has some; 0 for none."""
-    return expert_rank(adapter) if qat is None and adapts_experts(adapter) else 0
-
-
-def start_bytes(adapter: AdapterConfig, qat: QatConfig | None, sizes: ModelSizes) -> int:
-    """The 16-bit weights that an adapter is added to when it is packed; 0 in runs that keep none."""
-    if qat is None or qat.mode != "adapter":
-        return 0
-    shapes = (sizes.projections[name] for name in adapter.targets)
-    return 2 * sizes.layers * sum(rows * columns for rows, columns in shapes)
 
 
 def quantized_linears(qat: QatConfig, layers: int) -> list[str]:

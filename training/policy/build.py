@@ -32,7 +32,7 @@ from qerl.formats.linear import PackedLinear
 from qerl.model.master import multiply_by_masters_
 from qerl.model.norms import block_norms
 from qerl.model.products import decoded, set_recipe_
-from qerl.plan.trained import masters_dtype, trained_linears, trained_of
+from qerl.plan.trained import masters_dtype, trained_linears, trainee
 from training.policy.policy import AdapterPolicy, PackedInPolicy, WeightsPolicy
 from training.policy.shards import Shards
 
@@ -161,7 +161,7 @@ def build_weights_policy(
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))
     names = trained_linears(qat, sizes.layers)
     norms = block_norms(model) if qat.train_norms else ()
-    trained = trained_of(config.adapter, qat, config.optim.name, sizes, parallel.size)
+    trained = trainee(config.adapter, qat, config.model.format, config.optim.name).trained(sizes, parallel.size)
     dtype, work_bytes = masters_dtype(qat), trained.work_bytes
     modules = dict(model.named_modules())
     shards = Shards({name: modules[name] for name in names}, parallel) if parallel.size > 1 else None

@@ -83,11 +83,13 @@ class FoundTeacher:
 
 def find_teacher(
     config: RunConfig, base: ModelRef, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes
-) -> FoundTeacher:
-    """The teacher of a student on `base`, with its tokenizer and sizes.
+) -> FoundTeacher | None:
+    """The teacher of a student on `base`, with its tokenizer and sizes; None for a run without one.
 
     Raises QerlError for a model that cannot teach it; nothing is loaded but tokenizers.
     """
+    if config.distill is None:
+        return None
     found = teacher_model(config.distill.teacher, base)
     folder = local_folder(found.base, config.model.trust_remote_code)
     theirs = load_tokenizer(folder, config.model.trust_remote_code)

@@ -18,7 +18,6 @@ from qerl.base.errors import ConfigError, QerlError
 from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import CARDS, Card
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
-from qerl.plan.trained import trains_masters
 from training.preflight.plan import Plan, lacks, plan
 from training.preflight.seconds import Lengths, full_lengths, step_seconds
 
@@ -223,7 +222,7 @@ def _leaner_training(config: RunConfig) -> Iterator[dict[str, object]]:
     """
     if config.qat is not None and config.qat.mode == "adapter" and config.qat.start_in != "host":
         yield {"qat.start_in": "host"}
-    if not trains_masters(config.qat):
+    if config.kind.has_adapter:
         return
     less: dict[str, object] = {}
     if config.qat.masters != "bfloat16":

@@ -1,7 +1,7 @@
 """Checks of a run before an engine is opened: data, rewards, base, adapter, context, trackers and memory.
 
 `check_config` and `check_resumed` need the configuration and files alone, so the command calls them before it imports
-anything heavy. `read_prompts` reads the data, and holds prompts and adapter to what the base allows. `check_engine` and
+anything heavy. `read_prompts` reads the data, and holds prompts and adapter to what the base allows. `uses_card` and
 `check_memory` ask this machine. No torch on import.
 """
 
@@ -35,7 +35,7 @@ from qerl.engine.memory import others_bytes
 from qerl.engine.open import choose_engine
 from qerl.plan.engine_memory import Card
 from qerl.plan.sizes import ModelSizes, check_kv_cache, sizes_of
-from qerl.plan.trained import trained_linears, trains_masters
+from qerl.plan.trained import trained_linears
 from training.preflight.advice import with_values
 from training.preflight.plan import GIB, check_experts, plan, settled_for
 from training.preflight.start import check_warm_start
@@ -240,7 +240,7 @@ def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
     check_experts(config, sizes.decoder)
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
-    if trains_masters(config.qat):
+    if not config.kind.has_adapter:
         return
     width = max(min(sizes.projections[target]) for target in config.adapter.targets)
     if config.adapter.rank > width:
@@ -250,20 +250,25 @@ def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
         )
 
 
-def check_engine(config: RunConfig) -> str:
-    """The engine that rollout.engine means on this machine. Raises ConfigError if other keys need another one."""
+def uses_card(config: RunConfig) -> bool:
+    """Whether the run takes memory of a card, by the engine that rollout.engine means on this machine.
+
+    Raises ConfigError if other keys need another engine.
+    """
+    import torch
+
+    if not config.kind.samples:
+        return torch.cuda.is_available()
     engine = choose_engine(config.rollout.engine)
     asked = vllm_only(config) if engine == "transformers" else {}
     if asked:
-        import torch
-
         why = "vllm is not installed" if torch.cuda.is_available() else "there is no CUDA device"
         keys = ", ".join(asked)
         raise ConfigError(
             f"rollout.engine auto is transformers here, since {why}, and that does not read {keys}: leave "
             f"{'it' if len(asked) == 1 else 'them'} out, or run it where vllm runs (`qerl doctor` says what is missing)"
         )
-    return engine
+    return engine == "vllm"
 
 
 def check_memory(config: RunConfig, base: ModelRef, free: int, ranks: int = 1) -> None:

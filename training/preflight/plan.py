@@ -36,17 +36,7 @@ from qerl.plan.engine_memory import (
 )
 from qerl.plan.micro_batch_plan import GIB, MARGIN, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from qerl.plan.sizes import CALIBRATING, ModelSizes, calibrates, calibration_memory, teacher_bytes, teacher_work
-from qerl.plan.trained import (
-    BYTES,
-    acting_rank,
-    engine_expert_parameters,
-    engine_rank,
-    masters_dtype,
-    start_bytes,
-    start_rank,
-    trained_of,
-    trains_masters,
-)
+from qerl.plan.trained import BYTES, Adapter, engine_expert_parameters, trainee
 from training.preflight.seconds import TRAIN_RATE, decode_seconds, full_lengths, largest_rows, step_seconds
 
 if TYPE_CHECKING:
@@ -181,8 +171,10 @@ def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
     bfloat16, since micro-batches are smaller; otherwise bfloat16. `start_in` becomes the card if it holds them,
     otherwise the host.
     """
-    key, values = ("masters", tuple(BYTES)) if trains_masters(config.qat) else ("start_in", ("card", "host"))
-    if config.qat is None or getattr(config.qat, key) != "auto":
+    if not config.kind.packs:
+        return config
+    key, values = ("start_in", ("card", "host")) if config.kind.has_adapter else ("masters", tuple(BYTES))
+    if getattr(config.qat, key) != "auto":
         return config
     first, second = (config.model_copy(update={"qat": config.qat.model_copy(update={key: value})}) for value in values)
     wide = plan(first, sizes, card)
@@ -241,6 +233,11 @@ def _dotted(capability: tuple[int, int] | None) -> str:
     return ".".join(map(str, capability or ()))
 
 
+def trainee_of(config: RunConfig) -> Adapter:
+    """What a recipe trains."""
+    return trainee(config.adapter, config.qat, config.model.format, config.optim.name)
+
+
 def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
     """What the trainer keeps on the card during a rollout, as one of `ranks`."""
     return sum(_trainer(config, sizes, ranks).values())
@@ -248,7 +245,7 @@ def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
 
 def checkpoint_bytes(config: RunConfig, sizes: ModelSizes) -> int:
     """What a checkpoint takes on the disk: the trained parameters and the optimizer's state."""
-    trained = trained_of(config.adapter, config.qat, config.optim.name, sizes)
+    trained = trainee_of(config).trained(sizes)
     return trained.count * (trained.kept_bytes + trained.state_bytes)
 
 
@@ -257,25 +254,25 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     longest = config.longest_row
     work = None if sizes is None else teacher_work(config.distill, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    gradient_bytes = BYTES[masters_dtype(config.qat)] if trains_masters(config.qat) else 0
-    extra = (config.train.fp8_recipe, config.rollout.calibrates_kv, gradient_bytes)
+    extra = (config.train.fp8_recipe, config.rollout.calibrates_kv, trainee_of(config).gradient_bytes)
     wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
     return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:
-    trained = trained_of(config.adapter, config.qat, config.optim.name, sizes, ranks)
+    trained = trainee_of(config).trained(sizes, ranks)
     kept = {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
     if taught := teacher_bytes(config.distill, sizes):
         kept["teacher"] = taught
-    start = start_bytes(config.adapter, config.qat, sizes)
+    start = trainee_of(config).start_bytes(sizes)
     return {**kept, START: start} if start and config.qat.start_in != "host" else kept
 
 
 def _training(config: RunConfig, sizes: ModelSizes, ranks: int, needed: float) -> dict[str, float]:
     """What a micro-batch needs; what does not depend on its tokens is listed apart where it is much."""
-    trained = trained_of(config.adapter, config.qat, config.optim.name, sizes, ranks)
-    gradients = trained.count * trained.gradient_bytes if trains_masters(config.qat) or sizes.decoder.has_experts else 0
+    what = trainee_of(config)
+    trained, apart = what.trained(sizes, ranks), what.gradient_bytes or sizes.decoder.has_experts
+    gradients = trained.count * trained.gradient_bytes if apart else 0
     parts = {GRADIENTS: gradients, DECODED: sizes.decoded if sizes.decoder.has_experts else 0}
     parts = {name: size for name, size in parts.items() if size}
     return {**parts, "micro-batch": needed - sum(parts.values())}
@@ -298,9 +295,9 @@ class _Room:
 
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
-    adapter = sizes.engine_adapter_bytes(
-        engine_rank(config.adapter, config.qat) + start_rank(config.adapter, config.qat, config.model.format)
-    ) + 2 * engine_expert_parameters(config.adapter, sizes)
+    what = trainee_of(config)
+    adapter = sizes.engine_adapter_bytes(what.engine_rank + what.start_rank)
+    adapter += 2 * engine_expert_parameters(config.adapter, sizes)
     weights = int(sizes.weights_bytes(config.model.format)) + adapter
     return weights, outside_bytes(trainer_bytes(config, sizes, ranks), MAX_SEQUENCES, sizes.vocabulary)
 
@@ -358,11 +355,8 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
 
 
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
-    trained, work = (
-        trained_of(config.adapter, config.qat, config.optim.name, sizes, ranks),
-        teacher_work(config.distill, sizes),
-    )
-    shapes = Shapes.of(sizes, acting_rank(config.adapter, config.qat, config.model.format), trained.count)
+    trained, work = trainee_of(config).trained(sizes, ranks), teacher_work(config.distill, sizes)
+    shapes = Shapes.of(sizes, trainee_of(config).acting_rank, trained.count)
     shapes = replace(shapes, trained_bytes=trained.gradient_bytes, **wishes_of(config).of_shapes)
     found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)

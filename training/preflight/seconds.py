@@ -26,7 +26,7 @@ from qerl import formats
 from qerl.plan.engine_memory import MAX_SEQUENCES, Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes, rounding_seconds, rounds_to_four_bits, teacher_flops
-from qerl.plan.trained import trained_of
+from qerl.plan.trained import trainee
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -103,9 +103,8 @@ def _seconds_of_rows(config: RunConfig, sizes: ModelSizes, card: Card, micro_bat
 
 def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: float) -> float:
     """Seconds of the products of whole weights' gradients."""
-    if config.qat is None or config.qat.mode != "weights":
-        return 0.0
-    return 2 * trained_of(config.adapter, config.qat, config.optim.name, sizes).count * tokens / (card.tflops * 1e12)
+    what = trainee(config.adapter, config.qat, config.model.format, config.optim.name)
+    return 2 * what.trained(sizes).count * tokens / (card.tflops * 1e12) if what.gradient_bytes else 0.0
 
 
 def _paced(sizes: ModelSizes, slower: float = TRAIN_RATE / EXPERT_RATES["train"]) -> float:

@@ -24,9 +24,8 @@ from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
-from qerl.plan.trained import trained_of
 from training.preflight.advice import advice, share_of
-from training.preflight.plan import START, checkpoint_bytes, plan, settled_for, trainer_bytes
+from training.preflight.plan import START, checkpoint_bytes, plan, settled_for, trainee_of, trainer_bytes
 from training.preflight.seconds import decode_seconds
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,8 +112,7 @@ def test_cards_share_whole_weights_out():
     assert one_of_4["gradients"] == pytest.approx(alone["gradients"] / 4 + layer)
     assert one_of_4["weights"] == alone["weights"]
     assert (
-        trained_of(config.adapter, config.qat, config.optim.name, sizes, 8).count
-        == trained_of(config.adapter, config.qat, config.optim.name, sizes).count // 7
+        trainee_of(config).trained(sizes, 8).count == trainee_of(config).trained(sizes).count // 7
     )  # 4 layers, of 28 on 8 cards
 
 

@@ -13,10 +13,9 @@ from qerl.cli.plan import expert_sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
-from qerl.plan.trained import trained_of
 from training.policy.train_memory import measure_layer, model_shapes
 from training.preflight.advice import advice
-from training.preflight.plan import CHOSEN, DECODED, check_experts, plan
+from training.preflight.plan import CHOSEN, DECODED, check_experts, plan, trainee_of
 from training.preflight.seconds import decode_seconds
 
 A3B = "Qwen/Qwen3-30B-A3B"
@@ -71,7 +70,7 @@ def test_the_sizes_of_30b_a3b_computed_by_hand():
 def test_parameters_of_the_adapter_by_hand(values, rank, experts):
     attention = 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
     config, sizes = config_with(*values), read_sizes(A3B)
-    assert trained_of(config.adapter, config.qat, config.optim.name, sizes).count == attention + 48 * rank * experts
+    assert trainee_of(config).trained(sizes).count == attention + 48 * rank * experts
     words = f"adapters of rank {rank} on experts" if rank else "which get no adapter"
     assert words in expert_sentences(config, plan(config, sizes, card_of("h200")))[0]
 
