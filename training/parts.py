@@ -21,7 +21,7 @@ from training.rollout.sampler import Sampler, SamplerOptions
 from training.run_dir.inputs import inputs_of_run
 from training.run_dir.phase_times import PhaseTimes
 from training.sft_step import collect_rows, measure_rows, sft_loss, step_rows
-from training.step import Collected, Loss, Objective, collect
+from training.step import Loss, Objective, collect
 from training.validate import measure
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from training.policy.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
     from training.run_dir.log import RunLog
-    from training.run_dir.stop import Stop
     from training.sft.rows import Row, Rows
     from training.validation.questions import Questions
 
@@ -122,6 +121,12 @@ class TrainingParts:
     def clear_noise(self) -> None:
         """Take the noise out of what is trained, if there is any."""
 
+    def save(self, folder: Path, step: int) -> None:
+        """Write what the next steps depend on beside policy, optimizer and seed, if there is any."""
+
+    def load(self, folder: Path, step: int) -> None:
+        """Take it over from a checkpoint."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(TrainingParts):
@@ -135,6 +140,8 @@ class Parts(TrainingParts):
     carry_over: CarryOver | None = None  # of a run whose completions go on from step to step
     curriculum: Curriculum | None = None
 
+    collect, measure = collect, measure
+
     @property
     def validates(self) -> bool:
         return self.questions is not None
@@ -142,9 +149,6 @@ class Parts(TrainingParts):
     def steps(self, first: int) -> StepPrompts:
         """What each step trains on, from step `first` on."""
         return step_prompts(self.config, self.prompts, first, self.curriculum)
-
-    def collect(self, prompts: Sequence[Prompt], step: int) -> Collected:
-        return collect(self, prompts, step)
 
     def objective(self, rewarded: Loss) -> Objective:
         """What a step minimizes; `rewarded` is the loss of rewards."""
@@ -155,14 +159,10 @@ class Parts(TrainingParts):
             return Objective(distillation_loss, "dapo")
         return Objective(rewarded, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)
 
-    def measure(self, step: int, stop: Stop) -> dict[str, float]:
-        return measure(self, self.questions, step, stop)
-
     def clear_noise(self) -> None:
         self.sampler.clear_noise()
 
     def save(self, folder: Path, step: int) -> None:
-        """Write what the next rollouts depend on, beside policy and optimizer."""
         if self.carry_over is not None:
             self.carry_over.save(folder, step)
         if self.curriculum is not None:
@@ -186,27 +186,14 @@ class SftParts(TrainingParts):
     base: LoadedBase
     rows: Rows
 
+    steps, collect, measure = step_rows, collect_rows, measure_rows
+
     @property
     def validates(self) -> bool:
         return bool(self.rows.held_out)
 
-    def steps(self, first: int) -> StepPrompts:
-        return step_rows(self, first)
-
-    def collect(self, rows: Sequence[Row], step: int) -> Collected:
-        return collect_rows(self, rows, step)
-
     def objective(self, rewarded: Loss) -> Objective:
         return Objective(sft_loss, "dapo")
-
-    def measure(self, step: int, stop: Stop) -> dict[str, float]:
-        return measure_rows(self, step, stop)
-
-    def save(self, folder: Path, step: int) -> None:
-        """Rows follow from the seed and the step."""
-
-    def load(self, folder: Path, step: int) -> None:
-        """Nothing, likewise."""
 
 
 @dataclass(frozen=True)

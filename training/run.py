@@ -18,7 +18,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -331,7 +331,7 @@ def _carry_out(run: Opened) -> TrainResult:
         if parallel.first:
             settle_best(run_dir, best_kept(log.validations, config.validation), config.kind.has_adapter)
         parts = make_parts(config, given, Loaded(run.engine, run.policy, run.plan, run.teacher), log)
-        validation = Validation(parts, parts.measure, stop) if parts.validates else None
+        validation = Validation(parts, stop) if parts.validates else None
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)
         with opened_set_aside():
@@ -403,6 +403,6 @@ def _open_run_dir(run: Opened) -> None:
         about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
         about |= {"inputs": dict(run.inputs), "on_adapter": base.adapter is not None}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(run.plan)}
-        about |= {"kind": asdict(config.kind), "qat": qat_record(config.qat)}
+        about |= {"kind": config.kind.model_dump(), "qat": qat_record(config.qat)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)

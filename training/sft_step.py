@@ -71,10 +71,8 @@ def measure_rows(parts: SftParts, step: int, stop: Stop) -> dict[str, float]:
     """
     started = time.perf_counter()
     sync_(parts)
-    of_ranks = parts.parallel.gather((_share(parts, stop), stop.asked))
-    stop.agree(next((asked for _, asked in of_ranks if asked is not None), None))
-    shares = [found for found, _ in of_ranks if found is not None]
-    if len(shares) < len(of_ranks):
+    shares = stop.of_all_ranks(_share(parts, stop))
+    if not shares:
         return {}
     loss, tokens = (sum(part) for part in zip(*shares, strict=True))
     return {"validation/loss": loss / tokens, "time/validation_s": time.perf_counter() - started}

@@ -15,7 +15,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,8 @@ logger = logging.getLogger(__name__)
 class Validation(TrainerCallback):
     """See the module docstring. Every rank of the run has the same `rows` and decides the same."""
 
-    def __init__(self, parts: TrainingParts, measure: Callable[[int, Stop], dict[str, float]], stop: Stop) -> None:
-        """`measure` makes the validation after so many steps; it returns nothing if a signal ended it."""
-        self._parts, self._measure, self._stop = parts, measure, stop
+    def __init__(self, parts: TrainingParts, stop: Stop) -> None:
+        self._parts, self._stop = parts, stop
         self._config = parts.config.validation
         self._rows = list(parts.parallel.broadcast(parts.log.validations))
         self._left = False  # a signal came to one of the ranks
@@ -68,7 +67,7 @@ class Validation(TrainerCallback):
         """The metrics of the validation after `step`; empty if a signal ended it before its end."""
         self._parts.log.phase("validation")
         with self._stop.validating(step):
-            found = self._measure(step, self._stop)
+            found = self._parts.measure(step, self._stop)
             self._left = self._stop.asked is not None
         if found:
             self._rows.append({"step": step, **found})
@@ -109,7 +108,7 @@ class Validation(TrainerCallback):
         return (wanted or last) and not any(row["step"] == step for row in self._rows)
 
 
-def measure(parts: Parts, questions: Questions, step: int, stop: Stop) -> dict[str, float]:
+def measure(parts: Parts, step: int, stop: Stop) -> dict[str, float]:
     """The metrics of a validation after `step` steps, under validation/, and time/validation_s.
 
     Each rank asks its share of the questions. Empty if a signal came to a rank before its share was sampled.
@@ -117,12 +116,10 @@ def measure(parts: Parts, questions: Questions, step: int, stop: Stop) -> dict[s
     started = time.perf_counter()
     with _random_state_kept():
         parts.sampler.sync(step)
-        of_ranks = parts.parallel.gather((_share(parts, questions, step, stop), stop.asked))
-    stop.agree(next((asked for _, asked in of_ranks if asked is not None), None))
-    shares = [graded for graded, _ in of_ranks if graded is not None]
-    if len(shares) < len(of_ranks):
+        shares = stop.of_all_ranks(_share(parts, parts.questions, step, stop))
+    if not shares:
         return {}
-    named = {f"validation/{name}": value for name, value in _metrics(questions, shares).items()}
+    named = {f"validation/{name}": value for name, value in _metrics(parts.questions, shares).items()}
     return {**named, "time/validation_s": time.perf_counter() - started}
 
 

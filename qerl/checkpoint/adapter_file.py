@@ -381,9 +381,8 @@ def kind_of_run(run: Path) -> RunKind:
     from qerl.config.objectives import RunKind
     from qerl.config.recipe import read_config
 
-    with contextlib.suppress(CheckpointError):
-        if (found := RunKind.read(read_json(run / "run.json").get("kind"))) is not None:
-            return found
+    with contextlib.suppress(CheckpointError, ValueError):
+        return RunKind.model_validate(read_json(run / "run.json").get("kind"))
     try:
         return RunKind.of(read_config(run / "config.yaml")[0])
     except (OSError, ValueError) as error:

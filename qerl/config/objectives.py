@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -16,36 +15,23 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 
-Learns = Literal["samples", "teacher", "conversations"]
-Trains = Literal["adapter", "packed_adapter", "weights"]
-
-
-@dataclass(frozen=True)
-class RunKind:
+class RunKind(Section):
     """What a run learns from (rewarded samples, a teacher who reads its samples, or given conversations), and what it
     trains: an adapter beside the base, one that each sync packs into the base, or whole weights behind packed ones."""
 
-    learns: Learns
-    trains: Trains
+    learns: Literal["samples", "teacher", "conversations"]
+    trains: Literal["adapter", "packed_adapter", "weights"]
 
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> RunKind:
         """The kind of a recipe's sections, as keys. The sections that decide may be left out, or null."""
-        sections = [name for name in ("sft", "distill") if recipe.get(name) is not None]
-        learns = {"sft": "conversations", "distill": "teacher"}[sections[0]] if sections else "samples"
-        if (qat := recipe.get("qat")) is None:
-            return cls(learns, "adapter")
-        in_adapter = isinstance(qat, Mapping) and qat.get("mode") == "adapter"
-        return cls(learns, "packed_adapter" if in_adapter else "weights")
-
-    @classmethod
-    def read(cls, value: object) -> RunKind | None:
-        """The kind that run.json holds; None if it holds none."""
-        if not isinstance(value, Mapping):
-            return None
-        found = [value.get(field.name) for field in fields(cls)]
-        known = all(name in get_args(names) for name, names in zip(found, (Learns, Trains), strict=True))
-        return cls(*found) if known else None
+        sections = {"sft": "conversations", "distill": "teacher"}
+        learns = next((kind for name, kind in sections.items() if recipe.get(name) is not None), "samples")
+        trains, qat = "adapter", recipe.get("qat")
+        if qat is not None:
+            in_adapter = isinstance(qat, Mapping) and qat.get("mode") == "adapter"
+            trains = "packed_adapter" if in_adapter else "weights"
+        return cls(learns=learns, trains=trains)
 
     @property
     def samples(self) -> bool:

@@ -18,6 +18,7 @@ from qerl.base.errors import DataError
 from qerl.base.files import no_folder
 from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_rows
 from qerl.checkpoint.adapter_file import adapter_damage, adapters_of_run
+from qerl.config.objectives import RunKind
 from qerl.config.recipe import read_config
 
 PREFIX = "dynamic_sampling/"
@@ -94,7 +95,7 @@ class About(Shape):
     inputs: dict[str, Any] | None = None
     changes: list[dict[str, Any]] | None = None
     totals: list[Change] | None = None
-    kind: dict[str, Any] | None = None
+    kind: RunKind | None = None
     qat: dict[str, Any] | None = None
 
 

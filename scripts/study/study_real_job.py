@@ -84,12 +84,12 @@ def rounded(value: float | None) -> float | None:
 @contextmanager
 def answers_kept(settings: Settings) -> Iterator[dict[int, dict[str, Any]]]:
     """Within it, a run's validations fill the mapping with what `answers` returns, by the number of steps."""
-    import training.parts
+    from training.parts import Parts
 
     kept: dict[int, dict[str, Any]] = {}
 
-    def measure(parts: Parts, questions: Questions, step: int, stop: Any) -> dict[str, float]:
-        kept[step] = answers(parts, questions, step, settings)
+    def measure(parts: Parts, step: int, stop: Any) -> dict[str, float]:
+        kept[step] = answers(parts, parts.questions, step, settings)
         bits = kept[step]["test"]
         accuracy = bits.count("1") / len(bits)
         return {
@@ -99,11 +99,11 @@ def answers_kept(settings: Settings) -> Iterator[dict[int, dict[str, Any]]]:
             "validation/truncated_share": kept[step]["truncated_share"],
         }
 
-    original, training.parts.measure = training.parts.measure, measure
+    original, Parts.measure = Parts.measure, measure
     try:
         yield kept
     finally:
-        training.parts.measure = original
+        Parts.measure = original
 
 
 def answers(parts: Parts, questions: Questions, step: int, settings: Settings) -> dict[str, Any]:

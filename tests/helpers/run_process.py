@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 def digits(completions, step, **columns):
-    """That of the small run; in step {step} (from 0) it says so and waits for the file `go`."""
+    """That of the small run; in step {step} it says so and waits for the file `go`."""
     if step == {step} and not (HERE / "go").exists():
         (HERE / "held").touch()
         while not (HERE / "go").exists():
@@ -27,8 +27,8 @@ def digits(completions, step, **columns):
 
 
 def hold_in(folder, step):
-    """Let the small run that `folder` will have wait in the rewards of `step`, until `go(folder)`."""
-    (folder / "reward.py").write_text(HELD_REWARD.replace("{step}", str(step)))
+    """Let the small run that `folder` will have wait in the rewards after `step` steps, until `go(folder)`."""
+    (folder / "reward.py").write_text(HELD_REWARD.replace("{step}", str(step + 1)))
 
 
 def go(folder):

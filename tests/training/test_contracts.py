@@ -5,8 +5,8 @@ import torch
 from small_run import small_config
 from trainer_factory import batch_of, build_trainer, inputs_of, scores
 
-import training.parts
 import training.trainer
+from training.parts import Parts
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
@@ -60,7 +60,7 @@ def noted(monkeypatch, *names, owner=training.trainer, calls=None):
 
 
 def test_transformers_asks_for_inputs_and_loss_once_per_step_and_updates_once(nvfp4_base, tmp_path, monkeypatch):
-    calls = noted(monkeypatch, "collect", owner=training.parts)
+    calls = noted(monkeypatch, "collect", owner=Parts)
     noted(monkeypatch, "backward", owner=training.trainer, calls=calls)
     start(small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "run.save_every=2", steps=4), "tiny")
     assert calls == ["collect", "backward", "backward"] * 2

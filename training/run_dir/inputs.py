@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.base.program import GivenFunction
-from qerl.config.objectives import RunKind
 from qerl.config.rewards import is_url
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of
@@ -175,9 +174,10 @@ def check_same_kind(run_dir: Path, config: RunConfig) -> None:
     does not say it.
     """
     about, qat = read_about(run_dir), config.qat
-    if (began := RunKind.read(about.get("kind"))) is not None and began.learns != config.kind.learns:
+    learns, began = config.kind.learns, (about.get("kind") or {}).get("learns")
+    if began not in (None, learns):
         raise ConfigError(
-            f"{run_dir / 'config.yaml'} now learns from {config.kind.learns}, and the run began with {began.learns}: "
+            f"{run_dir / 'config.yaml'} now learns from {learns}, and the run began with {began}: "
             "put its sections sft and distill back, or start a new run"
         )
     if KEY not in about:

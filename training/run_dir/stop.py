@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import TrainerCallback
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import TrainerState
 
     from qerl.config.schema import LoopConfig
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class Stop(TrainerCallback):
         if of_ranks[0][0]:
             control.should_save = True
         if asked := next((asked for _, asked in of_ranks if asked is not None), None):
-            self.agree(asked)
+            self.asked = self.asked or asked
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,9 +127,12 @@ class Stop(TrainerCallback):
         if self.asked is not None:
             raise AskedError
 
-    def agree(self, asked: int | None) -> None:
-        """Take over a signal that another rank got."""
-        self.asked = self.asked or asked
+    def of_all_ranks(self, share: T | None) -> list[T]:
+        """The ranks' shares of a validation; none, on all of them, if a signal left one without its share (None)."""
+        of_ranks = self._parallel.gather((share, self.asked))
+        self.asked = self.asked or next((asked for _, asked in of_ranks if asked is not None), None)
+        shares = [share for share, _ in of_ranks if share is not None]
+        return shares if len(shares) == len(of_ranks) else []
 
     def close(self) -> None:
         """From now on no step is interrupted."""

@@ -1,7 +1,6 @@
 """Of which kind a run is: made from its recipe, kept in run.json, and read from there."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 
@@ -11,10 +10,10 @@ from qerl.config.objectives import RunKind
 from qerl.config.recipe import load_recipe, recipe_names, save_config
 
 KINDS = {
-    "tiny": RunKind("samples", "adapter"),
-    "qad_tiny": RunKind("teacher", "weights"),
-    "sft_tiny": RunKind("conversations", "adapter"),
-    "qat_tiny": RunKind("samples", "weights"),
+    "tiny": RunKind(learns="samples", trains="adapter"),
+    "qad_tiny": RunKind(learns="teacher", trains="weights"),
+    "sft_tiny": RunKind(learns="conversations", trains="adapter"),
+    "qat_tiny": RunKind(learns="samples", trains="weights"),
 }
 
 
@@ -35,11 +34,11 @@ def test_where_run_json_does_not_say_it_the_recipe_does(tmp_path, recipe, kind, 
 
 def test_an_adapter_that_is_packed_is_a_kind_of_its_own(tmp_path):
     kind = kind_of_run(write(tmp_path / "run", "qat_tiny", None, "qat.mode=adapter"))
-    assert (kind, kind.packs, kind.has_adapter) == (RunKind("samples", "packed_adapter"), True, True)
+    assert (kind, kind.packs, kind.has_adapter) == (RunKind(learns="samples", trains="packed_adapter"), True, True)
 
 
 def test_run_json_decides_and_not_the_files_beside_it(tmp_path):
-    about = json.dumps({"kind": asdict(RunKind("samples", "adapter"))})
+    about = json.dumps({"kind": RunKind(learns="samples", trains="adapter").model_dump()})
     run = write(tmp_path / "run", "qat_tiny", about)
     (run / BASE).mkdir()
     assert not kind_of_run(run).packs
@@ -53,4 +52,4 @@ def test_a_folder_that_is_no_run_has_no_kind(tmp_path):
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_kind_that_run_json_can_hold(name):
     kind = load_recipe(name).kind
-    assert RunKind.read(json.loads(json.dumps(asdict(kind)))) == kind
+    assert RunKind.model_validate(json.loads(json.dumps(kind.model_dump()))) == kind

@@ -16,7 +16,6 @@ from small_sft import TALKS, small_sft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-import training.parts
 import training.run
 import training.sft_step
 from qerl.base.errors import ConfigError
@@ -26,6 +25,7 @@ from qerl.cli.plan import show_plan_at
 from qerl.config.recipe import load_config, load_recipe
 from qerl.report.page import render_text
 from qerl.report.read import read_run
+from training.parts import SftParts
 from training.preflight.dry_run import dry_run
 from training.run import resume, start
 from training.run_dir.log import read_metrics
@@ -189,7 +189,7 @@ def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     assert ending(rows, config.model_copy(update={"target": values[6] - 0.1}), 6) is None
 
 
-KILLS = {"step": (training.parts, "collect_rows", 4), "save": (QerlTrainer, "save_now", 2)}
+KILLS = {"step": (SftParts, "collect", 4), "save": (QerlTrainer, "save_now", 2)}
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), KILLS.values(), ids=KILLS)
@@ -204,7 +204,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, owner,
 
 
 def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch):
-    collected, calls = training.parts.collect_rows, []
+    collected, calls = SftParts.collect, []
 
     def signalled(*given):
         calls.append(1)
@@ -212,7 +212,7 @@ def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch)
             signal.raise_signal(signal.SIGTERM)
         return collected(*given)
 
-    monkeypatch.setattr(training.parts, "collect_rows", signalled)
+    monkeypatch.setattr(SftParts, "collect", signalled)
     held_out = ran.parent / "held_out.jsonl"
     stopped = start(small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6), "sft")
     assert (stopped.adapter, stopped.steps, stopped.stopped_by) == (None, 3, signal.SIGTERM)

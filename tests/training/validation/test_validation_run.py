@@ -10,7 +10,6 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 from validated_run import validated_config, validated_steps, without_validation
 
-import training.parts
 import training.validate
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.resolve import resolve_model
@@ -18,6 +17,7 @@ from qerl.engine.transformers.engine import TransformersEngine
 from qerl.report.page import render_page, render_text
 from qerl.report.read import read_run
 from qerl.report.sections import validation_table
+from training.parts import Parts
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import read_metrics
@@ -114,16 +114,16 @@ def signalled(monkeypatch):
     """Let a signal come in the first batch of a validation, after which the engine asks whether to go on."""
 
     def at(number, validation):
-        original, calls = training.parts.measure, []
+        original, calls = Parts.measure, []
 
-        def measure(parts, questions, step, stop):
+        def measure(parts, step, stop):
             calls.append(step)
             if len(calls) == validation:
                 leave = stop.leave_if_asked
                 stop.leave_if_asked = lambda *given: (signal.raise_signal(number), leave(*given))
-            return original(parts, questions, step, stop)
+            return original(parts, step, stop)
 
-        monkeypatch.setattr(training.parts, "measure", measure)
+        monkeypatch.setattr(Parts, "measure", measure)
 
     return at
 
