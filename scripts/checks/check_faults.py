@@ -47,7 +47,7 @@ REWARD = f"""
 import os
 
 def length(completions, step, **columns):
-    if step and os.environ.get("{FAULT}") == "reward":
+    if step > 1 and os.environ.get("{FAULT}") == "reward":
         raise ZeroDivisionError("asked to")
     return [float(len(text)) for text in completions]
 """

@@ -14,7 +14,10 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import weights_digest
 from qerl.checkpoint.load import load_model
 from qerl.config.recipe import load_recipe
+from qerl.model.packed_attention import hidden_states, packed_attention_of
+from qerl.model.packing import pack
 from qerl.plan.micro_batch_plan import MicroBatchPlan
+from training.policy.teacher import Teacher
 from training.run import resume, start
 from training.trainer import QerlTrainer
 
@@ -218,3 +221,17 @@ def test_models_that_divide_their_logits_are_student_and_teacher(tmp_path):
     torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-7)
     run = start(config_of(student, tmp_path, *keys, steps=1, out="ran"), "granite").run_dir
     assert numbers(run)[0]["mismatch_kl"] < 1e-6
+
+
+def test_a_teacher_with_experts_chooses_them_itself(tmp_path):
+    """What the engine recorded are the student's choices: here the same two experts for every token."""
+    teacher = Teacher(
+        write_base(tmp_path / "teacher", "qwen3_moe"), load_recipe("qad_tiny"), torch.device("cpu"), shared=40
+    )
+    ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+    of_student = pack(ids, mask, 3, experts=[torch.tensor([0, 1], dtype=torch.uint8).expand(6, 2, 2)] * 2)
+    with torch.no_grad(), packed_attention_of(teacher._model):
+        replayed = hidden_states(teacher._model, of_student)
+    own = teacher.hidden(of_student)
+    assert torch.equal(own, teacher.hidden(pack(ids, mask, 3)))
+    assert not torch.allclose(own, replayed)

@@ -75,6 +75,21 @@ def test_a_fused_group_computes_the_same_as_its_parts(fused, adapted):
         torch.testing.assert_close(grad, right, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("scales", [(0.7, 0.7, 0.7), (0.7, 1.4, 0.35)], ids=["one scale", "three scales"])
+def test_a_group_with_all_biases_adds_each_adapter_by_its_own_scale(fused, scales):
+    """Of one scale biases and adapters are added in one product, which has a single factor."""
+    linears, dense, biases = fused
+    linears[1].bias = torch.nn.Parameter(torch.randn(32), requires_grad=False)
+    biases = [biases[0], linears[1].bias, biases[2]]
+    torch.manual_seed(5)
+    factors = [(torch.randn(3, 48), torch.randn(linear.out_features, 3)) for linear in linears]
+    x = torch.randn(5, 48)
+    given = list(zip(linears, factors, scales, dense, biases, strict=True))
+    out = lora_linear(x, [Part(linear, *each, scale) for linear, each, scale, _, _ in given])
+    terms = [x @ w.t() + bias + scale * (x @ a.t()) @ b.t() for _, (a, b), scale, w, bias in given]
+    torch.testing.assert_close(out, torch.cat(terms, -1), rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_of_the_elementwise_twins_follow_from_their_forwards():
     torch.manual_seed(6)
     x, w = torch.randn(5, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)

@@ -137,3 +137,15 @@ def test_the_weighted_gradient_of_a_noisy_sampler_is_that_of_the_clean_policy():
     torch.testing.assert_close(estimated, exact)
     (uncorrected,) = torch.autograd.grad((noisy.exp() * advantages * clean).sum(), logits)
     assert (uncorrected - exact).norm() > 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_shares_of_sequences_count_the_tokens_that_are_trained_on(mode):
+    """The first row's ratio is 3 * 2 = 6, the second's 1; of five places three are tokens, and two of these capped."""
+    old = torch.log(torch.tensor([[0.6, 0.4, 0.9], [0.3, 0.9, 0.9]]))
+    sampling = torch.log(torch.tensor([[0.2, 0.2, 0.1], [0.3, 0.1, 0.1]]))
+    config = CorrectionConfig(mode=mode, cap=2.0)
+    mismatch = Mismatch()
+    mismatch.add(old, sampling, torch.tensor([[1, 1, 0], [1, 0, 0]]), config)
+    share = {"sequence_truncate": "correction/capped_share", "sequence_mask": "correction/masked_share"}[mode]
+    assert mismatch.metrics(config)[share] == pytest.approx(2 / 3)

@@ -28,6 +28,8 @@ LOSSES = [
     ("vespo", "token"),
 ]
 
+CLIPPED = [f"clip_ratio/{name}_mean" for name in ("low", "high", "region")]
+
 
 def padded(values, left, fill):
     width = max(map(len, values))
@@ -127,6 +129,8 @@ def test_every_split_equals_the_whole_batch_of_trl(nvfp4_base, tmp_path, loss_ty
     """All terms of the loss are on, so that no row except the masked one may be left out."""
     overrides = (f"loss.type={loss_type}", f"loss.level={level}", "loss.kl_coef=0.1", "loss.entropy_coef=0.05")
     overrides += {"dapo": (), "cispo": ("loss.clip_high=1.2",)}.get(loss_type, ("loss.clip_high=0.2",))
+    if level == "sequence":  # a sequence's ratio is nearer to 1 than a token's
+        overrides += ("loss.clip_low=0.05", "loss.clip_high=0.05")
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides, "noise.enabled=false"), tmp_path)
     inputs = step_inputs(trainer)
     reference = whole_by_trl(trainer, inputs)
@@ -134,8 +138,14 @@ def test_every_split_equals_the_whole_batch_of_trl(nvfp4_base, tmp_path, loss_ty
     assert {"entropy", "kl", "policy_loss"} <= set(metrics)
     if level == "sequence" or loss_type == "vespo":  # TRL's means over rows include the masked one
         metrics = [name for name in metrics if not name.startswith(("clip_ratio", "vespo"))]
-    for tokens in (1, 14, 1000):
-        assert_same(cut(trainer, inputs, tokens), reference, metrics)
+    splits = [cut(trainer, inputs, tokens) for tokens in (1, 14, 1000)]
+    for split_ in splits:
+        assert_same(split_, reference, metrics)
+    if level == "sequence":  # of our own, means over the rows that are trained on
+        clipped = {name: value for name, value in splits[-1][2].items() if name in CLIPPED}
+        assert 0 < clipped["clip_ratio/region_mean"] < 1
+        for split_ in splits[:-1]:
+            assert {name: split_[2][name] for name in clipped} == pytest.approx(clipped)
     check_gradient_of_others_is_zero(trainer, inputs)
 
 

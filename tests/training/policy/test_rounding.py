@@ -121,6 +121,21 @@ def test_the_bits_depend_on_seed_and_update_alone():
     assert not torch.equal(runs[0][0], runs[2][0])
 
 
+def test_each_update_has_other_bits():
+    """With the same ones in each, the same weights of equal ones would go up every time."""
+    trained = nn.Parameter(torch.ones(1000, dtype=BFLOAT16))
+    optimizer = RandomlyRounded(torch.optim.SGD([trained], lr=2.0**-9), 1)
+    rounded_up = []
+    for _ in range(3):
+        trained.data.fill_(1)
+        trained.grad = torch.full_like(trained, -1)
+        optimizer.step()
+        rounded_up.append(trained.detach() > 1)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        both = (rounded_up[one] & rounded_up[other]).float().mean()  # a quarter go up each time, independently
+        assert both == pytest.approx(1 / 16, abs=0.04)
+
+
 def test_a_loaded_state_continues_to_the_same_bits(tmp_path):
     whole = parameters(BFLOAT16)
     optimizer = RandomlyRounded(adamw(whole, lr=1e-3), 3)

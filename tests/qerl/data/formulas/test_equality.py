@@ -24,6 +24,10 @@ TABLE = {
     "x \\in [-1,4]": (["[-1,4]", "-1 \\le x \\le 4", "x\\in[-1, 4]", "\\{x | -1\\le x\\le 4\\}"],
                       ["[0,1]", "(-1,4)", "\\{1,2\\}", "[-1,4)", "x \\in [-1,5]", "-1 < x < 4", "\\mathbb{R}"]),
     "x > 2": (["(2,\\infty)", "2 < x", "x>2"], ["x \\ge 2", "x<2", "2", "x>3", "[2,\\infty)", "(-\\infty,2)"]),
+    # a negative factor turns an inequality round
+    "x+y \\le 4": (["4 \\ge x+y", "2x+2y \\le 8", "-x-y \\ge -4", "x \\le 4-y"],
+                   ["x+y \\ge 4", "4 \\le x+y", "-x-y \\le -4", "2x+2y \\ge 8", "x+y < 4", "x+y=4", "x+y \\le 5"]),
+    "2x-3y > 6": (["6 < 2x-3y", "-2x+3y < -6", "4x-6y > 12"], ["2x-3y < 6", "3y-2x > -6", "2x-3y \\ge 6"]),
     "x<1 \\text{ or } x>3": (["(-\\infty,1)\\cup(3,\\infty)", "x>3 \\text{ or } x<1"], ["1<x<3", "x<1", "(1,3)"]),
     "\\mathbb{R}": (["(-\\infty,\\infty)", "\\mathbb{R}"], ["(0,\\infty)", "\\emptyset", "1"]),
     "x=-\\frac{1}{2} \\text{ or } x=3": (["x=3, -\\frac12", "3, -0.5"], ["w=-\\frac{1}{2} \\text{ or } x=3", "x=3"]),
