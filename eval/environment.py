@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.adapter_file import weights_digest
+from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.config.environment import EnvironmentConfig
 from qerl.data.grading.grade import find_grader

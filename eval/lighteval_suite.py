@@ -23,7 +23,7 @@ from eval.plan import context_length, default_out, find_model, with_engine, with
 from eval.result import write_json
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError
-from qerl.checkpoint.adapter_file import weights_digest
+from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.resolve import ModelRef, describe, run_of
 
 if TYPE_CHECKING:

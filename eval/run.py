@@ -27,8 +27,7 @@ from qerl.base.errors import CheckpointError, ConfigError, RewardError
 from qerl.base.files import no_folder
 from qerl.base.own_function import LateError
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.adapter_file import export_line, kind_of_run
-from qerl.checkpoint.folder import kind_of
+from qerl.checkpoint.folder import export_line, kind_of, kind_of_run
 from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.config.schema import RewardConfig

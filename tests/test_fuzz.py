@@ -16,7 +16,7 @@ from report_factory import ROWS, full_run, sample
 from row_files import write
 from run_process import forked
 
-from qerl.checkpoint.adapter_file import seal
+from qerl.checkpoint.folder import seal
 from qerl.config.recipe import load_recipe, save_config
 
 pytestmark = pytest.mark.timeout(36000)

@@ -28,8 +28,7 @@ from transformers import PrinterCallback
 from qerl.base.files import replace_text
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.base.program import write_given_rows
-from qerl.checkpoint.adapter_file import BASE, weights_digest
-from qerl.checkpoint.folder import beside
+from qerl.checkpoint.folder import BASE, beside, weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model
 from qerl.config.recipe import save_config

@@ -26,7 +26,6 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, mode_by_umask, parse_json, read_text, replace_text
 from qerl.checkpoint.adapter_file import (
-    ADAPTER_FILES,
     OF_EXPERTS,
     PEFT_PREFIX,
     adapters_of,
@@ -39,7 +38,7 @@ from qerl.checkpoint.adapter_file import (
 )
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
 from qerl.checkpoint.experts import ModelShapes, shapes_of
-from qerl.checkpoint.folder import EMBEDDED, beside, quantized_from
+from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, quantized_from
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.names import PROJECTIONS

@@ -1,65 +1,29 @@
-"""The files of an adapter, and what a run keeps of its training. Importing this loads no torch.
+"""The files of an adapter. Importing this loads no torch.
 
 Tensors are named as `qerl.checkpoint.adapter` names them. PEFT keeps an adapter on experts in another layout
-(`to_peft`). A run's checkpoints and its result are sealed: they carry a checksum of each file, so that a lost bit is
-noticed. A run that trains through the quantizer is recognized by its files:
-
-    base/                          the packed model that the run began with
-    checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/
-    model/                         after the last step: the trained model, packed
+(`to_peft`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.files import JSON_BYTES, fsync, parse_json, read_text
-from qerl.checkpoint.shards import read_json
+from qerl.base.errors import CheckpointError
+from qerl.base.files import JSON_BYTES, parse_json, read_text
 from qerl.config.names import OF_EXPERTS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from qerl.config.objectives import RunKind
     from qerl.model.experts import ExpertAdapter, Experts
 
 
-WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
-PIECES, PIECE_BYTES = 256, 1 << 16  # of a larger file, so many pieces are hashed, evenly spread over it
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
-
-
-def weights_digest(folder: Path, configs: Sequence[str] = CONFIGS) -> str:
-    """16 hex digits that change with a folder's safetensors files (names, sizes, contents: PIECES) and `configs`."""
-    total = hashlib.sha256()
-    for path in (folder / name for name in configs):
-        if path.is_file():
-            total.update(path.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        total.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            if size <= WHOLE_BYTES:
-                total.update(file.read())
-                continue
-            for piece in range(PIECES):
-                file.seek(piece * (size - PIECE_BYTES) // (PIECES - 1))
-                total.update(file.read(PIECE_BYTES))
-    return total.hexdigest()[:16]
-
-
 PEFT_PREFIX = "base_model.model."
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 OTHER_ADAPTERS = (
     "use_dora", "lora_bias", "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication",
     "megatron_config", "monteclora_config", "trainable_token_indices", "use_bdlora", "use_qalora",
@@ -304,140 +268,3 @@ def rank_in_file(config: Mapping[str, Any], where: str) -> int | None:
             "with one rank and the same alpha / rank"
         )
     return rank
-
-
-CHECKSUMS = "checksums.json"
-
-
-def seal(folder: Path) -> None:
-    """Flush every file to disk, then write the checksums."""
-    sums = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        sums[file.relative_to(folder).as_posix()] = _sha256(file)
-        fsync(file)
-    target = folder / CHECKSUMS
-    target.write_text(json.dumps(sums, indent=1), encoding="utf-8")
-    fsync(target)
-    fsync(folder)
-
-
-def read_sums(folder: Path) -> dict[str, str] | None:
-    """The checksums by file name; None if they cannot be read. What is not an object comes back empty."""
-    try:
-        sums = parse_json(read_text(folder / CHECKSUMS, JSON_BYTES))
-    except (OSError, ValueError):
-        return None
-    return sums if isinstance(sums, dict) else {}
-
-
-def damage_of(folder: Path, expected: Collection[str], only: Collection[str] | None = None) -> str | None:
-    """What is wrong with a folder that has to hold the `expected` files; None if it is good. `only` these files are
-    compared, if it is given."""
-    sums = read_sums(folder)
-    if sums is None:
-        return f"it has no readable {CHECKSUMS}"
-    if unlisted := sorted(set(expected) - set(sums)):
-        return f"{CHECKSUMS} does not list {', '.join(unlisted)}"
-    for name, sum_ in sums.items():
-        if only is not None and name not in only:
-            continue
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if _sha256(file) != sum_:
-            return f"{name} does not match its checksum"
-    return None
-
-
-def adapter_damage(folder: Path) -> str | None:
-    """What is wrong with the files of an adapter. One that another program saved has no checksums, and counts as good;
-    a checkpoint, which holds the trainer's state too, does not."""
-    if (folder / CHECKSUMS).exists():
-        return damage_of(folder, ADAPTER_FILES, only=ADAPTER_FILES)
-    return f"it has no {CHECKSUMS}" if (folder / "trainer_state.json").exists() else None
-
-
-def adapters_of_run(run: Path) -> list[Path]:
-    """The folders with an adapter that a run has saved: its result first, then checkpoints from the newest back, then
-    the adapter of its best validation."""
-    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
-    saved.sort(key=lambda folder: ([int(number) for number in re.findall(r"\d+", folder.name)], folder), reverse=True)
-    return [path for path in (run / "adapter", *saved, run / "best") if (path / "adapter_config.json").is_file()]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-BASE, MODEL, WEIGHTS = "base", "model", "weights"
-STEP = re.compile(r"step-(\d+)")
-
-logger = logging.getLogger(__name__)
-
-
-def kind_of_run(run: Path) -> RunKind:
-    """What kind of run it is, by run.json; where that does not say it, as in an earlier version's, by its recipe."""
-    from qerl.config.objectives import RunKind
-    from qerl.config.recipe import read_config
-
-    with contextlib.suppress(CheckpointError, ValueError):
-        return RunKind.model_validate(read_json(run / "run.json").get("kind"))
-    try:
-        return RunKind.of(read_config(run / "config.yaml")[0])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run / 'config.yaml'} cannot be read ({error}): give another run") from error
-
-
-def export_line(run: Path) -> str:
-    """The command that makes a model of such a run."""
-    return f"qerl export --run {run}"
-
-
-def model_of(run: Path) -> Path:
-    """The trained model of a finished run. Raises CheckpointError, which says to export it, if it is not there."""
-    folder = run / MODEL
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{run} trains through the quantizer and has not finished, so that it has no model yet: write "
-            f"`{export_line(run)}`, which makes one of its last checkpoint, and give that folder"
-        )
-    if damage := damage_of(folder, {"config.json"}):
-        raise CheckpointError(
-            f"{folder} is damaged ({damage}): write `qerl train --resume {run}`, which makes it anew, or "
-            f"`{export_line(run)}`, and give that folder"
-        )
-    return folder
-
-
-def checkpoint_of(run: Path, step: int | None = None) -> tuple[int, Path]:
-    """(step, folder) of the newest checkpoint of a run whose masters or adapter are whole, or of that of `step`.
-
-    Damaged ones are passed over with a warning. Raises CheckpointError if none is left, ConfigError for a `step` that
-    was not saved.
-    """
-    trained = [*run.glob(f"checkpoints/*/{WEIGHTS}"), *run.glob(f"checkpoints/*/{ADAPTER_FILES[0]}")]
-    named = ((STEP.fullmatch(path.parent.name), path.parent) for path in trained)
-    found = dict(sorted((int(match[1]), path) for match, path in named if match))
-    if not found:
-        raise CheckpointError(
-            f"{run} has saved no weights yet: let it reach its first checkpoint (run.save_every), or give another run"
-        )
-    if step is not None and step not in found:
-        raise ConfigError(f"--step {step}: {run} has no checkpoint of it: give one of {', '.join(map(str, found))}")
-    for one in [step] if step is not None else reversed(found):
-        if (damage := _damage(found[one])) is None:
-            return one, found[one]
-        logger.warning("%s is damaged: %s", found[one], damage)
-    raise CheckpointError(
-        f"{run} has no checkpoint left that is whole: put the files back, or give another step or run"
-    )
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with the masters or the adapter in a checkpoint; its other files are not read."""
-    if (checkpoint / ADAPTER_FILES[0]).is_file():
-        return adapter_damage(checkpoint)
-    sums = read_sums(checkpoint) or {}
-    names = [name for name in sums if name.startswith(f"{WEIGHTS}/")]
-    return damage_of(checkpoint, (), names) if names else f"it has no {CHECKSUMS} that lists its weights"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import mode_by_umask
-from qerl.checkpoint.adapter_file import ADAPTER_FILES, PEFT_PREFIX, weights_digest
-from qerl.checkpoint.folder import TRAINED_ON
+from qerl.checkpoint.adapter_file import PEFT_PREFIX
+from qerl.checkpoint.folder import ADAPTER_FILES, TRAINED_ON, weights_digest
 from qerl.checkpoint.shards import read_json
 
 if TYPE_CHECKING:

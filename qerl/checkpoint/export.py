@@ -22,8 +22,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.hub import HUB_ID, reachable
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter import A_SUFFIX, B_SUFFIX, check_fit
-from qerl.checkpoint.adapter_file import BASE, MODEL, WEIGHTS, weights_digest
-from qerl.checkpoint.folder import beside, format_of
+from qerl.checkpoint.folder import BASE, MODEL, WEIGHTS, beside, format_of, weights_digest
 from qerl.checkpoint.output import copy_small_files, write_json, write_weights
 from qerl.checkpoint.resolve import model_in_recipe, resolve_model
 from qerl.checkpoint.shards import TensorInfo, TensorReader, read_json, read_tensors, with_own_head

@@ -1,20 +1,38 @@
-"""What a single folder contains: its kind, its number format, and the model that it names as its base or was made from.
+"""What a folder is: a model, an adapter or a run; what it names as its base, what it holds, and whether it is whole.
 
-`qerl.checkpoint.resolve` follows the names from folder to folder. Importing this loads neither torch nor transformers.
+`qerl.checkpoint.resolve` follows the names from folder to folder. A run's checkpoints and its result are sealed: they
+carry a checksum of each file, so that a lost bit is noticed. A run that trains through the quantizer has
+
+    base/                          the packed model that the run began with
+    checkpoints/step-*/weights/    the masters; a run that trains an adapter has its files in checkpoints/step-*/
+    model/                         after the last step: the trained model, packed
+
+Importing this loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import logging
 import os
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qerl import formats
-from qerl.base.errors import CheckpointError
-from qerl.base.files import expanded
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.files import JSON_BYTES, expanded, fsync, parse_json, read_text
 from qerl.checkpoint.hub import check_links
 from qerl.checkpoint.shards import read_json
 from qerl.formats.base import Format
+
+if TYPE_CHECKING:
+    from qerl.config.objectives import RunKind
+
+logger = logging.getLogger(__name__)
 
 ModelKind = Literal["base16", "quantized", "adapter", "run"]
 
@@ -131,3 +149,202 @@ def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:
 def quantize_line(model: str, format: Format) -> str:
     """The command that makes the folder of a model in a quantized format."""
     return f"qerl quantize --model {model}{'' if format is formats.DEFAULT else f' --scheme {format.name}'}"
+
+
+WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
+PIECES, PIECE_BYTES = 256, 1 << 16  # of a larger file, so many pieces are hashed, evenly spread over it
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+
+
+def weights_digest(folder: Path, configs: Sequence[str] = CONFIGS) -> str:
+    """16 hex digits that change with a folder's safetensors files (names, sizes, contents: PIECES) and `configs`."""
+    total = hashlib.sha256()
+    for path in (folder / name for name in configs):
+        if path.is_file():
+            total.update(path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                total.update(file.read())
+                continue
+            for piece in range(PIECES):
+                file.seek(piece * (size - PIECE_BYTES) // (PIECES - 1))
+                total.update(file.read(PIECE_BYTES))
+    return total.hexdigest()[:16]
+
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+CHECKSUMS = "checksums.json"
+
+
+def seal(folder: Path) -> None:
+    """Flush every file to disk, then write the checksums."""
+    sums = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sums[file.relative_to(folder).as_posix()] = _sha256(file)
+        fsync(file)
+    target = folder / CHECKSUMS
+    target.write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    fsync(target)
+    fsync(folder)
+
+
+def read_sums(folder: Path) -> dict[str, str] | None:
+    """The checksums by file name; None if they cannot be read. What is not an object comes back empty."""
+    try:
+        sums = parse_json(read_text(folder / CHECKSUMS, JSON_BYTES))
+    except (OSError, ValueError):
+        return None
+    return sums if isinstance(sums, dict) else {}
+
+
+def damage_of(folder: Path, expected: Collection[str], only: Collection[str] | None = None) -> str | None:
+    """What is wrong with a folder that has to hold the `expected` files; None if it is good. `only` these files are
+    compared, if it is given."""
+    sums = read_sums(folder)
+    if sums is None:
+        return f"it has no readable {CHECKSUMS}"
+    if unlisted := sorted(set(expected) - set(sums)):
+        return f"{CHECKSUMS} does not list {', '.join(unlisted)}"
+    for name, sum_ in sums.items():
+        if only is not None and name not in only:
+            continue
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != sum_:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def adapter_damage(folder: Path) -> str | None:
+    """What is wrong with the files of an adapter. One that another program saved has no checksums, and counts as good;
+    a checkpoint, which holds the trainer's state too, does not."""
+    if (folder / CHECKSUMS).exists():
+        return damage_of(folder, ADAPTER_FILES, only=ADAPTER_FILES)
+    return f"it has no {CHECKSUMS}" if (folder / "trainer_state.json").exists() else None
+
+
+def adapters_of_run(run: Path) -> list[Path]:
+    """The folders with an adapter that a run has saved: its result first, then checkpoints from the newest back, then
+    the adapter of its best validation."""
+    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
+    saved.sort(key=lambda folder: ([int(number) for number in re.findall(r"\d+", folder.name)], folder), reverse=True)
+    return [path for path in (run / "adapter", *saved, run / "best") if (path / "adapter_config.json").is_file()]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+BASE, MODEL, WEIGHTS = "base", "model", "weights"
+STEP = re.compile(r"step-(\d+)")
+
+
+def kind_of_run(run: Path) -> RunKind:
+    """What kind of run it is, by run.json; where that does not say it, as in an earlier version's, by its recipe."""
+    from qerl.config.objectives import RunKind
+    from qerl.config.recipe import read_config
+
+    with contextlib.suppress(CheckpointError, ValueError):
+        return RunKind.model_validate(read_json(run / "run.json").get("kind"))
+    try:
+        return RunKind.of(read_config(run / "config.yaml")[0])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run / 'config.yaml'} cannot be read ({error}): give another run") from error
+
+
+def export_line(run: Path) -> str:
+    """The command that makes a model of such a run."""
+    return f"qerl export --run {run}"
+
+
+def model_of(run: Path) -> Path:
+    """The trained model of a finished run. Raises CheckpointError, which says to export it, if it is not there."""
+    folder = run / MODEL
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{run} trains through the quantizer and has not finished, so that it has no model yet: write "
+            f"`{export_line(run)}`, which makes one of its last checkpoint, and give that folder"
+        )
+    if damage := damage_of(folder, {"config.json"}):
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}): write `qerl train --resume {run}`, which makes it anew, or "
+            f"`{export_line(run)}`, and give that folder"
+        )
+    return folder
+
+
+def checkpoint_of(run: Path, step: int | None = None) -> tuple[int, Path]:
+    """(step, folder) of the newest checkpoint of a run whose masters or adapter are whole, or of that of `step`.
+
+    Damaged ones are passed over with a warning. Raises CheckpointError if none is left, ConfigError for a `step` that
+    was not saved.
+    """
+    trained = [*run.glob(f"checkpoints/*/{WEIGHTS}"), *run.glob(f"checkpoints/*/{ADAPTER_FILES[0]}")]
+    named = ((STEP.fullmatch(path.parent.name), path.parent) for path in trained)
+    found = dict(sorted((int(match[1]), path) for match, path in named if match))
+    if not found:
+        raise CheckpointError(
+            f"{run} has saved no weights yet: let it reach its first checkpoint (run.save_every), or give another run"
+        )
+    if step is not None and step not in found:
+        raise ConfigError(f"--step {step}: {run} has no checkpoint of it: give one of {', '.join(map(str, found))}")
+    for one in [step] if step is not None else reversed(found):
+        if (damage := _damage(found[one])) is None:
+            return one, found[one]
+        logger.warning("%s is damaged: %s", found[one], damage)
+    raise CheckpointError(
+        f"{run} has no checkpoint left that is whole: put the files back, or give another step or run"
+    )
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the masters or the adapter in a checkpoint; its other files are not read."""
+    if (checkpoint / ADAPTER_FILES[0]).is_file():
+        return adapter_damage(checkpoint)
+    sums = read_sums(checkpoint) or {}
+    names = [name for name in sums if name.startswith(f"{WEIGHTS}/")]
+    return damage_of(checkpoint, (), names) if names else f"it has no {CHECKSUMS} that lists its weights"
+
+
+def adapter_of_run(run: Path) -> Path:
+    """The adapter that a finished run wrote, or else its last checkpoint's (`checkpoints/step-000040`).
+
+    Damaged ones are passed over, with a warning. Raises CheckpointError if none is left.
+    """
+    if not kind_of_run(run).has_adapter:
+        raise CheckpointError(
+            f"{run} trains whole weights, and has no adapter: write `{export_line(run)}`, which makes a model of it"
+        )
+    saved, damaged = adapters_of_run(run), []
+    for folder in saved:
+        if damage := adapter_damage(folder):
+            damaged.append(f"{folder.relative_to(run)} is damaged ({damage})")
+            continue
+        for text in damaged:
+            logger.warning("%s: %s; %s is taken instead", run, text, folder.relative_to(run))
+        return whole_adapter(folder)
+    if damaged:
+        raise CheckpointError(
+            f"{run} has no adapter left that is whole: {', '.join(damaged)}; put the files back, or give another run"
+        )
+    raise CheckpointError(
+        f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+    )
+
+
+def whole_adapter(folder: Path) -> Path:
+    """`folder`, if it holds an adapter whose files are there and undamaged; CheckpointError otherwise."""
+    check_links(folder)
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
+    if damage := adapter_damage(folder):
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}): give another checkpoint, or the run, whose newest whole adapter is then "
+            f"taken; if you changed the file yourself, delete {CHECKSUMS} there"
+        )
+    return folder

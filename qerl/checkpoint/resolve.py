@@ -22,14 +22,6 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import close_to, expanded, is_path, no_folder
 from qerl.checkpoint.activations import check_experts
-from qerl.checkpoint.adapter_file import (
-    CHECKSUMS,
-    adapter_damage,
-    adapters_of_run,
-    export_line,
-    kind_of_run,
-    model_of,
-)
 from qerl.checkpoint.base_start import BaseStart, find_start, start_beside, start_of_adapter
 from qerl.checkpoint.folder import (
     CHECKPOINTS,
@@ -39,60 +31,26 @@ from qerl.checkpoint.folder import (
     TINY_FOLDER,
     WORDS,
     ModelKind,
+    adapter_of_run,
     beside,
     default_quantized_dir,
     embedded_folder,
+    export_line,
     format_of,
     kind_of,
+    kind_of_run,
+    model_of,
     model_of_adapter,
     quantize_line,
     quantized_from,
     resting_kind,
+    whole_adapter,
 )
-from qerl.checkpoint.hub import check_links, config_folder, is_hub_id
+from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.shards import weight_files
 from qerl.formats.base import Format
 
 logger = logging.getLogger(__name__)
-
-
-def adapter_of_run(run: Path) -> Path:
-    """The adapter that a finished run wrote, or else its last checkpoint's (`checkpoints/step-000040`).
-
-    Damaged ones are passed over, with a warning. Raises CheckpointError if none is left.
-    """
-    if not kind_of_run(run).has_adapter:
-        raise CheckpointError(
-            f"{run} trains whole weights, and has no adapter: write `{export_line(run)}`, which makes a model of it"
-        )
-    saved, damaged = adapters_of_run(run), []
-    for folder in saved:
-        if damage := adapter_damage(folder):
-            damaged.append(f"{folder.relative_to(run)} is damaged ({damage})")
-            continue
-        for text in damaged:
-            logger.warning("%s: %s; %s is taken instead", run, text, folder.relative_to(run))
-        return whole_adapter(folder)
-    if damaged:
-        raise CheckpointError(
-            f"{run} has no adapter left that is whole: {', '.join(damaged)}; put the files back, or give another run"
-        )
-    raise CheckpointError(
-        f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
-    )
-
-
-def whole_adapter(folder: Path) -> Path:
-    """`folder`, if it holds an adapter whose files are there and undamaged; CheckpointError otherwise."""
-    check_links(folder)
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
-    if damage := adapter_damage(folder):
-        raise CheckpointError(
-            f"{folder} is damaged ({damage}): give another checkpoint, or the run, whose newest whole adapter is then "
-            f"taken; if you changed the file yourself, delete {CHECKSUMS} there"
-        )
-    return folder
 
 
 RUNS = Path("runs")

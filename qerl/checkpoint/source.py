@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter_file import export_line, kind_of_run
 from qerl.checkpoint.experts import TITLES, Decoder, check_numbers, check_uncapped, decoder_of, fused, matching
-from qerl.checkpoint.folder import WORDS, kind_of
+from qerl.checkpoint.folder import WORDS, export_line, kind_of, kind_of_run
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import resolve_model

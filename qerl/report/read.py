@@ -17,7 +17,7 @@ from pydantic import FiniteFloat, PlainValidator, model_validator
 from qerl.base.errors import DataError
 from qerl.base.files import no_folder
 from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_rows
-from qerl.checkpoint.adapter_file import adapter_damage, adapters_of_run
+from qerl.checkpoint.folder import adapter_damage, adapters_of_run
 from qerl.config.objectives import RunKind
 from qerl.config.recipe import read_config
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, QerlError
 from qerl.base.files import replace_text
-from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint import folder as sealed
 from qerl.checkpoint.activations import rounds_to_four_bits
-from qerl.checkpoint.adapter_file import BASE, STEP, checkpoint_of, kind_of_run, read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
-from qerl.checkpoint.folder import REPORT, resting_kind
+from qerl.checkpoint.folder import BASE, REPORT, STEP, checkpoint_of, kind_of_run, resting_kind
 from qerl.checkpoint.output import (
     EXPORT_REPORT,
     MERGE_REPORT,

@@ -11,7 +11,7 @@ from small_run import numbers, small_config
 from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, run_backward, with_plan
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter_file import weights_digest
+from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import load_model
 from qerl.config.recipe import load_recipe
 from qerl.model.packed_attention import hidden_states, packed_attention_of

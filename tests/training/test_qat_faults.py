@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from small_run import numbers, small_config
 
 from qerl.base.errors import CheckpointError, EngineError
-from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint import folder as sealed
 from qerl.cli.main import app
 from qerl.cli.terminal import run_command
 from qerl.config.recipe import load_config, save_config

@@ -18,7 +18,8 @@ import training.rollout.sampler
 import training.run
 import training.trainer
 from qerl.base.errors import ConfigError, DataError, EngineError, RewardError
-from qerl.checkpoint.adapter_file import CHECKSUMS, read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.folder import CHECKSUMS
 from qerl.checkpoint.resolve import resolve_model
 from qerl.config.recipe import load_config, save_config
 from training.run import resume, start

@@ -27,7 +27,8 @@ from qerl.checkpoint.adapter import (
     reference_tensors,
     save_adapter,
 )
-from qerl.checkpoint.adapter_file import WEIGHTS, read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.folder import WEIGHTS
 from qerl.checkpoint.output import write_weights
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import by_layer

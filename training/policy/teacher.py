@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.adapter_file import weights_digest
+from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, teacher_model
 from qerl.checkpoint.shards import read_json

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import fsync, refusal_of
-from qerl.checkpoint import adapter_file as sealed
-from qerl.checkpoint.adapter_file import ADAPTER_FILES, WEIGHTS
+from qerl.checkpoint import folder as sealed
+from qerl.checkpoint.folder import ADAPTER_FILES, WEIGHTS
 
 logger = logging.getLogger(__name__)
 

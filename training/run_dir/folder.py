@@ -18,7 +18,7 @@ from qerl.base.errors import ConfigError
 from qerl.base.files import expanded
 from qerl.base.program import ROWS
 from qerl.base.read_back import read_object
-from qerl.checkpoint.adapter_file import BASE
+from qerl.checkpoint.folder import BASE
 from qerl.report.read import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG

@@ -20,18 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import (
+from qerl.checkpoint.base_start import start_of_adapter
+from qerl.checkpoint.export import read_trained, write_trained
+from qerl.checkpoint.folder import (
     ADAPTER_FILES,
     MODEL,
     adapter_damage,
+    beside,
     damage_of,
     export_line,
+    model_of_adapter,
     read_sums,
     seal,
 )
-from qerl.checkpoint.base_start import start_of_adapter
-from qerl.checkpoint.export import read_trained, write_trained
-from qerl.checkpoint.folder import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.config.recipe import load_config
 from qerl.report.read import sampling_text

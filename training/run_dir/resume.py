@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import expanded, is_path, no_folder, replace_text
-from qerl.checkpoint.adapter_file import MODEL, weights_digest
-from qerl.checkpoint.folder import beside
+from qerl.checkpoint.folder import MODEL, beside, weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import RUNS, starting_model
 from qerl.config.recipe import load_config, save_config

@@ -18,10 +18,9 @@ import torch
 
 from qerl import formats
 from qerl.base.errors import ConfigError, DataError
-from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint import folder as sealed
 from qerl.checkpoint.activations import input_scales, with_input_scales
-from qerl.checkpoint.adapter_file import BASE
-from qerl.checkpoint.folder import REPORT
+from qerl.checkpoint.folder import BASE, REPORT
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
 from qerl.checkpoint.resolve import ModelRef, resolve_model

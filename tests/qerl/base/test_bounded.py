@@ -8,7 +8,7 @@ import pytest
 from qerl.base.errors import CheckpointError, DataError
 from qerl.base.files import DEPTH, parse_json, read_bytes
 from qerl.base.read_back import Shape, read_object, read_rows
-from qerl.checkpoint.adapter_file import CHECKSUMS, read_sums
+from qerl.checkpoint.folder import CHECKSUMS, read_sums
 from qerl.checkpoint.shards import read_header, read_json, read_tensors
 from qerl.config import yaml_text
 from qerl.config.recipe import read_config

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import BASE, kind_of_run
+from qerl.checkpoint.folder import BASE, kind_of_run
 from qerl.config.objectives import RunKind
 from qerl.config.recipe import load_recipe, recipe_names, save_config
 

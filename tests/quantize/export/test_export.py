@@ -14,7 +14,7 @@ import quantize.export.run
 from eval.run import run_checkpoints, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint import adapter_file as sealed
+from qerl.checkpoint import folder as sealed
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.checkpoint.shards import read_json

@@ -7,7 +7,7 @@ from small_run import small_config
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
-from qerl.checkpoint.adapter_file import WEIGHTS
+from qerl.checkpoint.folder import WEIGHTS
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.shards import SINGLE
 from qerl.engine.interface import SamplingParams

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from small_run import numbers, small_config
 
-from qerl.checkpoint.adapter_file import WEIGHTS
+from qerl.checkpoint.folder import WEIGHTS
 from qerl.plan.engine_memory import CARDS
 from qerl.plan.sizes import KNOWN, sizes_of
 from training.preflight.plan import plan, settled_for

@@ -12,7 +12,7 @@ import pytest
 from small_run import numbers, small_config
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import CHECKSUMS
+from qerl.checkpoint.folder import CHECKSUMS
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
 from training.run_dir.checkpoint import FILES, checkpoint_step, checkpoints, newest_checkpoint, write_checkpoint

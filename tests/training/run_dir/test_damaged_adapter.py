@@ -7,7 +7,7 @@ import pytest
 from small_run import same_adapters, small_config
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import CHECKSUMS
+from qerl.checkpoint.folder import CHECKSUMS
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.report.read import read_run
 from training.run import resume, start

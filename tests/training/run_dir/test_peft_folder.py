@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 import qerl.checkpoint.resolve
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.adapter_file import CHECKSUMS, read_adapter, seal
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, BaseStart, TrainedStart, digest_of, read_start, start_of_adapter
-from qerl.checkpoint.folder import REPORT
+from qerl.checkpoint.folder import CHECKSUMS, REPORT, seal
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, card_text, plain_base
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qerl.checkpoint.adapter_file import adapter_damage, seal
+from qerl.checkpoint.folder import adapter_damage, seal
 from training.run_dir.checkpoint import FILES, checkpoint_path
 from training.run_dir.result import settle_best, settle_result
 from training.run_dir.verdict import Best
