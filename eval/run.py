@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,7 +29,7 @@ from qerl.base.own_function import LateError
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.folder import export_line, kind_of, kind_of_run
 from qerl.checkpoint.load import text_of_engine
-from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.checkpoint.resolve import describe
 from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import Grade, grade_many
 from qerl.data.tasks import Task
@@ -98,15 +98,17 @@ class EngineHolder:
 
     def take(self, plan: Plan) -> Engine:
         """The plan's engine with its adapter acting. Raises CheckpointError or EngineError."""
-        adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref)
-        options = engine_options(plan, None if adapter is None else adapter.tensors)
+        from qerl.checkpoint.adapter import read_fitting_adapter
+
+        adapter = None if plan.ref.adapter is None else read_fitting_adapter(plan.ref.adapter, plan.ref.base)
+        options = engine_options(plan, adapter and adapter[0])
         key = (plan.ref.base, plan.ref.format, options, adapter is None)
         if self.engine is None or key != self._key:
             self.close()
             self.engine, self._key = open_engine(plan.ref.base, plan.ref.format, options), key
             logger.info("engine %s, %s", self.engine.name, self.engine.kernel)
         if adapter is not None:
-            count = deliver(AdapterUpdate(adapter.tensors, adapter.scaling), self.engine)
+            count = deliver(AdapterUpdate(*adapter), self.engine)
             logger.info("adapter %s: %d tensors are in the engine", plan.ref.adapter, count)
         return self.engine
 
@@ -172,19 +174,6 @@ def engine_options(plan: Plan, adapter: Mapping[str, torch.Tensor] | None) -> En
     context = max(len(prompt.ids) for prompt in plan.prompts) + plan.sampling.max_new_tokens
     options = replace(plan.settings.engine_options(), max_context=context, start=plan.ref.start)
     return options if adapter is None else options.for_adapter(adapter)
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    tensors: Mapping[str, torch.Tensor]
-    scaling: float
-
-
-def _read_adapter(ref: ModelRef) -> _Adapter:
-    from qerl.checkpoint.adapter import read_fitting_adapter
-
-    tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
-    return _Adapter(tensors, scaling)
 
 
 def complete(

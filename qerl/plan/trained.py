@@ -49,12 +49,9 @@ class Adapter:
     adapter: AdapterConfig
     qat: QatConfig | None
     format: str  # of the base
-    optimizer: str
+    state_bytes: int  # the optimizer's moments, per parameter
 
-    @property
-    def moments_bytes(self) -> int:
-        """Of the optimizer, per parameter."""
-        return 2 if self.optimizer in ("auto", "adamw_8bit") else 8
+    gradient_bytes = 0  # of the gradient of a trained weight, if the weights themselves have one
 
     def trained(self, sizes: ModelSizes, ranks: int = 1) -> Trained:
         """Its size in a model. Of weights that `ranks` share out, what the rank with the most has.
@@ -63,7 +60,7 @@ class Adapter:
         """
         adapter = self.adapter
         count = sizes.adapter(adapter.rank, adapter.targets) + expert_parameters(adapter, sizes)
-        return Trained("adapter", count, BYTES[adapter.dtype], self.moments_bytes, ADAPTER_WORK)
+        return Trained("adapter", count, BYTES[adapter.dtype], self.state_bytes, ADAPTER_WORK)
 
     @property
     def start_rank(self) -> int:
@@ -92,11 +89,6 @@ class Adapter:
         """The 16-bit weights that an adapter is added to when it is packed; 0 in runs that keep none."""
         return 0
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the gradient of a trained weight; 0 where the weights themselves have none."""
-        return 0
-
 
 class PackedAdapter(Adapter):
     """An adapter that each sync packs into the base."""
@@ -121,7 +113,7 @@ class Weights(Adapter):
         passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
         width = self.gradient_bytes
         gradient = width * (count + passing) / count
-        return Trained(f"masters ({masters_dtype(self.qat)})", count, width, self.moments_bytes, gradient)
+        return Trained(f"masters ({masters_dtype(self.qat)})", count, width, self.state_bytes, gradient)
 
     @property
     def gradient_bytes(self) -> int:
@@ -130,9 +122,8 @@ class Weights(Adapter):
 
 def trainee(adapter: AdapterConfig, qat: QatConfig | None, format: str, optimizer: str) -> Adapter:
     """What a recipe trains, over a base in that format."""
-    mode = "beside" if qat is None else qat.mode
-    kind = {"beside": Adapter, "adapter": PackedAdapter, "weights": Weights}[mode]
-    return kind(adapter, qat, format, optimizer)
+    kind = Adapter if qat is None else {"adapter": PackedAdapter, "weights": Weights}[qat.mode]
+    return kind(adapter, qat, format, 2 if optimizer in ("auto", "adamw_8bit") else 8)
 
 
 def expert_parameters(adapter: AdapterConfig, sizes: ModelSizes) -> int:

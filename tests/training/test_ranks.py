@@ -230,6 +230,16 @@ def test_costly_micro_batches_are_dealt_first():
 def test_fewer_groups_than_ranks_are_refused():
     with pytest.raises(ConfigError, match="prompts_per_step: 1 gives 2 processes less than a group each: write 2"):
         check_ranks(load_recipe("tiny", ["rollout.prompts_per_step=1"]), 2)
+    with pytest.raises(ConfigError, match="rows_per_step: 1 gives 2 processes less than a row each: write 2 or more"):
+        check_ranks(load_recipe("sft_tiny", ["sft.rows_per_step=1"]), 2)
+
+
+@pytest.mark.parametrize("recipe", ["qat_tiny", "sft_tiny"])
+def test_ranks_that_share_masters_do_not_multiply_by_them(recipe):
+    config = load_recipe(recipe, ["qat.forward=masters", "loss.correction.mode=token_truncate"])
+    check_ranks(config, 1)
+    with pytest.raises(ConfigError, match=r"qat\.forward: masters multiplies by weights .* write --gpus 1"):
+        check_ranks(config, 2)
 
 
 def test_the_largest_of_each_metric_counts():

@@ -293,17 +293,12 @@ def _shown(key: str, value: object) -> str:
 
 def check_ranks(config: RunConfig, size: int) -> None:
     """Raise ConfigError for a run that cannot be shared by so many processes."""
+    key, count, what = "rollout.prompts_per_step", config.rollout.prompts_per_step, "group"
     if config.sft is not None:
-        if config.sft.rows_per_step < size:
-            raise ConfigError(
-                f"sft.rows_per_step: {config.sft.rows_per_step} gives {size} processes less than a row each: write "
-                f"{size} or more, or start fewer"
-            )
-        return
-    if config.rollout.prompts_per_step < size:
+        key, count, what = "sft.rows_per_step", config.sft.rows_per_step, "row"
+    if count < size:
         raise ConfigError(
-            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "
-            f"each: write {size} or more, or start fewer"
+            f"{key}: {count} gives {size} processes less than a {what} each: write {size} or more, or start fewer"
         )
     if size > 1 and config.qat is not None and config.qat.forward == "masters":
         raise ConfigError(
