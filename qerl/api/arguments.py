@@ -59,6 +59,9 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
+MOST_ROWS, MOST_BYTES = 1_000_000, 2**30  # of rows without a length, such as a generator's
+
+
 @contextmanager
 def as_before() -> Iterator[None]:
     """Within it libraries are quiet; afterwards the program's state is what it was. Imports torch."""
@@ -176,13 +179,20 @@ def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
     """
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas table, which would give its columns' names
         data = data.to_dict("records")
-    rows = []
+    rows, size = [], 0
     try:
         for number, row in enumerate(data, start=1):
+            if not hasattr(data, "__len__") and (number > MOST_ROWS or size > MOST_BYTES):
+                raise DataError(
+                    f"data gives more than {number - 1} rows and has no length: is there an end? Give a list, such as "
+                    "list(itertools.islice(data, 10_000)), or write the rows to a file and give its path"
+                )
             if not isinstance(row, Mapping):
                 raise DataError(f"row {number} of data is {_short(row)}: give mappings, such as {{'prompt': ...}}")
-            rows.append(json.loads(json.dumps(dict(row), default=_listed, allow_nan=False)))
-    except (TypeError, ValueError) as error:
+            text = json.dumps(dict(row), default=_listed, allow_nan=False)
+            size += len(text)
+            rows.append(json.loads(text))
+    except (TypeError, ValueError, RecursionError) as error:
         where = f"row {len(rows) + 1} of data cannot be kept as JSON" if rows or not _is_scalar(data) else "data is"
         what = f" ({error})" if where != "data is" else f" {_short(data)}"
         raise DataError(

@@ -34,7 +34,7 @@ from qerl.data.messages import (
     with_input,
     with_system,
 )
-from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows
+from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows, names_of
 from qerl.data.tasks import Task, build_messages, get_task, task_of
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
     listed = prompt in LISTS or any(as_messages(row.get(prompt)) is not None for row in present)
     if prompt is None or (answer is None and not listed):
         raise DataError(
-            f"{name} has no column of conversations (its columns: {', '.join(there)}): give `messages`, or `prompt` "
+            f"{name} has no column of conversations (its columns: {names_of(there)}): give `messages`, or `prompt` "
             "and `completion`, or map yours with --columns question=THEIR_PROMPT,answer=THEIR_COMPLETION (a recipe: "
             "data.columns)"
         )

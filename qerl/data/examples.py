@@ -40,7 +40,7 @@ from qerl.data.messages import (
     with_input,
     with_system,
 )
-from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows
+from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows, names_of
 from qerl.data.tasks import Example, Task
 
 NAMED = 2  # rows named for each reason
@@ -388,7 +388,7 @@ def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[
         if not matches and key == "answer" and key not in asked and task.free_form:
             continue
         if not matches:
-            names = ", ".join(dict.fromkeys(str(name) for row in present for name in row))
+            names = names_of(name for row in present for name in row)
             raise DataError(
                 f"{source} has no column {' or '.join(map(repr, dict.fromkeys(wanted)))} for the {key} (its columns: "
                 f"{names}); map them, for example --columns question=problem,answer=solution "

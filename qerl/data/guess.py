@@ -10,7 +10,7 @@ from typing import Any, Literal
 from qerl.base.errors import DataError
 from qerl.data.formulas.number import parse_number
 from qerl.data.messages import as_messages, read_messages
-from qerl.data.rows import is_empty, local_rows
+from qerl.data.rows import is_empty, local_rows, names_of
 
 PEEK, COUNTED = 200, 10_000  # rows that are looked at, and that are counted
 # By the habits of published data sets: OpenAI's, Alpaca's, GSM8K's, verl's and TRL's among them.
@@ -48,7 +48,7 @@ def guess(source: str) -> Guess:
     question = next((name for name in ASKS if _asks(rows, name)), None)
     if question is None:
         raise DataError(
-            f"{source} has no column that asks (its columns: {', '.join(names)}): rename one to prompt, with text, "
+            f"{source} has no column that asks (its columns: {names_of(names)}): rename one to prompt, with text, "
             "or to messages, with a list of {role, content}"
         )
     answer = next((name for name in ANSWERS if name != question and _some(rows, name)), None)

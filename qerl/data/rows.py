@@ -13,8 +13,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import logging
 import os
 import re
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from qerl.config.data import DataConfig, RewardConfig, SourceConfig, SourceValidationConfig
     from qerl.config.schema import RunConfig
 
+
+logger = logging.getLogger(__name__)
 
 NOT_AVAILABLE = ("nan", "<na>", "nat")  # what pandas writes for an empty cell whose column it turns into text
 _PANDAS = ("NAType", "NaTType")
@@ -68,6 +72,9 @@ ROW_BYTES = 16 * 2**20
 COLUMNS = 1000
 EXPANSION, SMALL = 50, 64 * 2**20  # text of questions and answers packs to a third or a tenth; up to SMALL all is read
 LEAST_ROW = 256  # what a row counts at least, since an empty one takes time too
+PARQUET_ROW = 1024  # the same of parquet, whose rows take longest
+SHOWN = 20  # names of columns in a message
+SAY_S = 15.0  # after which it is said how far the reading of a file is
 
 
 class Budget:
@@ -118,6 +125,13 @@ def size_of(value: Any) -> int:
     if isinstance(value, dict):
         return 64 + sum(map(size_of, value.values()))
     return 64 + sum(map(size_of, value)) if isinstance(value, list | tuple) else 32
+
+
+def names_of(columns: Iterable[object]) -> str:
+    """The names of columns, each once and shortened, as a message shows them."""
+    names = [str(name)[:60] for name in dict.fromkeys(columns)]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _asked_gib() -> float | None:
@@ -212,8 +226,12 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
     files = _files_of_split(path, split) if path.is_dir() else [path]
     for file in files:
         prefix = "" if len(files) == 1 else f"{file.name} "
+        said = time.monotonic()
         try:
             for number, row in enumerate(_read_file(file), start=1):
+                if number % 10_000 == 0 and time.monotonic() - said > SAY_S:
+                    said = time.monotonic()
+                    logger.info("reading %s: %d rows so far", file, number)
                 yield f"{prefix}row {number}", row if isinstance(row, Mapping) else None
         except (OSError, EOFError, zlib.error, UnicodeError, csv.Error) as error:
             raise DataError(f"{file} cannot be read: {error}; is it complete, and UTF-8 text or parquet?") from error
@@ -320,11 +338,15 @@ def _read_csv(file: Path, lines: Iterator[str], delimiter: str) -> Iterator[dict
     csv.field_size_limit(ROW_BYTES)
     rows = csv.DictReader(lines, delimiter=delimiter)
     names = rows.fieldnames or ()
-    if len(names) > COLUMNS:
-        raise DataError(f"{file} has more than {COLUMNS} columns, and a row needs a question and an answer: keep these")
+    _check_columns(file, names)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{file} has two columns {twice[0]!r}, of which one would be lost: rename one")
     yield from (None if None in row else row for row in rows)  # more cells than columns: an unquoted comma
+
+
+def _check_columns(file: Path, names: Sequence[str]) -> None:
+    if len(names) > COLUMNS:
+        raise DataError(f"{file} has more than {COLUMNS} columns, and a row needs a question and an answer: keep these")
 
 
 def _whole(text: TextIO, budget: Budget) -> str:
@@ -347,6 +369,8 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
                 for group in range(opened.metadata.num_row_groups)
                 for number in range(len(paths))
             ]
+            _check_columns(file, opened.schema_arrow.names)
+            budget.check(PARQUET_ROW * opened.metadata.num_rows, f"rows ({opened.metadata.num_rows})")
             budget.check(sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in columns), "values")
         with parquet.ParquetFile(file, read_dictionary=paths) as opened:  # texts that rows share stay shared
             for batch in opened.iter_batches(batch_size=1000):

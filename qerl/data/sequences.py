@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import CheckpointError, DataError
 from qerl.base.sandbox import SandboxError, named, render_chat, render_text, said_of
 from qerl.data.messages import INPUT, INSTRUCTION, Written, as_messages
-from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
+from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows, names_of
 from qerl.data.tasks import TASKS, Example, Message, render_prompt
 
 if TYPE_CHECKING:
@@ -186,4 +186,4 @@ def _first_text(row: dict, keys: Iterable[str]) -> str:
 
 def fields_of(row: Any) -> str:
     """The names of a row's fields, for messages."""
-    return ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+    return names_of(row) if isinstance(row, dict) else type(row).__name__

@@ -1,6 +1,7 @@
 """Functions and rows as a program gives them."""
 
 import functools
+import itertools
 import threading
 from datetime import date
 
@@ -102,3 +103,23 @@ def test_one_call_at_a_time_has_the_process():
     assert (said, evaluate()) == ([5], 1)
     for name in ("train", "evaluate", "quantize", "merge", "export"):
         assert hasattr(getattr(training, name), "__wrapped__")
+
+
+def test_rows_without_an_end_are_refused(monkeypatch):
+    monkeypatch.setattr("qerl.api.arguments.MOST_ROWS", 1000)
+    with pytest.raises(DataError, match="data gives more than 1000 rows and has no length: is there an end"):
+        plain_rows({"prompt": str(number)} for number in itertools.count())
+    monkeypatch.setattr("qerl.api.arguments.MOST_BYTES", 1000)
+    with pytest.raises(DataError, match="has no length"):
+        plain_rows({"prompt": "long" * 99} for _ in range(9))
+    assert len(plain_rows([{"prompt": "a"}] * 1001)) == 1001
+    assert len(plain_rows({"prompt": "a"} for _ in range(9))) == 9
+
+
+def test_rows_that_nest_or_hold_a_generator_are_refused():
+    deep = []
+    for _ in range(3000):
+        deep = [deep]
+    for value in (deep, itertools.count(), (1 for _ in range(3))):
+        with pytest.raises(DataError, match="row 1 of data cannot be kept as JSON"):
+            plain_rows([{"prompt": value}])

@@ -60,6 +60,14 @@ def columns(path):
     path.write_text(",".join(f"c{number}" for number in range(5000)) + "\n" + "1\n" * 100_000)
 
 
+def wide_parquet(path):
+    parquet.write_table(pyarrow.table({f"c{number}": ["1"] for number in range(5000)}), path)
+
+
+def empty_rows(path):
+    parquet.write_table(pyarrow.table({"question": pyarrow.nulls(100_000, pyarrow.string())}), path)
+
+
 def sparse(path):
     with path.open("wb") as file:
         file.write(ROW.encode())
@@ -71,6 +79,7 @@ BOMBS = {
     "empty.jsonl.gz": empty_lines, "empty.csv.gz": empty_lines, "small.jsonl.gz": small_rows,
     "small.json.gz": small_rows, "rows.jsonl.gz": same_rows, "text.parquet": one_text_for_all,
     "list.parquet": long_list, "zeros.parquet": packed_zeros, "columns.csv": columns, "sparse.jsonl": sparse,
+    "columns.parquet": wide_parquet, "rows.parquet": empty_rows,
     "sparse.json": sparse, "sparse.csv": sparse,
 }  # fmt: skip
 
@@ -122,3 +131,21 @@ def test_rows_that_nest_deeply_are_left_out(tmp_path):
     deep = "[" * 100_000
     (tmp_path / "rows.jsonl").write_text(ROW + f'{{"question": "1+1?", "answer": "2", "extra": {deep}}}\n' + ROW)
     assert [row is None for _, row in local_rows(str(tmp_path / "rows.jsonl"), "train")] == [False, True, False]
+
+
+def test_a_row_with_many_columns_is_a_short_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({f"column {number}": "1" for number in range(20_000)}))
+    with pytest.raises(DataError, match=r"column 19 and 19980 more\)") as refused:
+        load_examples(get_task("arith"), str(tmp_path / "rows.jsonl"))
+    assert len(str(refused.value)) < 800
+
+
+def test_it_is_said_how_far_reading_is(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("qerl.data.rows.SAY_S", -1.0)
+    (tmp_path / "rows.jsonl").write_text(ROW * 20_001)
+    with caplog.at_level("INFO"):
+        assert len(list(local_rows(str(tmp_path / "rows.jsonl"), "train"))) == 20_001
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "10000 rows so far",
+        "20000 rows so far",
+    ]
