@@ -332,14 +332,32 @@ class ModelShapes:
     decoder: Decoder = field(default_factory=lambda: Decoder(0))  # which layers have experts
 
 
-def check_uncapped(config: Mapping[str, Any], name: str) -> None:
-    """Raise CheckpointError for a model that caps its logits: neither our attention nor our losses do that."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(key) is not None:
-            raise CheckpointError(
-                f"{name}: {config.get('model_type')} caps its logits ({key}: {config[key]}), which qerl does not "
-                "compute: give a Qwen2, Qwen3, Llama or Mistral model"
-            )
+ATTENTIONS = ("full_attention", "sliding_attention")  # kinds of layers that have keys and values for each token
+UNLIKE = {  # keys that make a decoder another one than we compute and plan, where they hold anything
+    "attn_logit_softcapping": "caps its logits",
+    "final_logit_softcapping": "caps its logits",
+    "linear_num_key_heads": "has layers with linear attention",
+    "kv_lora_rank": "compresses its keys and values",
+    "hidden_size_per_layer_input": "has embeddings for each layer",
+    "global_head_dim": "has heads of another size in some layers",
+    "num_kv_shared_layers": "shares keys and values between layers",
+}
+
+
+def check_decoder(config: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
+    found = [(key, config[key], what) for key, what in UNLIKE.items() if config.get(key)]
+    kinds = config.get("layer_types") or ()
+    found += [
+        ("layer_types", kind, f"has layers with {str(kind).replace('_', ' ')}")
+        for kind in kinds
+        if kind not in ATTENTIONS
+    ]
+    for key, value, what in found[:1]:
+        raise CheckpointError(
+            f"{name}: {config.get('model_type')} {what} ({key}: {value!r:.60}), which qerl does not compute: give a "
+            "Qwen2, Qwen3, Llama or Mistral model"
+        )
 
 
 def check_numbers(config: Mapping[str, Any], name: str) -> None:
@@ -372,7 +390,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
     Raises CheckpointError if one is missing or is not a whole number above 0.
     """
     config = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
-    check_uncapped(config, name)
+    check_decoder(config, name)
     for key in REQUIRED:
         if key not in config:
             raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")

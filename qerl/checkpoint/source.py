@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.experts import TITLES, Decoder, check_numbers, check_uncapped, decoder_of, fused, matching
+from qerl.checkpoint.experts import TITLES, Decoder, check_decoder, check_numbers, decoder_of, fused, matching
 from qerl.checkpoint.folder import WORDS, export_line, kind_of, kind_of_run
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.load import COMPUTED
@@ -151,7 +151,7 @@ def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
 
 
 def _check_config(folder: Path, config: dict) -> None:
-    check_uncapped(config, str(folder))
+    check_decoder(config, str(folder))
     if not isinstance(config.get("num_hidden_layers"), int):
         raise CheckpointError(f"{folder / 'config.json'} has no num_hidden_layers: {SUPPORTED}; give one of these")
     check_numbers(config, str(folder))

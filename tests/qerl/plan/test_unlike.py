@@ -1,0 +1,57 @@
+"""A decoder that is unlike those we compute, though its linears have their names, is refused with the reason."""
+
+import json
+
+import pytest
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+}
+OTHERS = {
+    "gemma2": ({"attn_logit_softcapping": 50.0}, "gemma2 caps its logits (attn_logit_softcapping: 50.0)"),
+    "qwen3_5_text": (
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16},
+        "qwen3_5_text has layers with linear attention (linear_num_key_heads: 16)",
+    ),
+    "zamba": ({"layer_types": ["mamba", "full_attention"]}, "zamba has layers with mamba (layer_types: 'mamba')"),
+    "gemma4_text": (
+        {"hidden_size_per_layer_input": 256, "global_head_dim": 512},
+        "gemma4_text has embeddings for each layer (hidden_size_per_layer_input: 256)",
+    ),
+    "gemma4_unified_text": ({"global_head_dim": 512}, "has heads of another size in some layers"),
+    "deepseek_v3": ({"kv_lora_rank": 512}, "deepseek_v3 compresses its keys and values"),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "quantize"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_another_decoder_is_refused_once_and_the_reason_is_named(here, command, family, tmp_path):
+    keys, message = OTHERS[family]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SIZES, **keys}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    code, _, stderr = here(command, "--model", tmp_path)
+    assert code == 2
+    assert stderr.count(message) == 1
+    assert stderr.count("error:") == 1
+
+
+def test_the_text_part_of_a_model_for_pictures_is_looked_at(here, tmp_path):
+    text = {"model_type": "qwen3_5_text", **SIZES, **OTHERS["qwen3_5_text"][0]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    code, _, stderr = here("plan", "--model", tmp_path)
+    assert code == 2
+    assert "qwen3_5_text has layers with linear attention" in stderr
+
+
+@pytest.mark.parametrize(
+    "keys", [{"layer_types": ["sliding_attention", "full_attention"]}, {"num_kv_shared_layers": 0}]
+)
+def test_what_is_like_ours_is_planned(here, keys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SIZES, **keys}))
+    code, stdout, stderr = here("plan", "--model", tmp_path, "--gpu", "24")
+    assert "does not compute" not in stderr + stdout
+    assert code in (0, 1)
