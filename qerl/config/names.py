@@ -16,7 +16,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_EXPERTS)
 
 TASKS = (  # each is a module of qerl/data/tasks
     *("gsm8k", "dapo_math", "bigmath", "bigmath_hard", "amc23", "aime24", "aime25", "math500"),
-    *("arith", "arith_chain", "word_game", "environment", "own"),
+    *("arith", "word_game", "environment", "own"),
 )
 ENVIRONMENTS = {"calculator", "word_game"}  # `qerl.episodes.build.register` adds to these while a program runs
 

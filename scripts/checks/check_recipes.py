@@ -62,7 +62,7 @@ CHOICES: Sequence[Sequence[Sequence[str]]] = (
     [["noise.enabled=false"], ["noise.where=both"], []],
     [["data.curriculum={}"], [], []],
     [["data.source=null", f"data.sources={SOURCES}"], ["environment={name: word_game, max_turns: 2}"], [], []],
-    [["validation.every=2", "validation.limit=4", "validation.task=arith_chain"], [], []],
+    [["validation.every=2", "validation.limit=4", "validation.task=word_game"], [], []],
     [["run.micro_batch_tokens=64"], []],
     [["model.base=tiny_experts"], ["qat.mode=weights"], ["qat.mode=adapter"], ["model.format=bf16"], []],
 )

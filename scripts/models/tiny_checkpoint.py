@@ -34,11 +34,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from muon import Muon
+from stories import KINDS, Problem, problems
 from tiny_tokenizer import SPECIAL, bpe_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from qerl.data.tasks import build_messages, grade
-from qerl.data.tasks.arith import KINDS, Problem, problems
 from qerl.data.tasks.arith import rows as arith_rows
 from qerl.formats.nvfp4.reference import dequantize, quantize, shared_global_scale
 

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 from muon import Muon
+from stories import KINDS, Problem, problems
 from tiny_checkpoint import REPOSITORY, begin, loss_of, pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from qerl.data.tasks.arith import KINDS, Problem, problems, split_of
-from qerl.data.tasks.word_game import QUESTION, THINGS, WORDS
+from qerl.data.tasks.word_game import QUESTION, THINGS, WORDS, split_of
 
 log = logging.getLogger("tiny_turns")
 

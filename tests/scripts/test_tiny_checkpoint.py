@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from muon import orthogonal
+from stories import problem, problems
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl.data.tasks import build_messages, render_prompt
-from qerl.data.tasks.arith import problem, problems
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "qerl" / "tiny"

@@ -36,17 +36,17 @@ PLAIN = ("validation.every=null", "validation.metric=accuracy")
 
 
 def config_of(base, folder, *overrides, **given):
-    """Two parts of sums, graded by their digits, and one of chains, graded by their letters."""
+    """Two parts of sums, graded by their digits, and one of words, graded by their letters."""
     (folder / "letters.py").write_text(LETTERS)
-    for name in ("arith", "arith_chain"):
+    for name in ("arith", "word_game"):
         rows = islice(get_task(name).generate("train"), 12)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [
         {"name": "sums", "weight": 2, "source": str(folder / "arith.jsonl"), "held_out": 3},
         {
             "name": "chains",
-            "task": "arith_chain",
-            "source": str(folder / "arith_chain.jsonl"),
+            "task": "word_game",
+            "source": str(folder / "word_game.jsonl"),
             "rewards": [{"name": f"{folder / 'letters.py'}:letters", "weight": 2.0}],
             "validation": {},
         },
@@ -145,7 +145,7 @@ def test_a_list_of_one_source_is_a_run_without_sources(nvfp4_base, tmp_path):
     [
         ("data.source=rows.jsonl", "data.source rows.jsonl with data.sources .*: each of several sources has its own"),
         ("data.sources.1.name=sums", "data.sources.1.name sums: another source has this name"),
-        ("data.sources.1.task=arith_chan", "data.sources.1.task arith_chan: .*write data.sources.1.task: arith_chain"),
+        ("data.sources.1.task=word_gam", "data.sources.1.task word_gam: .*write data.sources.1.task: word_game"),
         ("data.sources.1.weight=0", "data.sources.1.weight: got 0"),
         ("data.sources.0.rewards=[{name: accurcy}]", "data.sources.0.rewards.0.name accurcy: there is no such reward"),
         ("data.sources.1.held_out=2", "held_out 2 with data.sources.1.validation.split test: both say which rows"),
@@ -182,7 +182,7 @@ def test_python_gives_several_sources(nvfp4_base, tmp_path):
     sources = {
         "mine": {"data": rows, "reward": short, "weight": 2},
         "file": tmp_path / "arith.jsonl",
-        "made": {"task": "arith_chain", "limit": 5},
+        "made": {"task": "word_game", "limit": 5},
     }
     run = qerl.train(tmp_path / "recipe.yaml", data=sources, steps=2, out=tmp_path / "run")
     shares = [[row[f"sources/{name}/share"] for name in sources] for row in numbers(tmp_path / "run")]

@@ -23,7 +23,7 @@ RUNS = {
         "rollout.dynamic_sampling.enabled=true",
     ),
     "masked": ("loss.correction.mode=token_mask",),
-    "vespo": ("loss.type=vespo", "validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
+    "vespo": ("loss.type=vespo", "validation.every=3", "validation.limit=4", "validation.task=word_game"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
     "distilled": ("distill.beta=1.0", "noise.enabled=false"),
     "carried": ("rollout.carry_over=2",),

@@ -88,8 +88,8 @@ def test_rows_without_answers_are_validated_by_the_rewards_alone(asked, tmp_path
 
 
 def test_a_task_of_its_own_needs_no_source(asked):
-    questions, _ = asked("validation.source=null", "validation.task=arith_chain", "validation.limit=3")
-    assert (questions.name, len(questions.prompts)) == ("arith_chain (test)", 3)
+    questions, _ = asked("validation.source=null", "validation.task=word_game", "validation.limit=3")
+    assert (questions.name, len(questions.prompts)) == ("word_game (test)", 3)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""qerl.data.tasks.arith: problems are reproducible, the splits share none, and worked solutions are right."""
+"""The task arith and its stories (scripts/models/stories.py): reproducible, splits share none, solutions are right."""
 
 import itertools
 import string
 
 import pytest
+from stories import KINDS, MAX_RESULT, TASK_ROWS, problem, problems, row, task_problems
 
 from qerl.base.errors import DataError
 from qerl.data.tasks import get_task, grade
-from qerl.data.tasks.arith import KINDS, MAX_RESULT, TASK_ROWS, problem, problems, rows, split_of
+from qerl.data.tasks.arith import rows, solved
+from qerl.data.tasks.word_game import split_of
 
 
 def test_a_problem_depends_only_on_split_seed_and_index() -> None:
@@ -108,6 +110,18 @@ def test_a_phrasing_that_swaps_two_numbers_is_wrong_by_its_steps() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
+def test_the_rows_that_ship_are_the_stories(split) -> None:
+    first = [row(each) for each in itertools.islice(task_problems(split), 100)]
+    made = list(itertools.islice(solved(split), 100))
+    assert [(each["id"], each["question"], each["answer"]) for each in made] == [
+        (each["id"], each["question"], each["worked"]) for each in first
+    ]
+    shipped = list(itertools.islice(rows(split), 100))
+    assert [each["kind"] for each in shipped] == [each["kind"] for each in first]
+    assert [f"#### {each['answer']}" for each in shipped] == [each["worked"].splitlines()[-1] for each in first]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
 def test_the_rows_of_a_task_are_distinct_and_from_its_split(split) -> None:
     made = list(rows(split))
     assert len({row["question"] for row in made}) == len(made) == TASK_ROWS[split]
@@ -124,7 +138,5 @@ def test_worked_and_direct_answers_pass_the_project_grader_and_others_fail() -> 
 
 
 def test_unknown_split_is_refused() -> None:
-    with pytest.raises(DataError, match="no split 'dev'"):
-        problem("dev", 0, 0)
-    with pytest.raises(DataError, match="write 'train' or 'test'"):
-        list(itertools.islice(rows("validation"), 1))
+    with pytest.raises(DataError, match="no split 'dev': write 'train' or 'test'"):
+        next(rows("dev"))
