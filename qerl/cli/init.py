@@ -76,7 +76,7 @@ def init(options: InitOptions) -> Path:
         raise ConfigError(f"{folder} exists and is left as it is: write another --out")
     _check_encodable(options.data, str(folder))
     config = load_recipe(base, base=options.model)
-    if config.sft is not None:
+    if not config.kind.samples:
         raise ConfigError(
             f"recipe {base} learns from given conversations and needs no grader: run `qerl sft --recipe {base} --data "
             f"{shlex.quote(options.data)}`, or build on a recipe that samples, such as tiny"
@@ -139,7 +139,7 @@ def _quantize(config: RunConfig) -> str:
     """The option that a first run on the recipe's base needs, if any."""
     from qerl import formats
 
-    return " --quantize" if config.qat is None and formats.get(config.model.format).quantized else ""
+    return " --quantize" if not config.kind.packs and formats.get(config.model.format).quantized else ""
 
 
 _RECIPE = """\

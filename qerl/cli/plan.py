@@ -217,7 +217,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         fitting = advice(config, made.sizes, made.card)
         lines = expert_sentences(config, made) + [f"Does not fit: {problem}." for problem in made.problems]
         return lines + [f"Fits with {change}." for change in fitting]
-    if config.sft is not None:
+    if not config.kind.samples:
         alone = "Nothing is sampled, so that no engine and no KV cache is beside it."
         return [*expert_sentences(config, made), *micro_batch_sentences(made), alone]
     rollout = config.rollout

@@ -315,7 +315,7 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     from qerl.checkpoint.resolve import resolve_model
 
     base = config.model.base
-    if config.qat is not None:
+    if config.kind.packs:
         from qerl.checkpoint.resolve import starting_model
 
         if quantize_first:

@@ -69,7 +69,7 @@ def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts:
 def hours(config: RunConfig, made: Plan, expected: Likely) -> tuple[float | None, float]:
     """Seconds of a whole run with the expected lengths, None where rows are given, and with full ones."""
     steps = config.run.steps
-    if config.sft is not None:
+    if not config.kind.samples:
         return None, steps * sum(made.seconds.values())
     shorter, full = (
         steps * sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
@@ -146,7 +146,7 @@ USEFUL = 512  # tokens; shorter completions are not advised
 
 def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
     """The largest length that fits, by `length_key`, in multiples of TOKEN_STEP; 0 if none does."""
-    given, key = config.sft is not None, length_key(config)
+    given, key = not config.kind.samples, length_key(config)
     longest = (sizes.positions or 2**17) - (0 if given else config.data.max_prompt_tokens)
 
     def fits(steps: int) -> bool:
@@ -162,7 +162,7 @@ def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
 
 def length_key(config: RunConfig) -> str:
     """The key that limits what a step trains on: completions, or given rows."""
-    return "rollout.max_new_tokens" if config.sft is None else "sft.max_tokens"
+    return "rollout.max_new_tokens" if config.kind.samples else "sft.max_tokens"
 
 
 def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
@@ -294,7 +294,7 @@ def _shown(key: str, value: object) -> str:
 def check_ranks(config: RunConfig, size: int) -> None:
     """Raise ConfigError for a run that cannot be shared by so many processes."""
     key, count, what = "rollout.prompts_per_step", config.rollout.prompts_per_step, "group"
-    if config.sft is not None:
+    if not config.kind.samples:
         key, count, what = "sft.rows_per_step", config.sft.rows_per_step, "row"
     if count < size:
         raise ConfigError(

@@ -132,7 +132,7 @@ PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError for a grader, a tracker or a reward that cannot be used, DataError or ConfigError for rows."""
     check_trackers(config.logging.report_to)
-    if config.sft is not None:
+    if not config.kind.samples:
         check_conversation_sources(config)
         return
     for source in sources_of(config):

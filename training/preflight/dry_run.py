@@ -50,7 +50,7 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     adapter, data or rewards.
     """
     config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.kind.packs))
-    if config.sft is not None:
+    if not config.kind.samples:
         return _dry_run_of_rows(config, base, console, show_plan)
     tokenizer, prompts, environments = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)

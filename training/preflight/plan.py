@@ -92,7 +92,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     nevertheless. Raises ConfigError for keys that the model cannot have."""
     check_experts(config, sizes.decoder)
     config = settled_for(config, sizes, card)
-    if config.sft is not None:
+    if not config.kind.samples:
         return _plan_of_rows(config, sizes, card)
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks), card.has_fp8)
     limit, _ = room.limit_and_budget(config)
@@ -216,7 +216,7 @@ def _in_fp8(config: RunConfig) -> list[tuple[str, str, str]]:
     found = []
     if config.train.fp8_recipe is not None:
         found.append(("train.fp8_recipe", config.train.fp8_recipe, "null"))
-    if config.sft is not None:
+    if not config.kind.samples:
         return found
     if (kind := config.rollout.kv_cache_dtype) != "auto":
         found.append(("rollout.kv_cache_dtype", kind, "auto"))
@@ -256,7 +256,7 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
     extra = (config.train.fp8_recipe, config.rollout.calibrates_kv, trainee_of(config).gradient_bytes)
     wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
-    return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
+    return wishes if config.kind.samples else replace(wishes, length_keys="sft.max_tokens")
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:

@@ -63,7 +63,7 @@ def step_seconds(
     config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None, lengths: Lengths
 ) -> dict[str, float]:
     """Seconds per optimizer step by phase; a rollout serves `loss.num_iterations` of them."""
-    if config.sft is not None:
+    if not config.kind.samples:
         return {"training": _seconds_of_rows(config, sizes, card, micro_batches)}
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.group_size

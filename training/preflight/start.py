@@ -106,7 +106,7 @@ def settle_start(config: RunConfig, base: ModelRef) -> tuple[RunConfig, ModelRef
     Raises ConfigError where the base or the adapter that the run goes on from has no such start, CheckpointError for a
     start that is damaged or was made for other weights.
     """
-    if config.qat is not None:  # the weights that the adapter is packed into are 16-bit ones, which lost nothing
+    if config.kind.packs:  # the weights that the adapter is packed into are 16-bit ones, which lost nothing
         return with_values(config, {"adapter.start": "none"}), replace(base, start=None)
     kind, start = _of_adapter(config, base) if base.adapter is not None else _of_base(config, base)
     rank = config.adapter.start_rank if start is None else start.rank
