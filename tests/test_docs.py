@@ -21,7 +21,7 @@ from qerl.config.schema import RunConfig
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import read_sizes
 from training.preflight.advice import largest_completion, likely
-from training.preflight.seconds import full_lengths, step_seconds
+from training.preflight.seconds import step_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -84,9 +84,8 @@ def test_the_plans_that_are_shown_are_what_is_planned(name, recipe, gpu, overrid
     prompts = re.search(r"and prompts (\d+) \(as its (\d+) prompts have\)", recorded)  # a dry run reads its rows
     expected = likely(config, prompts=[int(prompts[1])] * int(prompts[2]) if prompts else None)
     show(config, plan_of(config, gpu), said, expected)
-    shown = recorded.partition("Memory on ")[2].splitlines()
-    planned = [line.rstrip() for line in said.file.getvalue().splitlines()][1:]
-    assert [line.rstrip() for line in shown[1:] if not line.startswith("(exit code")] == planned
+    shown, planned = (text.partition("Memory on ")[2].splitlines()[1:] for text in (recorded, said.file.getvalue()))
+    assert [line.rstrip() for line in shown if not line.startswith("(exit code")] == [line.rstrip() for line in planned]
 
 
 @pytest.mark.parametrize("name", ["help", "recipes", "errors"])
@@ -200,21 +199,18 @@ def test_a_manual_is_short():
     assert {name: count for name, count in words.items() if count > MANUAL and name not in REFERENCES} == {}
 
 
-def test_the_readme_s_days_are_those_of_the_plan():
-    """At full length, and with the mean that the plan assumes."""
-    text, config = " ".join(README.read_text(encoding="utf-8").split()), load_recipe("dapo_7b")
-    days, share = {}, []
-    for gpu in ("24", "4090"):
-        made, expected = plan_of(config, gpu), likely(config)
-        seconds = [
-            sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
-            for lengths in (full_lengths(config), expected.lengths)
-        ]
-        days[gpu] = config.run.steps * seconds[0] / 86400
-        share.append(seconds[1] / seconds[0])
-    assert f"takes {days['24']:.1f} days on 24 GiB and {days['4090']:.1f} on a 4090" in text
-    assert f"full {config.rollout.max_new_tokens} tokens, and a quarter of that if they have 2048 on average" in text
-    assert share == pytest.approx([0.25, 0.25], abs=0.03)
+def test_the_readme_s_hours_are_those_of_the_plan():
+    """With the mean length that the plan assumes. Cards that a recipe does not fit are refused by the plan."""
+    head, *table = rows(README.read_text(encoding="utf-8"), 7)
+    assert head[1:] == ["3090", "4090", "5090", "A100", "H100", "H200"]
+    assert len(table) == 4
+    for recipe, *cells in table:
+        config = load_recipe(recipe.split()[0].strip("`"))
+        for gpu, cell in zip(head[1:], cells, strict=True):
+            made = plan_of(config, gpu.lower())
+            seconds = step_seconds(config, made.sizes, made.card, made.micro_batches, likely(config).lengths)
+            hours = config.run.steps * sum(seconds.values()) / 3600
+            assert cell == (f"{hours:.{hours < 1:d}f} h" if not made.found else "no"), (recipe, gpu)
 
 
 def test_the_readme_has_its_two_commands_and_two_tables():
@@ -223,7 +219,7 @@ def test_the_readme_has_its_two_commands_and_two_tables():
         "./scripts/quickstart.sh",
         "./scripts/test.sh",
     ]
-    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 2  # speed, and learning
+    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 2  # speed, and cards
 
 
 def test_the_readme_s_figures_are_those_of_the_benchmarks():

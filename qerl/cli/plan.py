@@ -118,7 +118,7 @@ def this_card(gpus: int = 1) -> Card:
 
     seen = [card for card in visible_cards() if card.total_gib]
     if not seen:
-        return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
+        return replace(card_of("24"), name="a card of 24 GiB, as fast as 3090 (no GPU was found here)")
     found = best_card(seen) if gpus == 1 else min(seen[:gpus], key=lambda card: card.total_gib)
     if len(seen) > 1:
         logger.info("planning for card %s of %d visible ones", found, len(seen))

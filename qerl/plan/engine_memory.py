@@ -83,7 +83,7 @@ def card_of(text: str) -> Card:
             f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80, or one of {', '.join(CARDS)}"
         )
     nearest = min((card for card in CARDS.values() if card.has_bf16), key=lambda card: abs(card.memory_gib - gib))
-    return Card(f"a card of {gib:g} GiB, as fast as a {nearest.name}", gib, nearest.gb_per_s, nearest.tflops)
+    return Card(f"a card of {gib:g} GiB, as fast as {nearest.name}", gib, nearest.gb_per_s, nearest.tflops)
 
 
 def card_named(name: str, gib: float) -> Card | None:
@@ -104,7 +104,7 @@ def card_named(name: str, gib: float) -> Card | None:
     nearest = min(found, key=lambda card: abs(card.memory_gib - gib))
     if abs(nearest.memory_gib - gib) <= SAME_SIZE * gib:
         return nearest
-    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
+    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as {nearest.name}", memory_gib=gib)
 
 
 def _gb(card: Card) -> int:

@@ -295,7 +295,7 @@ def test_nothing_is_advised_that_the_card_lacks():
 def test_the_command_says_what_fits_and_fails_if_nothing_does():
     done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_7b", "--gpu", "24"])
     assert done.exit_code == 0
-    assert re.match(r"Fits on a card of 24 GiB, as fast as a 3090: at most \d+\.\d of 24\.0 GiB, and prob", done.stdout)
+    assert re.match(r"Fits on a card of 24 GiB, as fast as 3090: at most \d+\.\d of 24\.0 GiB, and prob", done.stdout)
     assert "micro-batches of" in done.stdout
     assert "KV cache holds" in done.stdout
     done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_32b", "--gpu", "24"])
