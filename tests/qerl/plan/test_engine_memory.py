@@ -156,7 +156,7 @@ def test_what_is_no_card_is_refused(given):
         ("NVIDIA GeForce RTX 4060 Ti", 16.0, "4060-ti-16"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6, "pro-6000"),
         ("NVIDIA H100 80GB HBM3", 79.6, "h100"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "a card of 16 GiB, as fast as a 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "a card of 16 GiB, as fast as 4090"),
     ],
 )
 def test_the_drivers_name_of_a_card_is_known(name, gib, known):
