@@ -38,7 +38,7 @@ from qerl.checkpoint.adapter_file import (
 )
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
 from qerl.checkpoint.experts import ModelShapes, shapes_of
-from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, quantized_from
+from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, quantized_from, whole_path
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.names import PROJECTIONS
@@ -324,8 +324,9 @@ def keep_expert_reference_(model: nn.Module) -> None:
 
 
 def name_base_(model: PeftModel, base: str) -> None:
-    """Let the folders that the adapter is saved to name `base` (folder or hub id) as their base model."""
-    model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
+    """Let the folders that the adapter is saved to name `base` (folder or hub id) as their base model, a folder by its
+    full path."""
+    model.peft_config[ADAPTER_NAME].base_model_name_or_path = whole_path(base)
 
 
 def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) -> None:

@@ -89,6 +89,11 @@ WORDS = {folder: word for word, folder in EMBEDDED.items()}
 TRAINED_ON = "trained_on.json"  # of an adapter's folder that names another model to PEFT (peft_folder.py)
 
 
+def whole_path(model: str) -> str:
+    """The full path of a folder, since PEFT would take a relative one for a hub id from elsewhere; else the name."""
+    return str(Path(model).resolve()) if model not in EMBEDDED and Path(model).is_dir() else model
+
+
 def model_of_adapter(folder: Path) -> tuple[str, str | None]:
     """The base that an adapter was trained on, and its number format if that is known.
 

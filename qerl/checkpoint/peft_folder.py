@@ -22,7 +22,7 @@ from qerl.base.files import replace_text
 from qerl.base.hub import HUB_ID
 from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from
+from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from, whole_path
 from qerl.checkpoint.hub import config_folder
 from qerl.checkpoint.output import copy_tokenizer
 from qerl.checkpoint.shards import read_json
@@ -94,11 +94,6 @@ def add_tokenizer_(folder: Path, model: str, trust_remote_code: bool = False) ->
     tokenizer = load_tokenizer(model, trust_remote_code)
     if not copy_tokenizer(local_folder(model, trust_remote_code), folder):
         tokenizer.save_pretrained(folder)
-
-
-def whole_path(model: str) -> str:
-    """The full path of a folder, since PEFT would take a relative one for a hub id from elsewhere; else the name."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:

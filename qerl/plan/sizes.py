@@ -234,7 +234,7 @@ def read_sizes(base: str) -> ModelSizes:
     from qerl.checkpoint.folder import EMBEDDED
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.resolve import model_under
-    from qerl.checkpoint.shards import read_json
+    from qerl.checkpoint.shards import read_json, read_tensors, with_own_head
 
     base = model_under(base)
     name = base.rpartition("/")[2].lower()
@@ -253,7 +253,11 @@ def read_sizes(base: str) -> ModelSizes:
             f"the sizes of {base} are not known here: fetch them with `hf download {base} config.json --local-dir "
             f"{folder}` and write --model ./{folder}, or give a folder with its config.json"
         )
-    return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
+    folder = Path(local_folder(base))
+    config = read_json(folder / "config.json")
+    if any(folder.glob("*.safetensors")):
+        config = with_own_head(config, read_tensors(folder))
+    return sizes_of(config, base)
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:

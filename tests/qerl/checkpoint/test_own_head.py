@@ -12,6 +12,7 @@ from qerl.checkpoint.shards import has_own_head, read_json, read_tensors
 from qerl.checkpoint.verify import FailedCheck, check_head
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings
+from qerl.plan.sizes import read_sizes
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.options import QuantizeOptions
@@ -63,6 +64,12 @@ def own_logits(folder, model):
 def test_a_head_is_its_own_if_it_differs(tied, change, own, model):
     set_tied(with_tensors(model, change), tied)
     assert has_own_head(read_json(model / "config.json"), read_tensors(model)) is own
+    sizes = read_sizes(str(model))
+    untied = own or tied is False
+    assert sizes.tied is not untied
+    head = 2 * sizes.vocabulary * sizes.hidden
+    whole = read_sizes(str(set_tied(model, False))).weights_bytes("bf16")
+    assert whole - sizes.weights_bytes("bf16") == (0 if untied else head), "a plan counts it"
 
 
 def test_16_bits_and_packed_are_read_with_the_head_of_the_file(model, tmp_path):

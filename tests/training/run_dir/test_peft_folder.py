@@ -79,6 +79,8 @@ def test_an_adapter_has_the_tokenizer_files_of_its_base_and_names_it_by_its_full
     settings = ("noise.enabled=false", "model.format=bf16")
     run = start(small_config("models/base", tmp_path, *settings, steps=1, out="run"), "tiny")
     export(ExportOptions(adapter="run", to="adapter", out=tmp_path / "merged"))
+    of_checkpoint = json.loads((tmp_path / "run/checkpoints/step-000001/adapter_config.json").read_text())
+    assert of_checkpoint["base_model_name_or_path"] == str(odd_base)
     for folder in (run.adapter, tmp_path / "merged"):
         for name in (*TOKENIZER, "special_tokens_map.json"):
             assert (folder / name).read_bytes() == (odd_base / name).read_bytes(), name
