@@ -45,6 +45,7 @@ from quantize.compressor import (
     load_compressor,
 )
 from quantize.one_pass import (
+    BF16_BYTES,
     Searched,
     Start,
     largest_rank,
@@ -79,6 +80,9 @@ LIMIT_S = 300.0  # for what is done without being asked for, by estimate
 FLOPS_PER_THREAD = 45e9  # of products in float32
 SEARCH_S = 72e-9  # per weight and thread, by `quantize.rounding.searched_scales`
 COLUMN_S = 1.2e-4  # per column and 500 rows, by `quantize.rounding.gptq`
+# On an H200, for two models of Qwen2.5's shapes (benchmarks/quantization): once, per layer, per weight of a layer, and
+# per layer and token without and with its weights.
+CARD_S, CARD_LAYER_S, CARD_WEIGHT_S, CARD_TOKEN_S, CARD_PRODUCT_S = 5.7, 0.15, 2.87e-9, 1.3e-6, 1.51e-14
 RESCALED = {"awq": "the source after AWQ's rescaling"}  # what weights are compared with where it is not the source
 
 
@@ -164,6 +168,8 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
         if options.by_compressor:
             check_device(device)
         rows = calibration_rows(source, choice)
+        if rows is not None and options.method == "search_gptq" and device.type == "cuda":
+            _say_cost(source, rows, device)
         start = Start(options.start_rank) if options.start_rank else None
         groups, rescaled = _groups(source, options, read, rows, device, start)
         progress = stack.enter_context(progress_bar())
@@ -457,6 +463,42 @@ def estimate_s(source: Source, choice: Choice) -> float:
     vocabulary, hidden = source.tensors["model.embed_tokens.weight"].shape
     products += 2 * measured * (4 * (active + vocabulary * hidden) + 3 * active)  # four models, three errors of linears
     return products / (FLOPS_PER_THREAD * torch.get_num_threads()) + seconds
+
+
+class CardCost(NamedTuple):
+    """What `search_gptq` takes on a card."""
+
+    seconds: float  # of an H200
+    nbytes: int  # the most that is allocated at once
+
+
+def card_cost(source: Source, tokens: int) -> CardCost:
+    """The cost of calibrating on this many tokens: seconds by the constants below, and bytes by what is on the card.
+
+    Those are the tensors beside the layers, the hidden states of all tokens, four copies of a layer, and for the widest
+    input its moment, seven times: GPTQ factors it in float64.
+    """
+    shapes = [source.tensors[f"{module}.weight"].shape for module in source.quantized]
+    before, *layers, after = source.groups()
+    layer_weights = sum(rows * width for rows, width in shapes) / len(layers)
+    by_token = CARD_TOKEN_S + CARD_PRODUCT_S * layer_weights
+    seconds = CARD_S + len(layers) * (CARD_LAYER_S + CARD_WEIGHT_S * layer_weights + tokens * by_token)
+    outside = sum(source.tensors[name].nbytes for name in (*before, *after))
+    hidden = BF16_BYTES * tokens * source.tensors["model.embed_tokens.weight"].shape[1]
+    moments = 7 * 4 * max(width for _, width in shapes) ** 2
+    return CardCost(seconds, int(outside + hidden + 4 * BF16_BYTES * layer_weights + moments))
+
+
+def _say_cost(source: Source, rows: Calibration, device: torch.device) -> None:
+    """One line about a card's seconds and memory, or a warning if less is free."""
+    import torch
+
+    cost, free = card_cost(source, sum(map(len, rows.sequences))), torch.cuda.mem_get_info(device)[0]
+    said = f"about {cost.seconds:.0f} s, by an H200's speed, and {cost.nbytes / 2**30:.1f} GiB of the card"
+    if cost.nbytes > free:
+        logger.warning("%s, which has %.1f free; --calibration none takes less, --device cpu none", said, free / 2**30)
+    else:
+        logger.info("%s", said)
 
 
 def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:

@@ -1,18 +1,22 @@
 """What `qerl quantize` chooses for a model: by its size, the device, and what was asked for."""
 
+import json
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_factory import EXPERTS, fake_checkpoint, layout_tensors
 
 from qerl.checkpoint.source import read_source
+from qerl.plan.sizes import KNOWN, sizes_of
 from quantize import run as module
 from quantize.options import QuantizeOptions
 from quantize.run import ON_CARD, Choice, choose, estimate_s
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CARD = torch.device("cuda")
 
@@ -144,3 +148,21 @@ def test_an_experts_linears_see_their_share_of_the_tokens(tmp_path):
     by_hand = (2 * 1000 * (attention + mlp + squares) + factors) / (module.FLOPS_PER_THREAD * 2)
     assert estimate_s(source, Choice(options, 0)) == pytest.approx(by_hand, rel=1e-6)
     assert math.isfinite(by_hand)
+
+
+@pytest.mark.parametrize("size", ["7b", "32b"])
+def test_the_cost_on_a_card_is_within_a_tenth_of_what_was_measured(tmp_path, size):
+    measured = json.loads((ROOT / "benchmarks" / "quantization" / f"quantize-{size}.json").read_text())
+    sizes = sizes_of(KNOWN[f"qwen2.5-{size}"], size)
+    folder = fake_checkpoint(tmp_path / size, layout_tensors(sizes.layers), num_hidden_layers=sizes.layers)
+    source = read_source(str(folder))
+    outside = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (sizes.vocabulary, sizes.hidden))
+
+    def of(name, info):
+        shape = outside.get(name) or sizes.projections.get(name.split(".")[-2], info.shape)
+        return replace(info, shape=shape, nbytes=2 * math.prod(shape))
+
+    source = replace(source, tensors={name: of(name, info) for name, info in source.tensors.items()})
+    cost = module.card_cost(source, measured["runs"][0]["calibration"]["tokens"])
+    assert cost.seconds == pytest.approx(measured["whole_s"], rel=0.1)
+    assert cost.nbytes / 2**30 == pytest.approx(measured["runs"][0]["peak_gib"], rel=0.1)
