@@ -61,7 +61,16 @@ from training.run_dir.folder import check_shared, new_run_dir, only_writer, read
 from training.run_dir.inputs import Inputs, check_same_inputs, note_inputs, qat_record, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.result import TrainResult, finished, settle_best
-from training.run_dir.resume import base_to_resume, check_same_base, config_to_resume, note_base_, prolong_, rewind_
+from training.run_dir.resume import (
+    NOTHING_MOVED,
+    Moved,
+    base_to_resume,
+    check_same_base,
+    config_to_resume,
+    note_base_,
+    prolong_,
+    rewind_,
+)
 from training.run_dir.start_base import start_base
 from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_signals
 from training.run_dir.terminal_gone import terminal_may_go
@@ -131,15 +140,13 @@ def resume(
     step: int | None = None,
     steps: int | None = None,
     accept_changes: bool = False,
-    model: str | None = None,
+    moved: Moved = NOTHING_MOVED,
     parallel: Parallel = ALONE,
-    moved: Sequence[str] = (),
 ) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from `step`'s; to
-    `steps` in all, if that is given; on its base at `model`, if that has moved; `moved` are other files
-    that have. Raises ConfigError if rows, rewards or
+    `steps` in all, if that is given; with its base and files where they are now. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
-    config = _teacher_beside(config_to_resume(run_dir, step, steps, model, moved)[0], run_dir)
+    config = _teacher_beside(config_to_resume(run_dir, step, steps, moved.base, moved.files)[0], run_dir)
     if step is not None and parallel.first:
         rewind_(run_dir, step)
     checkpoint = parallel.broadcast(newest_checkpoint(run_dir) if parallel.first else None)

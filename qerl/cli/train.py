@@ -288,9 +288,10 @@ def go_on(run_dir: Path, step: int | None, options: TrainOptions) -> tuple[Train
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
             from training.run import resume as resume_run
+            from training.run_dir.resume import Moved
 
-        accepts, moved = options.accept_changes, moved_files(options)
-        result = resume_run(run_dir, step, options.steps, accepts, options.model, parallel, moved)
+        moved = Moved(options.model, moved_files(options))
+        result = resume_run(run_dir, step, options.steps, options.accept_changes, moved, parallel)
         return result, parallel.first
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -166,9 +167,13 @@ def reward_table(
     table = Table("row", given, *(f"{f.__name__}: {given} / empty" for f in rewards), box=None)
     columns = [_score(rewards, asked, texts, environments) for texts in (right, [""] * len(asked))]
     for index, prompt in enumerate(asked):
-        cells = [f"{said[index]:g} / {empty[index]:g}" for said, empty in zip(*columns, strict=True)]
+        cells = [f"{_number(said[index])} / {_number(empty[index])}" for said, empty in zip(*columns, strict=True)]
         table.add_row(prompt.example.id, _shown(prompt.example.answer or prompt.example.question), *cells)
     return table
+
+
+def _number(reward: float) -> str:
+    return "none" if math.isnan(reward) else f"{reward:g}"
 
 
 def _graded_right(task: Task, answer: str) -> str:

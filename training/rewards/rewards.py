@@ -293,7 +293,9 @@ class GuardedReward:
         names = dict.fromkeys(key for example in examples for key in example.extra)
         asked, written = given["prompts"], completions
         if isinstance(self._function, OwnFunction | GivenFunction):
-            turns = given.get("turns") or [[{"role": "assistant", "content": text}] for text in completions]
+            played = given.get("turns") or [()] * len(completions)
+            alone = ([{"role": "assistant", "content": text}] for text in completions)
+            turns = [exchange or one for exchange, one in zip(played, alone, strict=True)]
             chats = [example.conversational for example in examples]
             written = [said if chat else text for chat, said, text in zip(chats, turns, completions, strict=True)]
             asked = [ex.messages if ex.conversational else text for ex, text in zip(examples, asked, strict=True)]

@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,17 @@ LAST = "last"  # the value of `--resume` if none is given
 SUFFIXES = (".py", ".gz", *FORMATS)  # of files that a recipe names
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where a run's base is now, and its files, which keep their names; nothing if they are where they were."""
+
+    base: str | None = None
+    files: tuple[str, ...] = ()
+
+
+NOTHING_MOVED = Moved()
 
 
 def find_run(ref: str, recipe: str | None = None, out: Path | None = None) -> tuple[Path, int | None]:

@@ -1,7 +1,9 @@
 """Rewards as TRL 1.16's documentation has them: what they are given, and what None means."""
 
 import json
+import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,15 @@ from trl.trainer.utils import nanstd
 
 import qerl
 from qerl.base.errors import RewardError
+from qerl.base.isolate import ReturnedError
+from qerl.base.own_function import EPISODE_COLUMNS
+from qerl.base.program import given
 from qerl.config.recipe import save_config
+from qerl.config.schema import RewardConfig
+from qerl.data.grading.grade import grade_many
+from qerl.data.tasks import Example, get_task
 from training.loss.advantages import deviation, group_advantages, rewards_differ
+from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.log import read_metrics
 
 WORDS = ["Ann", "buys", "cups", "pens", "jars", "nuts", "keys", "maps"]
@@ -52,13 +61,13 @@ def recipe(nvfp4_base, tmp_path_factory):
     return qerl.Recipe.load(folder / "recipe.yaml").set("data.limit=null")
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["function", "file"])
-def test_conversational_rewards_train(given, recipe, tmp_path):
+@pytest.mark.parametrize("in_program", [True, False], ids=["function", "file"])
+def test_conversational_rewards_train(in_program, recipe, tmp_path):
     names = ["written", "numbers_only", "later"]
     (tmp_path / "of_trl.py").write_text(SOURCE)
     functions: dict = {}
     exec(SOURCE, functions)
-    reward = [functions[name] if given else f"{tmp_path}/of_trl.py:{name}" for name in names]
+    reward = [functions[name] if in_program else f"{tmp_path}/of_trl.py:{name}" for name in names]
     run = qerl.train(recipe, reward=reward, data=ROWS, out=tmp_path / "run")
     rows = run.completions
     assert set(rows["solution"]) <= {row["solution"] for row in ROWS}
@@ -127,3 +136,33 @@ def test_rewards_that_come_with_trl(name, recipe, tmp_path):
     run = qerl.train(recipe, reward=f"trl.rewards:{name}", data=ROWS, out=tmp_path / "run", steps=1)
     assert f"rewards/{name}" in run.metrics
     assert "trl" in sys.modules
+
+
+def test_a_grader_cannot_leave_a_completion_out(tmp_path):
+    """None leaves a reward out of a sum; whether a completion is right has to be said."""
+    (tmp_path / "grader.py").write_text("def grade(completion): return None\n")
+    task = replace(get_task("own"), grader=str(tmp_path / "grader.py"))
+    with pytest.raises(ReturnedError, match="returned None, and a grade is a number"):
+        grade_many(task, ["a"], ["b"])
+
+
+@pytest.mark.parametrize("conversational", [True, False])
+def test_an_episode_is_the_messages_after_the_prompt(conversational, tmp_path):
+    """One that never began has the empty answer alone; where rows have text, the last turn is the completion."""
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.append((prompts, completions))
+        return [None, 1.0]
+
+    turns = [{"role": "assistant", "content": "a?"}, {"role": "tool", "content": "b"}]
+    examples = [Example("q", "", "1", conversational=conversational)]
+    config = RewardConfig(name="python:reward")
+    with given({"reward": reward}, {}):
+        built = build_rewards([config], fixed_columns(get_task("own"), 8), examples, tmp_path, EPISODE_COLUMNS)
+        columns = {"row": [0, 0], "completion_ids": [[1], []], "prompts": ["<q>", "<q>"], "turns": [turns, []]}
+        values = built.functions[0](["c", ""], **columns, episode_reward=[0.0, 0.0], tool_calls=[0, 0])
+    assert [math.isnan(value) for value in values] == [True, False]
+    asked, empty = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": ""}]
+    expected = ([asked] * 2, [turns, empty]) if conversational else (["<q>"] * 2, ["c", ""])
+    assert seen == [expected]

@@ -21,7 +21,7 @@ from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
 from training.run_dir.log import read_metrics
-from training.run_dir.resume import LAST, config_to_resume, find_run, rewind_
+from training.run_dir.resume import LAST, Moved, config_to_resume, find_run, rewind_
 
 
 def fake_run(folder, recipe, age_s, steps=()):
@@ -222,7 +222,7 @@ def test_files_that_have_moved_are_named_at_resume(moved, tmp_path):
         ConfigError, match=r"names no file other\.py \(its files: .*a\.jsonl.*: a file that has moved keeps"
     ):
         check_resumed(run, steps=2, moved=["other.py"])
-    assert resume(run, steps=2, moved=places).steps == 2
+    assert resume(run, steps=2, moved=Moved(files=tuple(places))).steps == 2
     config, _ = config_to_resume(run)
     assert [source.source for source in config.data.sources] == places[2:]
     assert config.data.sources[0].grader == f"{new}/grader.py:right"
@@ -234,7 +234,7 @@ def test_what_a_moved_file_holds_has_to_be_the_same(moved, tmp_path):
     (new / "grader.py").write_text(GRADER.replace("== 0", "== 1"))
     places = [str(new / name) for name in ("grader.py", "rewards.py", "a.jsonl", "b.jsonl")]
     with pytest.raises(ConfigError, match=r"the grader's source grader\.py of a changed"):
-        resume(run, steps=2, moved=places)
+        resume(run, steps=2, moved=Moved(files=tuple(places)))
 
 
 def test_the_options_name_what_has_moved():
