@@ -113,15 +113,20 @@ def load(
 
 def _check_asked(prompt: object, asked: Asked) -> None:
     """Raise ConfigError for what is neither a prompt nor a list, and for numbers that no sampling has."""
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
-        raise ConfigError(f"{prompt!r:.60} is no prompt: give a text, a list of messages, or a list of either")
-    for name, fits, words in (
-        ("max_new_tokens", lambda value: value >= 1, "1 or more"),
-        ("temperature", lambda value: 0 <= value < math.inf, "0 (greedy) or more"),
-        ("top_p", lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    items = [prompt] if isinstance(prompt, str) else prompt
+    listed = isinstance(items, Sequence) and not isinstance(items, bytes | bytearray)
+    if not listed or not all(isinstance(each, str | Mapping | list | tuple) for each in items):
+        raise ConfigError(f"{prompt!r:.60} is not a prompt: give a text, a list of messages, or a list of either")
+    for name, kinds, fits, words in (
+        ("max_new_tokens", int, lambda value: value >= 1, "1 or more, a whole number"),
+        ("temperature", int | float, lambda value: 0 <= value < math.inf, "0 (greedy) or more"),
+        ("top_p", int | float, lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+        ("seed", int, lambda value: abs(value) < 2**63, "a whole number"),
+        ("system_prompt", str | None, lambda value: True, "a text"),
+        ("chat_template_kwargs", Mapping | None, lambda value: True, "a mapping, such as {'enable_thinking': False}"),
     ):
-        if name in asked and not (isinstance(asked[name], int | float) and fits(asked[name])):
-            raise ConfigError(f"{name} is {asked[name]!r}: write {words}")
+        if name in asked and not (isinstance(asked[name], kinds) and fits(asked[name])):
+            raise ConfigError(f"{name} is {asked[name]!r:.60}: write {words}")
 
 
 def _messages(prompt: str | Messages, system_prompt: str | None) -> list[dict[str, str]]:

@@ -58,7 +58,10 @@ class Recipe:
                 raise ConfigError(
                     f"{change!r} is no change: write 'run.steps=10', {{'run.steps': 10}} or run={{'steps': 10}}"
                 )
-            made += [change] if isinstance(change, str) else [(key, _plain(value)) for key, value in change.items()]
+            try:
+                made += [change] if isinstance(change, str) else [(key, _plain(value)) for key, value in change.items()]
+            except RecursionError:
+                raise ConfigError("a value of the change nests too deeply: write a flat list or mapping") from None
         return Recipe(self.source, (*self.changes, *made))
 
     def plan(self, gpu: str | float | None = None) -> Planned:

@@ -31,6 +31,7 @@ SHAREGPT = {
     **{"function_call": "assistant", "observation": "tool", "tool": "tool"},
 }
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # thoughts beside the content
+OTHER_THOUGHTS = re.compile(r"thought|think|reason|rationale|scratchpad|chain_of|(?:^|_)cot(?:$|_)", re.IGNORECASE)
 NO_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 LEARNED = ("weight", "train", "training", "loss")  # 0 or false: this message is not learned
 UNCLEAR = ("loss_mask", "mask", "loss_weight", "loss_scale", "train_detail", "train_on", "trainable", "learn", "masked")
@@ -67,11 +68,14 @@ def as_messages(cell: Any) -> list[Any] | None:
         cell = cell.tolist()
     if not isinstance(cell, str):
         return list(cell) if isinstance(cell, list | tuple) else None
-    if not cell.lstrip().startswith("["):
+    if not cell.lstrip().startswith(("[", '"[')):  # the latter: written as JSON twice
         return None
     try:
         found = json.loads(cell)
+        found = json.loads(found) if isinstance(found, str) else found
     except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, list):
         return None
     spoken = [isinstance(each, Mapping) and ("role" in each or "from" in each) for each in found]
     return found if spoken and all(spoken) else None
@@ -120,6 +124,12 @@ def read_message(value: Any, number: int) -> Spoken:
         raise MessageError("a message without a text", wrong)
     if other := next((key for key in NO_TEXT if not is_empty(given.get(key))), None):
         raise MessageError("a message with more than text", f"its message {number} has {other!r}, and text is read")
+    for key in given:
+        if key not in THOUGHTS and OTHER_THOUGHTS.search(str(key)) and not is_empty(given[key]):
+            raise MessageError(
+                "thoughts in a key that is not read",
+                f"its message {number} has {str(key)[:40]!r}: call it reasoning_content, or write it into the content",
+            )
     spoken: Spoken = {"role": role, "content": text}
     for key in ("name", "tool_call_id", *THOUGHTS):
         if is_empty(given.get(key)):

@@ -11,12 +11,19 @@ from qerl.base.errors import ConfigError
 @pytest.mark.parametrize(
     ("prompt", "asked", "line"),
     [
-        (3, {}, "3 is no prompt: give a text, a list of messages, or a list of either"),
-        ({"role": "user", "content": "x"}, {}, "is no prompt"),
+        (3, {}, "3 is not a prompt: give a text, a list of messages, or a list of either"),
+        ({"role": "user", "content": "x"}, {}, "is not a prompt"),
         ("x", {"temperature": -1}, "temperature is -1: write 0 (greedy) or more"),
         ("x", {"temperature": "hot"}, "temperature is 'hot'"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens is 0: write 1 or more"),
         ("x", {"top_p": 0}, "top_p is 0: write more than 0 and at most 1"),
+        (b"x", {}, "is not a prompt"),
+        (["a", 5], {}, "is not a prompt"),
+        (None, {}, "is not a prompt"),
+        ("x", {"max_new_tokens": 2.5}, "max_new_tokens is 2.5: write 1 or more"),
+        ("x", {"seed": "x"}, "seed is 'x': write a whole number"),
+        ("x", {"chat_template_kwargs": 5}, "chat_template_kwargs is 5: write a mapping"),
+        ("x", {"system_prompt": 5}, "system_prompt is 5: write a text"),
         ("x", {"max_tokens": 3}, "no argument 'max_tokens'; did you mean max_new_tokens?"),
     ],
 )

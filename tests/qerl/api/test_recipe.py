@@ -55,3 +55,11 @@ def test_the_plan_says_what_the_command_prints(here):
     assert str(planned).split() == printed.split()
     tiny = qerl.Recipe.load("tiny")
     assert str(tiny.plan(24)) == str(tiny.plan("24"))
+
+
+def test_a_value_that_nests_without_end_is_refused():
+    deep = []
+    for _ in range(3000):
+        deep = [deep]
+    with pytest.raises(qerl.QerlError, match="nests too deeply"):
+        qerl.Recipe.load("tiny").set({"data.columns": deep})
