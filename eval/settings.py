@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.base.errors import ConfigError
+from qerl.base.errors import ConfigError, check_choices
 from qerl.checkpoint.resolve import STARTS
 from qerl.config.names import ENGINES, KERNELS, unknown_name, unknown_text
 from qerl.data.option_text import Text, parse_columns, parse_names, parse_switches, task_values
@@ -157,10 +157,7 @@ class EvalSettings:
     step: int | None = None  # of the run's checkpoint that `adapter` is: a label of the result
 
     def __post_init__(self) -> None:
-        _choice("load", self.load, ("auto", *formats.names()))
-        _choice("engine", self.engine, ENGINES)
-        _choice("kernel", self.kernel, KERNELS)
-        _choice("start", self.start, STARTS)
+        check_choices(self)
         for name in ("limit", "samples", "max_new_tokens", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -254,8 +251,3 @@ class EvalSettings:
 def flag(name: str) -> str:
     """The command-line name of a setting."""
     return "--" + name.replace("_", "-")
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{flag(name)} {value!r} is not known: write one of {', '.join(choices)}")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.base.errors import ConfigError
+from qerl.base.errors import ConfigError, check_choices
 from qerl.formats.base import Format
 
 SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
@@ -169,11 +169,8 @@ class QuantizeOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
+        check_choices(self)
         self._check_scheme()
-        if self.method not in METHODS:
-            raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
-        if self.global_scale not in GLOBAL_SCALES:
-            raise ConfigError(f"--global-scale {self.global_scale!r} is not known: write {', '.join(GLOBAL_SCALES)}")
         self._check_observer()
         self._check_rows()
         if self.start_rank is not None and self.start_rank < 0:
@@ -182,8 +179,6 @@ class QuantizeOptions:
     def _check_observer(self) -> None:
         if self.observer is None:
             return
-        if self.observer not in OBSERVERS:
-            raise ConfigError(f"--observer {self.observer!r} is not known: write {', '.join(OBSERVERS)}")
         if self.method not in ("rtn", "gptq"):
             raise ConfigError(
                 f"--observer {self.observer} is of llm-compressor's rtn and gptq, not of --method {self.method}: write "
@@ -219,12 +214,6 @@ class QuantizeOptions:
                 )
 
     def _check_scheme(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"--scheme {self.scheme!r} is not known: write {', '.join(SCHEMES)}")
-        if self.scales not in SCALES:
-            raise ConfigError(f"--scales {self.scales!r} is not known: write {', '.join(SCALES)}")
-        if self.activations not in ACTIVATIONS:
-            raise ConfigError(f"--activations {self.activations!r} is not known: write {', '.join(ACTIVATIONS)}")
         default, own = QuantizeOptions, formats.get(self.scheme)
         if own.scales is None:
             if self.scales != default.scales:

@@ -169,6 +169,8 @@ RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried
 LONGEST_PAUSE_S = 30.0
 SHOWN = 80  # characters of an answer that an error shows
 THREAD = "reward-server"
+SENT = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+CORRECT = "correct the server, or its URL and headers in rewards"
 
 logger = logging.getLogger(__name__)
 
@@ -179,18 +181,6 @@ class AskError(Exception):
     def __init__(self, what: str, write: str) -> None:
         super().__init__(what)
         self.what, self.write = what, write
-
-
-class _UnavailableError(Exception):
-    """The server did not answer this time, but may if it is asked again."""
-
-    def __init__(self, what: str, retry_after_s: float | None = None) -> None:
-        super().__init__(what)
-        self.retry_after_s = retry_after_s
-
-
-class _FinalError(Exception):
-    """The server answered what no further try would change."""
 
 
 @dataclass(frozen=True)
@@ -254,10 +244,10 @@ def _in_own_loop(work: Coroutine[Any, Any, list[bytes]]) -> list[bytes]:
 async def _ask_all(server: Server, bodies: Sequence[bytes], at_once: int) -> list[bytes]:
     import httpx
 
-    places = asyncio.Semaphore(at_once)
-    limits = httpx.Limits(max_connections=at_once)
+    places, limits = asyncio.Semaphore(at_once), httpx.Limits(max_connections=at_once)
+    headers = {**SENT, **server.headers.expanded()}
     options = {"trust_env": server.proxies, "timeout": None, "limits": limits, "verify": _certificates()}
-    async with httpx.AsyncClient(**options) as client:
+    async with httpx.AsyncClient(headers=headers, **options) as client:
 
         async def one(body: bytes) -> bytes:
             async with places:
@@ -273,89 +263,69 @@ async def _ask_all(server: Server, bodies: Sequence[bytes], at_once: int) -> lis
 
 async def _ask_again(client: httpx.AsyncClient, server: Server, body: bytes) -> bytes:
     """The answer to one question, which is asked again as often as `server` says. httpx retries connections only."""
-    timeout_s, retries = server.timeout_s, server.retries
-    for attempt in range(retries + 1):
+    import httpx
+
+    for attempt in range(server.retries + 1):
+        asked_s = None
         try:
-            async with asyncio.timeout(timeout_s):
-                return await _exchange(client, server, body)
+            async with asyncio.timeout(server.timeout_s):
+                response, answer = await _exchange(client, server, body)
         except TimeoutError:
-            reason, asked_s = f"did not answer within {timeout_s:g} s", None
-        except _UnavailableError as error:
-            reason, asked_s = server.headers.hidden(str(error)), error.retry_after_s
-        except _FinalError as error:
-            raise AskError(
-                server.headers.hidden(str(error)), "correct the server, or its URL and headers in rewards"
-            ) from None
-        if attempt == retries:
-            break
-        longest = max(timeout_s, LONGEST_PAUSE_S)
-        if asked_s is not None and asked_s > longest:
-            raise AskError(
-                f"{reason} and asks for a pause of {asked_s:g} s (Retry-After), longer than the {longest:g} s that "
-                "qerl waits",
-                f"raise args.timeout_s to {asked_s:g}, or ask it less often",
-            )
-        pause = min(server.backoff_s * 2**attempt, LONGEST_PAUSE_S) if asked_s is None else asked_s
-        logger.warning("%s %s; asked again in %g s", server.who, reason, pause)
-        await asyncio.sleep(pause)
-    times = f"{retries + 1} times" if retries else "once"
+            reason = f"did not answer within {server.timeout_s:g} s"
+        except httpx.ConnectError as error:
+            reason = f"cannot be reached ({_cause(error)})"
+        except httpx.RequestError as error:  # the connection broke, or the answer is not HTTP
+            reason = f"broke off ({error or type(error).__name__})"
+        else:
+            if response.is_success:
+                return answer
+            phrase, said = (shown(each, server.headers) for each in (response.reason_phrase, answer))
+            reason = f"answered {response.status_code} {phrase}: {said}"
+            if not (response.status_code in RETRIED or response.is_server_error):
+                raise AskError(reason, CORRECT)
+            asked_s = _retry_after_s(response.headers.get("Retry-After"))
+        reason = server.headers.hidden(reason)
+        if attempt < server.retries:
+            pause = min(server.backoff_s * 2**attempt, LONGEST_PAUSE_S) if asked_s is None else asked_s
+            if pause > (longest := max(server.timeout_s, LONGEST_PAUSE_S)):
+                raise AskError(
+                    f"{reason} and asks for a pause of {pause:g} s (Retry-After), longer than the {longest:g} s that "
+                    "qerl waits",
+                    f"raise args.timeout_s to {pause:g}, or ask it less often",
+                )
+            logger.warning("%s %s; asked again in %g s", server.who, reason, pause)
+            await asyncio.sleep(pause)
+    times = f"{server.retries + 1} times" if server.retries else "once"
     raise AskError(f"{reason} (asked {times})", "start it, correct its URL, or raise args.timeout_s or args.retries")
 
 
-async def _exchange(client: httpx.AsyncClient, server: Server, body: bytes) -> bytes:
-    import httpx
-
-    headers = {
-        "Content-Type": "application/json",
-        "Accept": "application/json",
-        "Accept-Encoding": "identity",
-        **server.headers.expanded(),
-    }
-    try:
-        async with client.stream("POST", server.url, content=body, headers=headers) as response:
-            answer = await _body(response, server)
-    except httpx.ConnectError as error:
-        raise _UnavailableError(f"cannot be reached ({_cause(error)})") from error
-    except httpx.RequestError as error:  # the connection broke, or the answer is not HTTP
-        raise _UnavailableError(f"broke off ({error or type(error).__name__})") from error
-    if response.is_success:
-        return answer
-    reason, said = (shown(each, server.headers) for each in (response.reason_phrase, answer))
-    what = f"answered {response.status_code} {reason}: {said}"
-    if response.status_code in RETRIED or response.is_server_error:
-        raise _UnavailableError(what, _retry_after_s(response.headers.get("Retry-After")))
-    raise _FinalError(what)
-
-
-async def _body(response: httpx.Response, server: Server) -> bytes:
-    """The body. A compressed one is refused: it was not asked for, and httpx would unpack it whatever its size."""
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise _FinalError(
-            f"answered in Content-Encoding {shown(encoding, server.headers)}, though asked for plain JSON"
-        )
+async def _exchange(client: httpx.AsyncClient, server: Server, body: bytes) -> tuple[httpx.Response, bytes]:
+    """The response with its body. A compressed one is refused: it was not asked for, and httpx would unpack it whatever
+    its size."""
     parts, size = [], 0
-    async for part in response.aiter_raw():
-        size += len(part)
-        if size > server.largest:
-            raise _FinalError(f"answered more than {server.largest / 2**20:g} MiB, the most that qerl reads")
-        parts.append(part)
-        await asyncio.sleep(0)  # the deadline is looked at here, even if the next part has already come
-    return b"".join(parts)
+    async with client.stream("POST", server.url, content=body) as response:
+        encoding = response.headers.get("Content-Encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            what = f"answered in Content-Encoding {shown(encoding, server.headers)}, though asked for plain JSON"
+            raise AskError(what, CORRECT)
+        async for part in response.aiter_raw():
+            size += len(part)
+            if size > server.largest:
+                raise AskError(f"answered more than {server.largest / 2**20:g} MiB, the most that qerl reads", CORRECT)
+            parts.append(part)
+            await asyncio.sleep(0)  # the deadline is looked at here, even if the next part has already come
+    return response, b"".join(parts)
 
 
 def _retry_after_s(value: str | None) -> float | None:
     """The seconds that a Retry-After header asks for, as a number or a date; None if it cannot be read."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
+    if value is not None and value.strip().isdecimal():
         return float(value.strip()[:12])
     try:
-        date = parsedate_to_datetime(value)
-    except (ValueError, TypeError, OverflowError):
+        date = parsedate_to_datetime(value or "")
+    except (ValueError, OverflowError):
         return None
-    date = date if date.tzinfo else date.replace(tzinfo=UTC)
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 def _cause(error: BaseException) -> str:
@@ -363,11 +333,12 @@ def _cause(error: BaseException) -> str:
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        elif error.__cause__ or error.__context__:
-            error = error.__cause__ or error.__context__
+        elif (inner := error.__cause__ or error.__context__) is None:
+            break
         else:
-            known = type(error) is not socket.gaierror and isinstance(error, OSError) and error.errno
-            return os.strerror(error.errno).lower() if known else str(error)
+            error = inner
+    known = type(error) is not socket.gaierror and isinstance(error, OSError) and error.errno
+    return os.strerror(error.errno).lower() if known else str(error)
 
 
 def check_patience(who: str, args: Mapping[str, Any]) -> None:

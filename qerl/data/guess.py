@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.base.errors import DataError
+from qerl.data.examples import MISSING, look_up
 from qerl.data.formulas.number import parse_number
 from qerl.data.messages import as_messages, read_messages
 from qerl.data.rows import is_empty, local_rows, names_of
@@ -56,16 +57,6 @@ def guess(source: str) -> Guess:
     return Guess(question, answer, _kind(rows, question, answer), count, rows[0])
 
 
-def look_up(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a column, or at a dotted path; None if there is none."""
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def _asks(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether a column holds questions: text, or messages. Raises DataError for lists that are not messages."""
     values = [row[name] for row in rows if not is_empty(row.get(name))]
@@ -90,7 +81,7 @@ def _some(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 def _kind(rows: Sequence[Mapping[str, Any]], question: str, answer: str | None) -> Literal["number", "text", "none"]:
     answers = [_reply(row, question) if answer is None else look_up(row, answer) for row in rows]
-    found = [str(each) for each in answers if not is_empty(each)]
+    found = [str(each) for each in answers if each is not MISSING and not is_empty(each)]
     if not found:
         return "none"
     return "number" if all(parse_number(text.rpartition("####")[2].strip()) is not None for text in found) else "text"

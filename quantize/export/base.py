@@ -280,8 +280,6 @@ def choose_base(onto: str, to: Format, exact: ModelRef) -> tuple[ModelRef, tuple
     An adapter that was trained with a start adds what it has learned, which is not always s B A (adapter.py). Q(W + s B
     A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
     """
-    if onto not in ("auto", "trained", "original"):
-        raise ConfigError(f"--onto {onto!r} is not known: write auto, trained or original")
     if onto == "trained" or not formats.get(exact.format).quantized or (onto == "auto" and not to.quantized):
         if onto == "original":
             raise ConfigError(f"{exact.base} is a 16-bit model, which is the original: leave --onto out")

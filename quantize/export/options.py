@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.base.errors import ConfigError
+from qerl.base.errors import ConfigError, check_choices
 from qerl.checkpoint.activations import kind_of_activations
 from qerl.checkpoint.folder import format_of
 
@@ -78,9 +78,8 @@ class ExportOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
+        check_choices(self)
         names = [each.name for each in formats.writable()]
-        if self.to not in (None, "adapter", *names):
-            raise ConfigError(f"--to {self.to!r} is not known: write adapter, {', '.join(names)}")
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
             raise ConfigError(
                 f"--dtype and --base-name go with --to adapter: a merged model is {formats.BF16.name} and has no base"

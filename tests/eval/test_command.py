@@ -116,5 +116,5 @@ def test_the_numbers_of_pass_k_are_parsed():
 
 
 def test_settings_refuse_values_that_the_command_line_cannot_express():
-    with pytest.raises(ConfigError, match="--load 'int4' is not known: write one of auto, nvfp4, fp8_block, bf16"):
+    with pytest.raises(ConfigError, match="--load 'int4' is not known: write auto, nvfp4, fp8_block, bf16"):
         EvalSettings(task="gsm8k", load="int4")
