@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from qerl import formats
 from qerl.base.errors import DataError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
 from qerl.base.hub import HUB_ID
@@ -21,7 +20,6 @@ from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
 from qerl.checkpoint.peft_folder import loading, trained_on
-from qerl.checkpoint.resolve import run_of_adapter
 from qerl.config.recipe import read_config
 from qerl.report.read import About, Metrics
 from quantize.export.report import ExportReport, MergeReport
@@ -42,22 +40,17 @@ GOES_WITHOUT = "the model card goes without the training; put the file back and 
 RECIPE_SECTIONS = ("data", "rollout", "loss", "noise", "optim")
 
 
-def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
-    """Write the card in one step, whole or not at all."""
-    replace_text(path, card_text(report, adapter))
-
-
-def card_text(report: MergeReport, adapter: Path) -> str:
-    """The model card: metadata and text."""
-    run = run_of_adapter(adapter)
+def write_card(report: ExportReport | MergeReport, run: Path | None, path: Path) -> None:
+    """Write the card, metadata and text, in one step: whole or not at all. `run` is what the training is read from."""
     results = read_results(run) if run else []
     parts = [_title(report), _measured(report), _loading(report)]
     if run is not None:
         parts.append(training_text(run))
     if results:
-        parts.append(evaluation_text(results, "base + adapter"))
+        parts.append(evaluation_text(results, report.evaluated))
     parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
-    return f"---\n{_metadata(report, results)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+    text = "\n\n".join(part for part in parts if part)
+    replace_text(path, f"---\n{_metadata(report, results)}\n---\n\n{text}\n")
 
 
 def base_on_hub(base: str) -> str | None:
@@ -105,7 +98,7 @@ def read_results(run: Path) -> list[dict]:
     return sorted(found, key=lambda result: result["task"])
 
 
-def _metadata(report: MergeReport, results: Iterable[dict]) -> str:
+def _metadata(report: ExportReport | MergeReport, results: Iterable[dict]) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     evaluations = [
@@ -113,41 +106,35 @@ def _metadata(report: MergeReport, results: Iterable[dict]) -> str:
         for result in results
     ]
     data = ModelCardData(
-        base_model=base_on_hub(report.base),
-        license=licence_of(report.base),
+        base_model=base_on_hub(report.origin),
+        license=licence_of(report.origin),
         library_name="peft" if report.to == "adapter" else "transformers",
         pipeline_tag="text-generation",
-        tags=["qerl", "grpo", "lora", *report.tags],
+        tags=["qerl", "grpo", *report.tags],
         model_name=report.out.name if evaluations else None,
         eval_results=evaluations or None,
     )
     return data.to_yaml().strip()
 
 
-def _title(report: MergeReport) -> str:
-    licence = licence_of(report.base)
+def _title(report: ExportReport | MergeReport) -> str:
+    licence = licence_of(report.origin)
     rows = {
         "what": report.kind,
-        "trained on": f"`{base_on_hub(report.base) or Path(report.base).name}`",
-        "adapter": f"LoRA, rank {report.rank}, alpha / rank {report.scaling:g}"
-        + (f", and {report.trained_norms} trained norms" if report.trained_norms else ""),
+        **report.card_rows(f"`{base_on_hub(report.origin) or Path(report.origin).name}`"),
         "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
-        "made": f"{report.created} by `qerl merge --to {report.to}`",
+        "made": f"{report.created} by `qerl export --to {report.to}`",
     }
-    if report.start is not None:
-        rows["start"] = report.start_text()
-    if report.onto != report.base:
-        rows["merged onto" if report.to != "adapter" else "for"] = f"`{report.onto}`"
     notes = "".join(f"\n> {note}\n" for note in report.warnings())
     return f"# {report.out.name}\n\n{table_text(rows)}\n{notes}".rstrip()
 
 
-def _measured(report: MergeReport) -> str:
+def _measured(report: ExportReport | MergeReport) -> str:
     found = report.measured()
     return f"## What is left of the adapter\n\n{table_text(found)}" if found else ""
 
 
-def _loading(report: MergeReport) -> str:
+def _loading(report: ExportReport | MergeReport) -> str:
     if report.to != "adapter":
         return loading_lines(report.out, report.commands.values())
     origin = replace(trained_on(report.onto), start=report.start)
@@ -219,32 +206,3 @@ def evaluation_text(results: list[dict], of: str) -> str:
 def table_text(rows: dict[str, str]) -> str:
     """Names and texts as a table."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])
-
-
-def export_card_text(report: ExportReport, run: Path) -> str:
-    """The model card: metadata and text."""
-    from huggingface_hub import ModelCardData
-
-    licence = licence_of(report.begun_from)
-    data = ModelCardData(
-        base_model=base_on_hub(report.begun_from),
-        license=licence,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["qerl", "grpo", "qat", *formats.get(report.to).card_tags],
-    )
-    rows = {
-        "what": formats.get(report.to).model_label,
-        **report.rows(),
-        "run": f"`{Path(report.run).name}`, step {report.step}",
-        "begun from": f"`{base_on_hub(report.begun_from) or Path(report.begun_from).name}`",
-        "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
-        "made": f"{report.created} by `qerl export --to {report.to}`",
-    }
-    results = read_results(run)
-    parts = [f"# {report.out.name}\n\n{table_text(rows)}", loading_lines(report.out, report.commands.values())]
-    parts.append(training_text(run))
-    if results:
-        parts.append(evaluation_text(results, "the finished run"))
-    parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
-    return f"---\n{data.to_yaml().strip()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"

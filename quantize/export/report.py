@@ -19,27 +19,73 @@ if TYPE_CHECKING:
 MOST = 0.5  # if less than this share is kept, most of the adapter is lost
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """A model that was trained through the quantizer: `export_report.json`, and a short table for the terminal."""
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """What was written: a report beside the weights, a table for the terminal, and rows for the model card."""
 
     out: Path
     to: str
+    bytes: int
+    created: str
+    versions: dict[str, str]
+    commands: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        return "PEFT adapter" if self.to == "adapter" else formats.get(self.to).model_label
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags for the model card."""
+        return () if self.to == "adapter" else formats.get(self.to).card_tags
+
+    def warnings(self) -> list[str]:
+        """What a user has to know before using the result, one sentence each."""
+        return []
+
+    def measured(self) -> dict[str, str]:
+        """The measurements, by the names that people read."""
+        return {}
+
+    def table(self) -> Table:
+        """What the result is, and what was measured, for the terminal."""
+        from rich.table import Table
+
+        table = Table(title=self.kind, show_header=False, title_justify="left")
+        written = {"written to": f"{self.out} ({format_size(self.bytes)})"}
+        for name, text in {**self.rows(), **written, **self.measured()}.items():
+            table.add_row(name, text)
+        return table
+
+    def to_json(self) -> dict:
+        """The content of the report's file."""
+        return {name: value for name, value in asdict(self).items() if name != "out"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport(_Written):
+    """A model that was trained through the quantizer: `export_report.json`."""
+
     run: str
     step: int
     begun_from: str  # the 16-bit model
     quant_cfg: str | None  # digest of the run's, for a packed model
     linears: int  # trained
     trained: str  # masters, or 16-bit weights with the adapter
-    bytes: int
-    created: str
-    versions: dict[str, str]
-    commands: dict[str, str]
     lowest_sqnr_db: float | None = None  # of the written linears to their masters; None if all are exact
 
-    def to_json(self) -> dict:
-        """The content of export_report.json."""
-        return {name: value for name, value in asdict(self).items() if name != "out"}
+    evaluated = "the finished run"
+
+    @property
+    def origin(self) -> str:
+        """The model that all began with."""
+        return self.begun_from
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags for the model card."""
+        return "qat", *super().tags
 
     def rows(self) -> dict[str, str]:
         """What the result is, by the names that people read."""
@@ -52,14 +98,9 @@ class ExportReport:
             rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
         return rows
 
-    def table(self) -> Table:
-        """The same for the terminal."""
-        from rich.table import Table
-
-        table = Table(title=formats.get(self.to).model_label, show_header=False, title_justify="left")
-        for name, text in {**self.rows(), "written to": f"{self.out} ({format_size(self.bytes)})"}.items():
-            table.add_row(name, text)
-        return table
+    def card_rows(self, origin: str) -> dict[str, str]:
+        """The same for a card, which others read: names in place of paths."""
+        return {**self.rows(), "run": f"`{Path(self.run).name}`, step {self.step}", "begun from": origin}
 
     def _how(self) -> str:
         if formats.get(self.to).quantized:
@@ -67,42 +108,37 @@ class ExportReport:
         return f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
 
 
-@dataclass(frozen=True)
-class MergeReport:
+@dataclass(frozen=True, kw_only=True)
+class MergeReport(_Written):
     """An adapter, or a model that one was merged into: `merge_report.json`.
 
-    `survival` covers all linears, `layers` each one; both are empty for an adapter folder.
+    `survival` covers all linears, `layers` each one; both are empty for an adapter folder. `start` is that of the
+    adapter's training; for an adapter folder that of what was written.
     """
 
-    out: Path
-    to: str
     adapter: str
     base: str  # the model that the adapter was trained on
     onto: str  # the model that it was merged onto; for an adapter folder the base that it is for
     rank: int
     scaling: float
     trained_norms: int
-    bytes: int
-    created: str
-    versions: dict[str, str]
-    start: TrainedStart | None = (
-        None  # that the adapter was trained with; for an adapter folder that of what was written
-    )
+    start: TrainedStart | None = None
     notes: tuple[str, ...] = ()
     survival: Survival | None = None
     layers: tuple[Survival, ...] = ()
     effect: Effect | None = None
-    commands: dict[str, str] = field(default_factory=dict)
+
+    evaluated = "base + adapter"
 
     @property
-    def kind(self) -> str:
-        """What was written, in words."""
-        return "PEFT adapter" if self.to == "adapter" else formats.get(self.to).model_label
+    def origin(self) -> str:
+        """The model that all began with."""
+        return self.base
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags of the format for the model card."""
-        return () if self.to == "adapter" else formats.get(self.to).card_tags
+        """Tags for the model card."""
+        return "lora", *super().tags
 
     def warnings(self) -> list[str]:
         """What a user has to know before using the result, one sentence each."""
@@ -122,25 +158,28 @@ class MergeReport:
 
     def to_json(self) -> dict:
         """The content of merge_report.json."""
-        values = asdict(self)
-        del values["out"]
-        return {**values, "warnings": self.warnings()}
+        return {**super().to_json(), "warnings": self.warnings()}
 
-    def table(self) -> Table:
-        """A short table: what the result is, and how much of the adapter is in it."""
-        from rich.table import Table
+    def rows(self) -> dict[str, str]:
+        """What the result is, by the names that people read."""
+        norms = {"trained norms": str(self.trained_norms)} if self.trained_norms else {}
+        return {
+            "adapter": f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}",
+            **({"start": self.start_text()} if self.start is not None else {}),
+            "base" if self.to == "adapter" else "merged onto": self.onto,
+            **norms,
+        }
 
-        table = Table(title=self.kind, show_header=False, title_justify="left")
-        table.add_row("adapter", f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}")
-        if self.start is not None:
-            table.add_row("start", self.start_text())
-        table.add_row("base" if self.to == "adapter" else "merged onto", self.onto)
-        table.add_row("written to", f"{self.out} ({format_size(self.bytes)})")
-        if self.trained_norms:
-            table.add_row("trained norms", str(self.trained_norms))
-        for name, text in self.measured().items():
-            table.add_row(name, text)
-        return table
+    def card_rows(self, origin: str) -> dict[str, str]:
+        """The same for a card, which others read: names in place of paths."""
+        norms = f", and {self.trained_norms} trained norms" if self.trained_norms else ""
+        onto = {"merged onto" if self.to != "adapter" else "for": f"`{self.onto}`"} if self.onto != self.base else {}
+        return {
+            "trained on": origin,
+            "adapter": f"LoRA, rank {self.rank}, alpha / rank {self.scaling:g}{norms}",
+            **({"start": self.start_text()} if self.start is not None else {}),
+            **onto,
+        }
 
     def start_text(self) -> str:
         """How the adapter was trained with its start, in words."""

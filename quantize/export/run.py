@@ -43,7 +43,7 @@ from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
 from quantize.export.adapter import HOLDS_START, AdapterStart, start_in_merge
 from quantize.export.base import Adapter, check_original, choose_base, read_base
-from quantize.export.card import export_card_text, write_card
+from quantize.export.card import write_card
 from quantize.export.options import (
     ONLY_QERL,
     TARGETS,
@@ -167,7 +167,7 @@ def _write_packed(options: ExportOptions, run: Path) -> ExportReport:
         lowest = check_written(masters, staging, device, partial(track, description="verifying"), dense)
         report = replace(report, bytes=size, lowest_sqnr_db=lowest)
         write_json(staging / EXPORT_REPORT, report.to_json())
-        (staging / CARD).write_text(export_card_text(report, run), encoding="utf-8")
+        write_card(report, run, staging / CARD)
         sealed.seal(staging)
     logger.info("wrote %s", out)
     if _only_qerl(run, options):
@@ -364,5 +364,5 @@ def _report(options: ExportOptions, adapter: Adapter, out: Path, base: str, onto
 def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
     """Write merge_report.json and the model card, each whole or not at all."""
     replace_text(folder / MERGE_REPORT, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
-    write_card(report, adapter.folder, folder / CARD)
+    write_card(report, run_of_adapter(adapter.folder), folder / CARD)
     list_files(folder, (MERGE_REPORT, CARD))

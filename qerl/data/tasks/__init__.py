@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
@@ -117,7 +118,18 @@ class _Tasks(Mapping[str, Task]):
     """The registry: a read-only mapping of name to Task, which imports the file of a task when it is asked for."""
 
     def __getitem__(self, name: str) -> Task:
-        return importlib.import_module(MODULES[name]).TASK
+        module = MODULES[name]
+        try:
+            return importlib.import_module(module).TASK
+        except TypeError as error:
+            if "Task.__init__()" not in str(error):
+                raise
+            file = importlib.util.find_spec(module).origin
+            needed = [part.name for part in fields(Task) if MISSING is part.default is part.default_factory]
+            raise ConfigError(
+                f"{file} does not define the task {name!r}: {error}; a Task is made with {', '.join(needed)} (hub=None "
+                "if it makes its rows itself), and what else its class lists"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(MODULES)
