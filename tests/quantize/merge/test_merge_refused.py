@@ -55,7 +55,7 @@ REFUSALS = {
     "format": ({"to": "gguf"}, "write adapter, bf16, nvfp4"),
     "dtype of a model": ({"dtype": "float32"}, "go with --to adapter"),
     "onto of an adapter": ({"to": "adapter", "onto": "original"}, "exact copy"),
-    "onto what": ({"onto": "base"}, "write auto, trained or original"),
+    "onto what": ({"onto": "base"}, "write auto, trained, original"),
     "prompts": ({"prompts": Path("no.jsonl")}, "no.jsonl does not exist"),
     "prompts that are none": ({"prompts": Path(__file__)}, "write a path to .jsonl"),
     "count": ({"prompt_count": -1}, "at least 0"),
