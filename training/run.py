@@ -75,7 +75,7 @@ from training.run_dir.start_base import start_base
 from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_signals
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
-from training.run_dir.verdict import best_kept, ending
+from training.run_dir.verdict import best_of, ending
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
 from training.validate import Validation
@@ -286,7 +286,7 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
         trust_remote_code=config.model.trust_remote_code,
         records_experts=rollout.router_replay,
         # An extra rollout of dynamic sampling can be larger than the step.
-        batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
+        batch_size=rollout.prompts_per_step * rollout.group_size,
         kernel=rollout.kernel,
         memory=rollout.memory,
         cap_gib=config.memory.cap_gib,
@@ -335,7 +335,7 @@ def _carry_out(run: Opened) -> TrainResult:
             note_base_(run_dir, config, run.base.base)
         log.start_at(run.start_step)
         if parallel.first:
-            settle_best(run_dir, best_kept(log.validations, config.validation), config.kind.has_adapter)
+            settle_best(run_dir, best_of(log.validations, config.validation), config.kind.has_adapter)
         parts = make_parts(config, given, Loaded(run.engine, run.policy, run.plan, run.teacher), log)
         validation = Validation(parts, stop) if parts.validates else None
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)

@@ -30,7 +30,7 @@ from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_
 from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, merged_grades, reward_metrics, source_metrics
-from training.rollout.dynamic_sampling import extra_order, fill_batch
+from training.rollout.dynamic_sampling import MAX_EXTRA_ROLLOUTS, extra_order, fill_batch
 from training.rollout.sampler import Rollout, rollout_metrics
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def sample_and_grade(parts: Parts, prompts: Sequence[Prompt], step: int) -> tupl
         order = extra_order(len(parts.prompts), parts.config.run.seed, step)
         if parts.curriculum is not None:
             order = parts.curriculum.preferred(order)
-        chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
+        chosen = fill_batch(draw, rows, order, MAX_EXTRA_ROLLOUTS, lambda row: parts.prompts[row].source)
         kept, sampled = chosen.kept, chosen.sampled
         metrics = {**chosen.metrics(), **sampled_metrics(sampled, parts.rewards.names)}
     metrics |= logged_means(merged_grades(graded).logged) | group_metrics(sampled, parts.rewards.names)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
 
+EPSILON = 1e-8  # of Adam
+
 
 def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
     """One generation serves one optimizer step, or `num_iterations` of them.
@@ -49,9 +51,8 @@ def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
         gradient_accumulation_steps=1,
         learning_rate=optim.learning_rate,
         weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
         adam_beta2=optim.beta2,
-        adam_epsilon=optim.eps,
+        adam_epsilon=EPSILON,
         max_grad_norm=optim.max_grad_norm,
         warmup_steps=optim.warmup_ratio,
         lr_scheduler_type=optim.schedule if optim.schedule != "constant" else "constant_with_warmup",

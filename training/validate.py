@@ -29,7 +29,7 @@ from qerl.data.grading.intervals import estimate
 from training.loss.groups import GradedGroup, logged_means
 from training.rewards.grading import Graded, Grader, merged_grades, reward_metrics
 from training.run_dir.stop import AskedError, EndedError
-from training.run_dir.verdict import best_kept, ending
+from training.run_dir.verdict import best_of, ending
 
 if TYPE_CHECKING:
     from training.parts import Parts, TrainingParts
@@ -53,7 +53,7 @@ class Validation(TrainerCallback):
     @property
     def best(self) -> Best | None:
         """The validation whose checkpoint is to be kept."""
-        return best_kept(self._rows, self._config)
+        return best_of(self._rows, self._config)
 
     def ended(self, step: int) -> str | None:
         """Why the validation after `step` ends the run; None if it does not."""

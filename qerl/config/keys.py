@@ -59,7 +59,7 @@ OTHER_NAMES = {  # what TRL, PEFT and verl call our keys, where the words are to
     "test_freq": "validation.every",
     "eval_on_start": "validation.at_start",
     "eval_dataset": "validation.source",
-    "load_best_model_at_end": "validation.keep_best",
+    "load_best_model_at_end": "validation.metric",
     "metric_for_best_model": "validation.metric",
     "early_stopping_patience": "validation.stop_after",
     "quant_cfg": "qat.quant_cfg",
@@ -69,15 +69,28 @@ OTHER_NAMES = {  # what TRL, PEFT and verl call our keys, where the words are to
 
 
 class Removed(NamedTuple):
-    """A key of older versions. A saved recipe may still have it as `was` (a mapping with at least these items)."""
+    """A key of older versions. A saved recipe may still have it with a value of `was` (of a mapping, with at least
+    these items); None: with any value, since the key did not decide what a run learns."""
 
-    was: object
+    was: tuple | None
     now: str
 
 
-REMOVED = {
-    "noise.controller": Removed({"metric": "off"}, "sigma follows noise.schedule"),
-    "data.curriculum.kind": Removed("solved_share", "a curriculum goes by the share of right completions"),
+REMOVED = {  # items of a list are N
+    "noise.controller": Removed(({"metric": "off"},), "sigma follows noise.schedule: leave it out"),
+    "data.curriculum.kind": Removed(("solved_share",), "a curriculum goes by the share of right completions"),
+    "adapter.dtype": Removed(("float32",), "the adapter's master weights are float32: leave it out"),
+    "rollout.dynamic_sampling.max_extra_rollouts": Removed((6,), "a step has up to 6 extra rollouts: leave it out"),
+    "rollout.batch_size": Removed(None, "write fewer rollout.prompts_per_step"),
+    "environment.max_turn_tokens": Removed((None,), "write environment.max_turns and rollout.max_new_tokens"),
+    "environment.failure_reward": Removed((0.0,), "an episode whose environment fails has the reward 0: leave it out"),
+    "distill.temperature": Removed((None,), "write rollout.temperature"),
+    "distill.chunk_tokens": Removed(None, "256 tokens have logits at once: leave it out"),
+    "optim.beta1": Removed((0.9,), "it is 0.9: leave it out"),
+    "optim.eps": Removed((1e-8,), "it is 1e-8: leave it out"),
+    "run.save_every_minutes": Removed(None, "a checkpoint is due after 30 minutes as well: write run.save_every"),
+    "validation.keep_best": Removed(None, "the best checkpoint is always kept: leave it out"),
+    "validation.min_improvement": Removed((0.0,), "any improvement counts: write validation.stop_after"),
 }
 
 
@@ -183,13 +196,21 @@ def drop_removed_(data: dict) -> None:
     """Drop removed keys from a saved recipe, where the run did not use them. The validation refuses the others."""
     for dotted, removed in REMOVED.items():
         *parents, key = dotted.split(".")
-        section: object = data
+        sections: list[object] = [data]
         for parent in parents:
-            section = section.get(parent) if isinstance(section, dict) else None
-        if isinstance(section, dict) and key in section:
-            value, was = section[key], removed.was
-            if value == was or (isinstance(value, dict) and isinstance(was, dict) and was.items() <= value.items()):
+            if parent == "N":
+                sections = [item for each in sections if isinstance(each, list) for item in each]
+            else:
+                sections = [each.get(parent) for each in sections if isinstance(each, dict)]
+        for section in sections:
+            if isinstance(section, dict) and key in section and _was(section[key], removed.was):
                 del section[key]
+
+
+def _was(value: object, values: tuple | None) -> bool:
+    if values is None or value in values:
+        return True
+    return isinstance(value, dict) and any(isinstance(was, dict) and was.items() <= value.items() for was in values)
 
 
 def _leaves(
@@ -259,8 +280,9 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
 def unknown_key(path: Path) -> str:
     """What an error says of a key that does not exist; it names the nearest one that does."""
     dotted = ".".join(map(str, path))
-    if dotted in REMOVED:
-        return f"{dotted}: this key is gone, {REMOVED[dotted].now}; leave it out"
+    any_item = ".".join("N" if isinstance(part, int) else part for part in path)
+    if any_item in REMOVED:
+        return f"{dotted}: this key is gone; {REMOVED[any_item].now}"
     if (close := nearest_key(path)) is not None:
         return f"{dotted}: unknown key; did you mean {close}?"
     section = section_at(path[:-1])

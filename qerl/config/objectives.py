@@ -134,12 +134,6 @@ class DistillConfig(Section):
         le=1,
         description="divergence as in TRL: 0 is the forward KL(teacher || student), 1 the reverse KL, 0.5 the JSD",
     )
-    temperature: float | None = Field(
-        None, gt=0, description="divides the logits of both in the loss; null: rollout.temperature"
-    )
-    chunk_tokens: int = Field(
-        256, ge=1, description="tokens whose logits exist at once: memory and speed, not the result"
-    )
 
 
 def distill(config: RunConfig) -> Conflicts:

@@ -268,7 +268,7 @@ def _adapter(config: RunConfig) -> Conflicts:
         )
     for key, write in (
         ("targets", "adapter.targets: [gate_proj, up_proj, down_proj], or whatever it is to change"),
-        ("masters", f"adapter.dtype: {own.masters}"),
+        ("masters", "qat.masters: auto, since an adapter's are float32"),
         ("train_norms", "adapter.train_norms: true"),
     ):
         if (value := getattr(own, key)) != none[key].default:

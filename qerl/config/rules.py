@@ -52,12 +52,6 @@ def carry_over(config: RunConfig) -> Conflicts:
             "an episode cannot be left and gone on with, since its environment would have to wait as well",
             "rollout.carry_over: 0",
         )
-    if rollout.batch_size is not None:
-        yield Conflict(
-            asked | {"rollout.batch_size": rollout.batch_size},
-            "all completions in progress are sampled at once, so that the next begin where some end",
-            "rollout.batch_size: null, or fewer rollout.prompts_per_step",
-        )
     if config.loss.correction.mode == "off" and config.distill is None:
         yield Conflict(
             asked | {"loss.correction.mode": "off"},
@@ -138,12 +132,6 @@ def engine(config: RunConfig) -> Conflicts:
             {key: value, "rollout.engine": "transformers"},
             "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
             f"rollout.engine: vllm, or leave {key} out",
-        )
-    if rollout.engine == "vllm" and rollout.batch_size is not None:
-        yield Conflict(
-            {"rollout.batch_size": rollout.batch_size, "rollout.engine": "vllm"},
-            "vllm schedules its own batches",
-            "rollout.memory to limit it, or leave rollout.batch_size out",
         )
     refresh = type(rollout).model_fields["kv_refresh"].default
     if rollout.kv_refresh != refresh and rollout.kv_cache_dtype != "fp8":

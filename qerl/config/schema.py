@@ -67,16 +67,12 @@ class AdapterConfig(Section):
         None, ge=1, description="rank of the adapter on experts; null: rank, and an eighth of it with per_expert"
     )
     train_norms: bool = Field(False, description="train the norm weights too, and sync them with the adapter")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's master weights")
 
 
 class DynamicSamplingConfig(Section):
     """Groups without a signal (rewards all equal, or nothing of it in the loss) are replaced by further prompts."""
 
     enabled: bool = Field(False, description="replace groups without a signal, so that every group of a step has one")
-    max_extra_rollouts: int = Field(
-        6, ge=1, description="extra rollouts of a step; what is then missing is filled with groups without a signal"
-    )
 
 
 class RolloutConfig(Section):
@@ -101,9 +97,6 @@ class RolloutConfig(Section):
     )
     router_replay: bool = Field(
         True, description="mixtures of experts: the trainer uses the experts that the engine chose for each token"
-    )
-    batch_size: int | None = Field(
-        None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"
     )
     kernel: Literal[KERNELS] = Field(
         "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, on Hopper, elsewhere marlin"
@@ -185,9 +178,7 @@ class OptimConfig(Section):
     )
     learning_rate: float = Field(1e-5, gt=0, lt=1, description="peak learning rate")
     weight_decay: float = Field(0.1, ge=0, lt=1, description="decoupled weight decay")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's mean")
     beta2: float = Field(0.99, ge=0, lt=1, description="decay of the gradient's square")
-    eps: float = Field(1e-8, gt=0, lt=1, description="added to the denominator")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="learning rate after the warm-up: to 0 by a cosine or a line, or constant"
     )
@@ -209,9 +200,8 @@ class LoopConfig(Section):
     gradient_checkpointing: Literal["auto"] | bool = Field(
         "auto", description="layers recompute their activations in the backward pass; auto: those that do not fit"
     )
-    save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
-    save_every_minutes: float | None = Field(
-        30.0, gt=0, description="a checkpoint is due after this time too, at the end of a step; null: by steps alone"
+    save_every: int = Field(
+        50, ge=1, description="steps between checkpoints; one is due after 30 minutes too, and after the last step"
     )
     stop_within_s: float | None = Field(
         25.0,

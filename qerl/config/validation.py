@@ -45,14 +45,8 @@ class ValidationConfig(Section):
         description="what decides which checkpoint is best and when to stop, the higher the better: accuracy, reward, "
         "one reward as rewards/NAME, or of one source sources/NAME/accuracy",
     )
-    keep_best: bool = Field(
-        True, description="keep the checkpoint of the best validation, with its adapter in the run's best/"
-    )
     stop_after: int | None = Field(
         None, ge=1, description="end the run after this many validations in a row without improvement; null: never"
-    )
-    min_improvement: float = Field(
-        0.0, ge=0, description="what counts as an improvement for stop_after: more than this above the one before"
     )
     target: float | None = Field(None, description="end the run once a validation reaches this; null: none")
 
@@ -117,12 +111,6 @@ def _verdict(config: RunConfig) -> Conflicts:
             {"validation.metric": this.metric},
             "no validation gives a value of that name that is the better the higher it is",
             f"validation.metric: accuracy, reward, or one of the rewards as rewards/NAME{others}",
-        )
-    if this.min_improvement and this.stop_after is None:
-        yield Conflict(
-            {"validation.min_improvement": this.min_improvement, "validation.stop_after": None},
-            "nothing would read it: the best checkpoint is the best by any difference",
-            "validation.stop_after: 5, or leave min_improvement out",
         )
     if config.sft is None and this.metric == "accuracy" and this.target is not None and not 0 < this.target <= 1:
         yield Conflict(

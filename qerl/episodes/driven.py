@@ -102,10 +102,8 @@ class Limits:
     max_turns: int = 8  # of the model
     max_tokens: int = 4096  # of the model and the environment together, after the prompt
     context: int = 1 << 30  # tokens of prompt and episode together
-    max_turn_tokens: int | None = None  # of one turn of the model
     max_observation_tokens: int | None = None  # of one message of the environment; longer ones are cut
     timeout_s: float = 60.0  # of one reset or step
-    failure_reward: float = 0.0  # of an episode whose environment failed
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ class Episodes(Source):
 
     def _fail(self, episode: _Open, error: str) -> None:
         episode.call, episode.error, episode.ended, episode.closed = None, printable(error), "failed", True
-        episode.reward = self._limits.failure_reward
+        episode.reward = 0.0
 
     # -- what the engine samples
 
@@ -286,8 +286,7 @@ class Episodes(Source):
         return most - len(episode.token_ids)
 
     def _request(self, episode: _Open) -> Request:
-        room, own = self._room(episode), self._limits.max_turn_tokens
-        sampling = replace(self._sampling, max_new_tokens=room if own is None else min(own, room))
+        sampling = replace(self._sampling, max_new_tokens=self._room(episode))
         stream = episode.spoken * len(self._episodes) + episode.index
         return Request(episode.index, [*episode.prompt_ids, *episode.token_ids], sampling, stream, episode.spoken)
 

@@ -85,10 +85,8 @@ def limits_of(config: EnvironmentConfig, max_tokens: int, context: int) -> Limit
         max_turns=config.max_turns,
         max_tokens=max_tokens,
         context=context,
-        max_turn_tokens=config.max_turn_tokens,
         max_observation_tokens=config.max_observation_tokens,
         timeout_s=config.timeout_s,
-        failure_reward=config.failure_reward,
     )
 
 

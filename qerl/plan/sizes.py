@@ -293,6 +293,7 @@ def _calibrated(folder: Path, layers: int) -> bool:
     return all(found.count(scale) == layers for scale in SCALES)
 
 
+CHUNK_TOKENS = 256  # whose logits exist at once where a teacher is compared
 LOGITS = 34  # bytes per logit of a chunk: eight float32 tensors while a divergence is computed, and the 16-bit slope
 
 
@@ -328,7 +329,7 @@ def teacher_work(distill: DistillConfig | None, sizes: ModelSizes) -> TeacherWor
     if found is None:
         return None
     shared = max(sizes.vocabulary, found.vocabulary)
-    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, distill.chunk_tokens * shared * LOGITS)
+    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, CHUNK_TOKENS * shared * LOGITS)
 
 
 def forward_bytes(sizes: ModelSizes) -> int:

@@ -60,7 +60,7 @@ class Adapter:
         """
         adapter = self.adapter
         count = sizes.adapter(adapter.rank, adapter.targets) + expert_parameters(adapter, sizes)
-        return Trained("adapter", count, BYTES[adapter.dtype], self.state_bytes, ADAPTER_WORK)
+        return Trained("adapter", count, BYTES["float32"], self.state_bytes, ADAPTER_WORK)
 
     @property
     def start_rank(self) -> int:

@@ -30,7 +30,7 @@ COMMON = (
 CASES: dict[str, tuple[str, ...]] = {
     "dapo": (),
     "dapo-bf16": ("model.format=bf16",),
-    "dynamic-sampling": ("rollout.dynamic_sampling.enabled=true", "rollout.dynamic_sampling.max_extra_rollouts=2"),
+    "dynamic-sampling": ("rollout.dynamic_sampling.enabled=true",),
     "noise-both": ("noise.where=both", "loss.correction.mode=sequence_truncate"),
     "iterations": ("loss.num_iterations=2", "loss.type=grpo", "loss.kl_coef=0.05", "loss.entropy_coef=0.01"),
     "gspo-norms": ("loss.type=grpo", "loss.level=sequence", "adapter.train_norms=true", "adapter.dropout=0.1"),

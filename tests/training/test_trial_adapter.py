@@ -113,7 +113,7 @@ def test_an_engine_with_a_part_of_the_adapter_disagrees_by_the_gate(nvfp4_base, 
     ("base_name", "settings"),
     [
         ("nvfp4_base", ("noise.where=both", "adapter.train_norms=true", "adapter.dropout=0.1", *VALIDATED)),
-        ("nvfp4_base", ("loss.num_iterations=2", "loss.kl_coef=0.05", "adapter.dtype=bfloat16", *IN_8_BITS)),
+        ("nvfp4_base", ("loss.num_iterations=2", "loss.kl_coef=0.05", *IN_8_BITS)),
         ("nvfp4_moe", EXPERTS),
     ],
     ids=["noise", "kl", "experts"],

@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from qerl.model.logprobs import Head, descend, head_logits
+from qerl.plan.sizes import CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from training.loss.batch import LossInputs
@@ -44,8 +45,7 @@ class Measure(NamedTuple):
     """What is measured, and how many tokens at once."""
 
     beta: float
-    sampling_temperature: float  # by which the student's logits are divided for its logprobs
-    chunk_tokens: int
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 class Divergences(NamedTuple):
@@ -55,7 +55,7 @@ class Divergences(NamedTuple):
     forward_kl: torch.Tensor  # KL(teacher || student)
     reverse_kl: torch.Tensor  # KL(student || teacher)
     entropies: torch.Tensor  # of the student, at the temperature of the pair
-    logprobs: torch.Tensor  # of the targets, by the student at the temperature of sampling, over its whole vocabulary
+    logprobs: torch.Tensor  # of the targets, by the student, over its whole vocabulary
 
 
 def token_divergences(
@@ -79,7 +79,7 @@ class _TokenDivergences(torch.autograd.Function):
             for start in range(0, len(targets), measure.chunk_tokens):
                 part = slice(start, start + measure.chunk_tokens)
                 student, teacher = head_logits(hidden[part], pair.student), head_logits(taught[part], pair.teacher)
-                values[4, part] = _logprobs(student, targets[part], measure.sampling_temperature)
+                values[4, part] = _logprobs(student, targets[part], pair.student.temperature)
                 log_p = _log_softmax(student, pair.student.temperature, pair.shared)
                 del student
                 log_q = _log_softmax(teacher, pair.teacher.temperature, pair.shared)

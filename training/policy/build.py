@@ -84,8 +84,8 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
     """Attach the recipe's adapter to the engine's own modules: the base weights exist once.
 
     Where the recipe says so it starts at the start of the base; a frozen start is in the modules already.
-    The adapter's master weights are in `adapter.dtype` (float32 by default: a bfloat16 A of size 0.02 swallows an
-    AdamW step of 1e-5); on a GPU its products run in bfloat16. Its A is drawn from `seed`.
+    The adapter's master weights are float32, since a bfloat16 A of size 0.02 swallows an AdamW step of 1e-5; on a GPU
+    its products run in bfloat16. Its A is drawn from `seed`.
     """
     base_model = engine.policy_model()
     targets = linear_targets(base_model, adapter.targets)
@@ -94,11 +94,11 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
         model = attach_lora(base_model, adapter.rank, adapter.alpha, targets, adapter.dropout, adapter.train_norms)
         if adapts_experts(adapter):
             attach_to_experts_(model, adapter.experts, expert_rank(adapter), adapter.alpha / adapter.rank)
-    set_dtype_(model, getattr(torch, adapter.dtype))
+    set_dtype_(model, torch.float32)
     name_base_(model, base.base)  # model.base of the recipe may be a run or an adapter
     policy = AdapterPolicy(model)
     trained = sum(parameter.numel() for parameter in policy.parameters())
-    logger.info("adapter: rank %d, %.2f M parameters in %s", adapter.rank, trained / 1e6, adapter.dtype)
+    logger.info("adapter: rank %d, %.2f M parameters in float32", adapter.rank, trained / 1e6)
     if adapter.start == "trained" and base.start is not None and base.adapter is None:
         start_at_(policy.model, read_start(base.start))
     if base.adapter is not None:

@@ -40,10 +40,8 @@ class Teacher:
         self._model = load_model(folder, BF16.name, model.dtype, str(device), model.trust_remote_code)
         check_config(self._model.config)
         self._divisor = logits_divisor(self._model.config)
-        sampling, distill = config.rollout.temperature, config.distill
-        self._temperature, self._sampling = distill.temperature or sampling, sampling
+        self._temperature, self._beta = config.rollout.temperature, config.distill.beta
         self._shared = shared
-        self._distill = distill
 
     @torch.no_grad()
     def hidden(self, row: PackedRow) -> torch.Tensor:
@@ -54,12 +52,11 @@ class Teacher:
     def pair(self, student: Head) -> Pair:
         """The student's head beside the teacher's, at the temperature of the loss."""
         own = dense_head(self._model.get_output_embeddings(), self._temperature * self._divisor)
-        at_loss = self._temperature * (student.temperature / self._sampling)  # which is the student's own divisor
-        return Pair(student._replace(temperature=at_loss), own, self._shared)
+        return Pair(student, own, self._shared)
 
-    def measure(self, student: Head) -> Measure:
-        """What is measured; the student's logprobs come from its head, which may divide by more than temperature."""
-        return Measure(self._distill.beta, student.temperature, self._distill.chunk_tokens)
+    def measure(self) -> Measure:
+        """What is measured."""
+        return Measure(self._beta)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from training.loss.groups import GradedGroup
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.5  # groups drawn for each that is expected to be needed: one more rollout costs more than some groups
+MAX_EXTRA_ROLLOUTS = 6  # of a step; what is then missing is filled with groups without a signal
 LEAST_BOUND = 16  # prompts that an extra rollout may have, however small the step is
 
 

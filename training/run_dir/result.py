@@ -40,7 +40,7 @@ from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.checkpoint import damage_of as checkpoint_damage
 from training.run_dir.folder import make_aside
 from training.run_dir.log import read_metrics
-from training.run_dir.verdict import Best, best_kept, best_of, decisive, ending, shown, validations
+from training.run_dir.verdict import Best, best_of, decisive, ending, shown, validations
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
@@ -192,7 +192,7 @@ def finished(run_dir: Path, steps: int, config: RunConfig, parallel: Parallel, e
 def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
     """Say how a run ended; after its last step, or one that validation made the last, its adapter is the result."""
     rows = read_metrics(run_dir)
-    settle_best(run_dir, best_kept(rows, config.validation), config.kind.has_adapter)
+    settle_best(run_dir, best_of(rows, config.validation), config.kind.has_adapter)
     if steps < config.run.steps and not ending(rows, config.validation, steps):
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
@@ -211,7 +211,7 @@ def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfi
     if best is None:
         return
     where = f", adapter in {run_dir / BEST}" if (run_dir / BEST).is_dir() else ""
-    if not config.kind.has_adapter and config.validation.keep_best:
+    if not config.kind.has_adapter:
         where = f", of which `{export_line(run_dir)} --step {best.step}` makes a model"
     logger.info("best validation: %s%s", best, where)
     first = validations(rows)[0]

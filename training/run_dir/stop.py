@@ -36,6 +36,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVE_EVERY_S = 30 * 60.0  # after which a checkpoint is due, between those that steps bring
 AGAIN_S = 5.0  # until the step is interrupted again: Python drops an exception that is raised in a finalizer
 
 
@@ -52,7 +53,7 @@ class AskedError(Exception):
 
 
 class Stop(TrainerCallback):
-    """Ends the training loop after a step if a signal asks for it, and saves every `run.save_every_minutes`."""
+    """Ends the training loop after a step if a signal asks for it, and saves every SAVE_EVERY_S."""
 
     def __init__(self, run: LoopConfig, updates: int, run_dir: Path, parallel: Parallel = ALONE) -> None:
         """`updates` is the number of optimizer steps on one rollout."""
@@ -84,8 +85,7 @@ class Stop(TrainerCallback):
         self._step_ended_at = time.monotonic()
         if state.global_step % self._updates:
             return  # a checkpoint between two updates on one rollout could not be resumed
-        minutes = self._run.save_every_minutes
-        due = minutes is not None and self._step_ended_at - self._saved_at >= 60 * minutes
+        due = self._step_ended_at - self._saved_at >= SAVE_EVERY_S
         of_ranks = self._parallel.gather((due, self.asked))  # signals and clocks are each rank's own
         if of_ranks[0][0]:
             control.should_save = True

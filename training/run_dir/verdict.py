@@ -55,11 +55,6 @@ def best_of(rows: Rows, config: ValidationConfig) -> Best | None:
     return Best(next(step for step, each in found if each == value), metric, value)
 
 
-def best_kept(rows: Rows, config: ValidationConfig) -> Best | None:
-    """The best validation if its checkpoint is to be kept."""
-    return best_of(rows, config) if config.keep_best else None
-
-
 def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
     """Why the validation after `step` ends the run, in words; None if it does not. The one before step 1 never does."""
     metric, height = decisive(rows, config)
@@ -69,7 +64,7 @@ def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
     last = shown(metric, values[-1][1])
     if config.target is not None and height(values[-1][1]) >= height(config.target):
         return f"validation {metric} {last} has reached validation.target {config.target:g}"
-    since = _without_improvement([height(value) for _, value in values], config.min_improvement)
+    since = _without_improvement([height(value) for _, value in values])
     if config.stop_after is not None and since >= config.stop_after:
         return (
             f"validation {metric} ({last}) has not improved in {since} validations (validation.stop_after "
@@ -78,13 +73,9 @@ def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
     return None
 
 
-def _without_improvement(values: Sequence[float], least: float) -> int:
-    """How many of the last values are not more than `least` above the best one that counted as an improvement."""
-    count, reference = 0, float("-inf")
-    for value in values:
-        improved = value > reference + least
-        count, reference = (0, value) if improved else (count + 1, reference)
-    return count
+def _without_improvement(values: Sequence[float]) -> int:
+    """How many values came after the first of the best."""
+    return len(values) - 1 - values.index(max(values))
 
 
 def shown(metric: str, value: float) -> str:

@@ -87,7 +87,6 @@ PAIRS = [
     (["rollout.engine=transformers", "rollout.deterministic=true"], "transformers repeats itself anyway"),
     (["rollout.engine=transformers", "rollout.memory=20"], "rollout.memory 20.0 with rollout.engine transformers"),
     (["rollout.engine=transformers", "memory.cap_gib=24"], "memory.cap_gib 24.0 with rollout.engine transformers"),
-    (["rollout.engine=vllm", "rollout.batch_size=8"], "vllm schedules its own batches; write rollout.memory"),
     (["rollout.memory=30", "memory.cap_gib=24"], "(GiB); write a rollout.memory below 24"),
     (["model.format=bf16", "rollout.kernel=humming"], "rollout.kernel humming with model.format bf16"),
     (["model.format=bf16", "rollout.tune_kernels=true"], "rollout.tune_kernels true with model.format bf16"),

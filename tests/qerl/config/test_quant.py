@@ -142,7 +142,7 @@ def test_what_cannot_be_combined_is_refused(override, says):
             "qat.targets=['re:.*mlp.*']",
             r"qat.targets \['re:.*mlp.*'\].* about whole weights; write adapter.targets: \[",
         ),
-        ("qat.masters=float32", "about whole weights; write adapter.dtype: float32"),
+        ("qat.masters=float32", "about whole weights; write qat.masters: auto"),
         ("qat.train_norms=true", "write adapter.train_norms: true"),
         ("qat.forward=masters", "no masters to multiply by; write qat.forward: packed; qat.mode: weights trains whole"),
         ("rollout.kernel=marlin", "that kernel cannot take weights that change"),

@@ -4,8 +4,10 @@ import re
 import time
 
 import pytest
+import yaml
 
 from qerl.base.errors import ConfigError
+from qerl.config.keys import REMOVED, describe_config
 from qerl.config.names import PROJECTIONS
 from qerl.config.recipe import load_config, load_recipe, recipe_label, recipe_names, recipe_path, save_config
 from qerl.config.schema import RewardConfig
@@ -333,7 +335,7 @@ def test_an_override_into_a_broken_section_names_the_section(recipe):
 def test_what_is_saved_is_complete_and_reads_back_exactly(recipe, tmp_path):
     overrides = [
         "optim.learning_rate=1e-5",
-        "optim.eps=1e-8",
+        "optim.weight_decay=1e-8",
         "noise.sigma_start=0.012345678901234567",
         "data.system_prompt='yes: \"1e-5\"'",
         'data.prompt_template="{question}\\n\\nénd\\t\\\\boxed{} #"',
@@ -361,3 +363,47 @@ def test_unknown_keys_by_the_thousand_are_one_short_line_at_once(recipe):
     assert "k0: unknown key" in str(raised.value)
     assert "(19999 more after this one)" in str(raised.value)
     assert len(str(raised.value)) < 400
+
+
+SECTIONS = {  # of removed keys that a recipe has only where it asks for them
+    "qat": "qat.mode=weights",
+    "distill": "distill.beta=1.0",
+    "environment": "environment.name=calculator",
+    "sft": "sft.max_tokens=64",
+    "data.curriculum": "data.curriculum.hard_share=0.2",
+    "data.sources": "data.sources=[{name: a}, {name: b}]",
+}
+
+
+def with_removed(data, path, value):
+    key, *rest = path
+    if not rest:
+        data[key] = value
+    elif key == "N":
+        for item in data:
+            with_removed(item, rest, value)
+    else:
+        with_removed(data.setdefault(key, {}), rest, value)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_saved_recipe_may_still_have_removed_keys_and_a_new_one_may_not(key, tmp_path):
+    asked = [setting for section, setting in SECTIONS.items() if key.startswith(f"{section}.")]
+    asked += ["noise.enabled=false"] + ["model.format=bf16"] * key.startswith("sft.")
+    config, saved = load_recipe("tiny", asked), tmp_path / "config.yaml"
+    for value in REMOVED[key].was or (1, 2.0, None):
+        data = config.model_dump(mode="json")
+        with_removed(data, key.split("."), value)
+        saved.write_text(yaml.safe_dump(data))
+        assert load_config(saved) == config
+        with pytest.raises(ConfigError, match="this key is gone; "):
+            load_recipe(saved)
+    if REMOVED[key].was is not None:
+        with_removed(data, key.split("."), "another value")
+        saved.write_text(yaml.safe_dump(data))
+        with pytest.raises(ConfigError, match="this key is gone; "):
+            load_config(saved)
+
+
+def test_removed_keys_are_no_keys():
+    assert not set(REMOVED) & {row.key for row in describe_config()}

@@ -56,9 +56,7 @@ def test_an_episode_is_one_growing_list_of_tokens_in_which_the_environment_wrote
 def test_what_ends_an_episode_and_is_counted(tokenizer):
     """Errors, hangs, wrong values and limits each end their own episode; the others go on."""
     lines = (["pens", "books"], ["hang"], ["raise"], ["nan"], ["four"], ["pens", "pens", "pens"], ["pens " * 60])
-    made = scripted_environments(
-        tokenizer, f"{OWN}:Faulty", timeout_s=1.5, max_turns=3, max_tokens=60, failure_reward=-1.0
-    )
+    made = scripted_environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5, max_turns=3, max_tokens=60)
     began = time.monotonic()
     _, episodes = run(tokenizer, made, ["books"] * len(lines), *lines)
     assert time.monotonic() - began < 20
@@ -68,7 +66,7 @@ def test_what_ends_an_episode_and_is_counted(tokenizer):
     assert errors[2].startswith("step raised KeyError: 'nothing\\nhere' (own_environments.py, line ")
     assert errors[3] == "step returned nan as its reward: return a finite number"
     assert errors[4].endswith("return (observation, reward, done)")
-    assert [episode.reward for episode in episodes[1:5]] == [-1.0] * 4
+    assert [episode.reward for episode in episodes[1:5]] == [0.0] * 4
     assert episodes[5].reward == pytest.approx(-0.3)
     assert [episode.truncated for episode in episodes] == [False] * 6 + [True]
     metrics = episode_metrics(episodes)
@@ -220,13 +218,13 @@ ODD_ANSWERS = {
 
 def test_an_odd_answer_ends_its_own_episode_and_is_counted(tokenizer):
     lines = [[said] for said in ODD_ANSWERS]
-    made = scripted_environments(tokenizer, f"{OWN}:Odd", failure_reward=-1.0)
+    made = scripted_environments(tokenizer, f"{OWN}:Odd")
     _, episodes = run(tokenizer, made, ["books"] * (len(lines) + 1), *lines, ["pens", "books"])
     *odd, right = episodes
     for episode, said in zip(odd, ODD_ANSWERS.values(), strict=True):
         assert said in episode.error
         episode.error.encode()
-        assert (episode.reward, episode.ended) == (-1.0, "failed")
+        assert (episode.reward, episode.ended) == (0.0, "failed")
     assert right.reward == pytest.approx(0.9)
     assert episode_metrics(episodes)["environment/failed_share"] == len(lines) / len(episodes)
 

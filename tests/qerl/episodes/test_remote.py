@@ -85,7 +85,7 @@ def test_a_server_that_fails_hangs_or_closes_ends_that_episode_alone(tokenizer):
     lines = [["raise"], ["hang"], ["close"], ["html"], ["nan"], ["books"]]
     began = time.monotonic()
     with serving(Server) as url:
-        made = scripted_environments(tokenizer, url, program=True, timeout_s=1.0, failure_reward=-1.0)
+        made = scripted_environments(tokenizer, url, program=True, timeout_s=1.0)
         _, episodes = run(tokenizer, made, ["books"] * 6, *lines)
         assert time.monotonic() - began < 3
     errors = [episode.error for episode in episodes]
@@ -95,7 +95,7 @@ def test_a_server_that_fails_hangs_or_closes_ends_that_episode_alone(tokenizer):
     assert errors[2].startswith(f"step got no answer from {url}/step: ")
     assert errors[3].endswith("answer with a JSON object of observation, reward and done")
     assert errors[4] == "step returned 'much' as its reward: return a finite number"
-    assert [episode.reward for episode in episodes] == [*[-1.0] * 5, 1.0]
+    assert [episode.reward for episode in episodes] == [*[0.0] * 5, 1.0]
 
 
 def test_a_server_s_own_limit_on_the_connection_is_kept(tokenizer):

@@ -35,16 +35,16 @@ def dense(hidden, taught, targets, pair, measure):
     else:
         log_m = torch.log((1 - beta) * log_p.exp() + beta * log_q.exp())
         loss = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
-    logprobs = torch.log_softmax(student / measure.sampling_temperature, -1).gather(1, targets[:, None])[:, 0]
+    logprobs = torch.log_softmax(student / pair.student.temperature, -1).gather(1, targets[:, None])[:, 0]
     return Divergences(loss, forward, reverse, -(log_p.exp() * log_p).sum(-1), logprobs)
 
 
-def problem(beta, temperature=1.0, sampling=1.0, chunk=4, padding=(0, 0), bias=False):
+def problem(beta, temperature=1.0, chunk=4, padding=(0, 0), bias=False):
     """Hidden states of two models of different width whose vocabularies have `padding` beyond what they share."""
     sizes = [SHARED + each for each in padding]
     student = Head(torch.randn(sizes[0], 8), torch.randn(sizes[0]) if bias else None, temperature)
     teacher = Head(torch.randn(sizes[1], 6), None, temperature)
-    pair, measure = Pair(student, teacher, SHARED), Measure(beta, sampling, chunk)
+    pair, measure = Pair(student, teacher, SHARED), Measure(beta, chunk)
     return torch.randn(TOKENS, 8), torch.randn(TOKENS, 6), torch.randint(sizes[0], (TOKENS,)), pair, measure
 
 
@@ -108,7 +108,7 @@ def test_hand_values():
     """Two tokens, p = (1/4, 3/4), q = (1/2, 1/2)."""
     eye = Head(torch.eye(2), None, 1.0)
     hidden, taught = torch.tensor([[0.0, math.log(3)]]), torch.zeros(1, 2)
-    found = token_divergences(hidden, taught, torch.tensor([1]), Pair(eye, eye, 2), Measure(0.5, 1.0, 8))
+    found = token_divergences(hidden, taught, torch.tensor([1]), Pair(eye, eye, 2), Measure(0.5, 8))
     forward = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     reverse = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
     middle = 0.5 * (0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5)) + 0.5 * (

@@ -248,7 +248,6 @@ def test_more_ranks_share_what_fewer_had_begun(tmp_path):
     [
         ("rollout.dynamic_sampling.enabled=true", "replaced by rollouts that wait"),
         ("environment={name: calculator}", "an episode cannot be left"),
-        ("rollout.batch_size=4", "are sampled at once"),
         ("loss.correction.mode=off", "an older policy drew"),
     ],
 )

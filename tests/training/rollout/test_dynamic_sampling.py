@@ -8,14 +8,13 @@ import torch
 from training.loss.advantages import informative_groups
 from training.loss.groups import GradedGroup, Group, Prompt, Sample
 from training.rollout.dynamic_sampling import (
+    MAX_EXTRA_ROLLOUTS,
     extra_order,
     extra_prompts,
     fill_batch,
     keep,
     next_rows,
 )
-
-MAX_EXTRA = 6  # the default of rollout.dynamic_sampling.max_extra_rollouts
 
 
 def group(row, informative, tokens=3):
@@ -94,7 +93,7 @@ def test_with_one_informative_group_in_four_every_batch_is_filled(size):
             lambda rows: [group(row, torch.rand(()).item() < 0.25) for row in rows],
             list(range(size)),
             extra_order(1000, 0, step),
-            MAX_EXTRA,
+            MAX_EXTRA_ROLLOUTS,
         )
         assert [member.informative for member in batch.kept] == [True] * size
         assert len({member.group.prompt.row for member in batch.kept}) == size
@@ -129,6 +128,6 @@ def test_groups_missing_at_the_bound_are_filled_up_with_a_warning(caplog):
 
 
 def test_a_batch_that_is_full_at_once_needs_no_extra_rollout():
-    batch = fill_batch(lambda rows: [group(row, True) for row in rows], [4, 2], [0, 1, 2, 3, 4], MAX_EXTRA)
+    batch = fill_batch(lambda rows: [group(row, True) for row in rows], [4, 2], [0, 1, 2, 3, 4], MAX_EXTRA_ROLLOUTS)
     assert [member.group.prompt.row for member in batch.kept] == [4, 2]
     assert (batch.extra_rollouts, len(batch.sampled)) == (0, 2)

@@ -138,8 +138,9 @@ def test_a_step_is_not_saved_between_two_updates_on_one_rollout(nvfp4_base, tmp_
     assert "step 4 did not end in time; steps 3 to 4 are lost: the checkpoint of step 2 stays" in caplog.text
 
 
-def test_checkpoints_by_the_clock_respect_the_updates_on_one_rollout(nvfp4_base, tmp_path):
-    settings = ("run.save_every=100", "run.save_every_minutes=0.00001", "run.keep_checkpoints=9")
+def test_checkpoints_by_the_clock_respect_the_updates_on_one_rollout(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.run_dir.stop.SAVE_EVERY_S", 1e-3)
+    settings = ("run.save_every=100", "run.keep_checkpoints=9")
     run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny").run_dir
     assert [path.name for path in checkpoints(run_dir)] == ["step-000001", "step-000002", "step-000003"]
     twice = (*settings, "loss.num_iterations=2", "noise.enabled=false")

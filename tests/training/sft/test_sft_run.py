@@ -82,9 +82,10 @@ def stock(base, tensors, config, folder):
 
 
 def test_a_run_equals_that_of_trl(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.trl_config.EPSILON", 1e-4)
     base = write_base(tmp_path / "base", hidden=32, dtype=torch.float32)
     (base / "chat_template.jinja").write_text(GENERATION)
-    settings = ("model.format=bf16", "sft.rows_per_step=8", "optim.learning_rate=1e-3", "optim.eps=1e-4")
+    settings = ("model.format=bf16", "sft.rows_per_step=8", "optim.learning_rate=1e-3")
     settings += ("optim.warmup_ratio=0.3", "optim.weight_decay=0.1", "optim.max_grad_norm=0.2")
     config = small_sft(base, tmp_path, *settings, steps=STEPS)
     built = random_adapter(monkeypatch)

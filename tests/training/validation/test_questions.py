@@ -135,12 +135,12 @@ def test_a_source_is_refused_before_torch_is_loaded(nvfp4_base, tmp_path):
         ),
         (["validation.metric=loss"], "validations measure what the model writes; write validation.metric: accuracy"),
         (["validation.target=90", "validation.metric=accuracy"], "lies between 0 and 1; write validation.target: 0.9"),
-        (["validation.min_improvement=0.1"], "write validation.stop_after: 5, or leave min_improvement out"),
+        (["validation.min_improvement=0.1"], "this key is gone; any improvement counts"),
         (["loss.num_iterations=2", "validation.every=3"], "write validation.every: 4"),
         (["validation.every=null", "validation.stop_after=3"], "write validation.every: 50, or leave stop_after out"),
         (["validation.columns={frage: question}"], "only our columns can be mapped (question, answer, id)"),
         (["validation.test_freq=5"], "unknown key; did you mean validation.every?"),
-        (["run.load_best_model_at_end=true"], "unknown key; did you mean validation.keep_best?"),
+        (["run.load_best_model_at_end=true"], "unknown key; did you mean validation.metric?"),
     ],
 )
 def test_a_recipe_that_cannot_validate_is_refused(nvfp4_base, tmp_path, settings, says):
