@@ -37,7 +37,7 @@ from qerl.checkpoint.base_start import (
 )
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.source import Source, finite, weight_for_scales
+from qerl.checkpoint.source import HEADROOM_BITS, Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
 
 if TYPE_CHECKING:
@@ -159,9 +159,6 @@ def _watch(name: str, module: nn.Module, see: Callable[[str, torch.Tensor], None
 
 def _replace(module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
-
-
-HEADROOM_BITS = 2  # as in a run (qat.quant_cfg.weights.headroom_bits)
 
 
 def streamed_input_scales(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.load import text_of_engine
 from qerl.engine.interface import SamplingParams
-from training.policy.kv_ranges import KVCalibration
+from training.policy.kv_ranges import KV_REFRESH, KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
@@ -63,10 +63,9 @@ class Given:
         """The parts of the run over what is open."""
         check_reference(opened.policy, config.loss.kl_coef)
         sampler = Sampler(opened.engine, opened.policy, sampler_options(config, self.environments))
-        if config.rollout.calibrates_kv:
+        if config.rollout.kv_cache_dtype == "fp8":
             prompts = [prompt.ids for prompt in self.prompts]
-            refresh = config.rollout.kv_refresh
-            sampler.calibration = KVCalibration(opened.policy.base_model, prompts, refresh, self.parallel)
+            sampler.calibration = KVCalibration(opened.policy.base_model, prompts, KV_REFRESH, self.parallel)
         decode = text_of_engine(self.tokenizer, opened.engine).batch
         return Parts(
             prompts=self.prompts,

@@ -294,7 +294,6 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
         deterministic=rollout.deterministic,
         tune_kernels=rollout.tune_kernels,
         kv_cache_dtype=rollout.kv_cache_dtype,
-        calibrates_kv=rollout.calibrates_kv,
         max_context=config.data.max_prompt_tokens + config.longest_completion,
         max_rank=trainee_of(config).engine_rank,
         experts=config.adapter.experts,

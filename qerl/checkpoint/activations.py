@@ -194,18 +194,18 @@ def check_served(
 
 
 def input_scales(
-    model: PreTrainedModel, modules: Sequence[str], rows: Sequence[Sequence[int]], batch: int, headroom_bits: int
+    model: PreTrainedModel, modules: Sequence[str], rows: Sequence[Sequence[int]], headroom_bits: int
 ) -> dict[str, torch.Tensor]:
     """float32 (1,) by module name, for a 16-bit `model` on `rows` of token ids.
 
-    `batch` rows of equal length take one forward pass; `headroom_bits`: by how many powers of two activations may grow.
+    Each row takes a forward pass; `headroom_bits`: by how many powers of two activations may grow.
     Raises CheckpointError for a linear whose input holds inf or NaN, or is zero throughout.
     """
     import torch
 
     with torch.no_grad(), _largest_inputs(model, modules) as amax:
-        for ids in _batches(rows, batch):
-            model(input_ids=torch.tensor(ids, device=model.device), use_cache=False, logits_to_keep=1)
+        for ids in rows:
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
     return scales_of(amax, headroom_bits, f"{len(rows)} calibration rows (qat.quant_cfg.calibration)")
 
 
@@ -251,15 +251,3 @@ def _largest_inputs(model: PreTrainedModel, modules: Sequence[str]) -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _batches(rows: Sequence[Sequence[int]], size: int) -> Iterator[list[list[int]]]:
-    """Rows in their order; in a batch all have the same length, so that no padding is seen."""
-    pending: list[list[int]] = []
-    for ids in rows:
-        if pending and (len(pending) == size or len(ids) != len(pending[0])):
-            yield pending
-            pending = []
-        pending.append(list(ids))
-    if pending:
-        yield pending

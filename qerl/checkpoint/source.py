@@ -255,6 +255,7 @@ def layer_of(name: str) -> int:
 
 
 Tensors = dict[str, "torch.Tensor"]
+HEADROOM_BITS = 2  # powers of two by which trained weights, or activations, may grow before a block scale saturates
 ScaleOf = Callable[[Sequence[str], Sequence["torch.Tensor"]], "torch.Tensor"]  # of the modules and weights of one set
 
 

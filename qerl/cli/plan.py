@@ -96,14 +96,13 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     """
     from qerl.checkpoint.resolve import model_under
     from qerl.plan.engine_memory import card_of
-    from qerl.plan.sizes import check_kv_cache, read_sizes
+    from qerl.plan.sizes import read_sizes
     from training.preflight.plan import check_card, plan
 
     card = this_card(gpus) if gpu is None else card_of(gpu)
     check_card(config, card)
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
-    check_kv_cache(config.rollout.kv_cache_dtype, sizes, base, config.rollout.calibrates_kv)
     return plan(config, sizes, replace(card, ranks=gpus))
 
 

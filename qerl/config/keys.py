@@ -63,7 +63,6 @@ OTHER_NAMES = {  # what TRL, PEFT and verl call our keys, where the words are to
     "metric_for_best_model": "validation.metric",
     "early_stopping_patience": "validation.stop_after",
     "quant_cfg": "qat.quant_cfg",
-    "qat.group_size": "qat.quant_cfg.weights.group",  # with its section, since elsewhere the word is a key of ours
     "validation.rows": "validation.limit",
 }
 
@@ -78,9 +77,17 @@ class Removed(NamedTuple):
 
 REMOVED = {  # items of a list are N
     "noise.controller": Removed(({"metric": "off"},), "sigma follows noise.schedule: leave it out"),
+    "qat.quant_cfg.weights.group": Removed((16,), "a format has its own: leave it out"),
+    "qat.quant_cfg.weights.global_scale": Removed(("pow2",), "it is a power of two: leave it out"),
+    "qat.quant_cfg.weights.headroom_bits": Removed((2,), "weights may grow by two powers of two: leave it out"),
+    "qat.quant_cfg.keep_first": Removed((0,), r"write ['re:model\.layers\.0\.'], or more, into ignore"),
+    "qat.quant_cfg.keep_last": Removed((0,), r"write ['re:model\.layers\.27\.'], or more, into ignore"),
+    "qat.quant_cfg.calibration.batch": Removed(None, "a row takes one forward pass: leave it out"),
+    "qat.quant_cfg.calibration.length": Removed((2048,), "a row has up to 2048 tokens: leave it out"),
     "data.curriculum.kind": Removed(("solved_share",), "a curriculum goes by the share of right completions"),
     "adapter.dtype": Removed(("float32",), "the adapter's master weights are float32: leave it out"),
     "rollout.dynamic_sampling.max_extra_rollouts": Removed((6,), "a step has up to 6 extra rollouts: leave it out"),
+    "rollout.kv_refresh": Removed((10,), "fp8 keys and values get new scales every 10 steps: leave it out"),
     "rollout.batch_size": Removed(None, "write fewer rollout.prompts_per_step"),
     "environment.max_turn_tokens": Removed((None,), "write environment.max_turns and rollout.max_new_tokens"),
     "environment.failure_reward": Removed((0.0,), "an episode whose environment fails has the reward 0: leave it out"),

@@ -7,8 +7,6 @@ keys; what a run writes down is always complete.
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -45,13 +43,6 @@ class WeightQuantConfig(Section):
     format: Annotated[str, OneOf(lambda: [each.name for each in formats.all_formats() if each.quantized])] = Field(
         formats.DEFAULT.name, description="format of the packed weights; model.format is the same"
     )
-    group: Literal[16] = Field(16, description="weights that share a block scale")
-    global_scale: Literal["pow2"] = Field(
-        "pow2", description="scale of a linear, computed once from the starting weights and never changed"
-    )
-    headroom_bits: int = Field(
-        2, ge=0, le=5, description="weights may grow by this many powers of two before a block scale saturates"
-    )
 
 
 class CalibrationConfig(Section):
@@ -59,8 +50,6 @@ class CalibrationConfig(Section):
 
     data: str | None = Field(None, min_length=1, description="jsonl file or hub name; null: the run's own prompts")
     rows: int = Field(512, ge=1, description="rows")
-    batch: int = Field(1, ge=1, description="rows per forward pass")
-    length: int = Field(2048, ge=1, description="tokens of each")
 
 
 class QuantConfig(Section):
@@ -76,20 +65,9 @@ class QuantConfig(Section):
     ignore: Patterns = Field(
         ("lm_head",), description="linears that stay in 16 bits, as for `qerl quantize --ignore`; embeddings always do"
     )
-    keep_first: int = Field(0, ge=0, description="first decoder layers that stay in 16 bits")
-    keep_last: int = Field(0, ge=0, description="last decoder layers that stay in 16 bits")
     calibration: CalibrationConfig = Field(
         default_factory=CalibrationConfig, description="rows for static activation scales"
     )
-
-    def ignored(self, layers: int) -> tuple[str, ...]:
-        """The patterns of all linears that stay in 16 bits, in a model of so many decoder layers."""
-        kept = [n for n in range(layers) if n < self.keep_first or n >= layers - self.keep_last]
-        return self.ignore + tuple(rf"re:model\.layers\.{n}\." for n in kept)
-
-    def digest(self) -> str:
-        """A short hash of the whole value, for run.json and the folders that were made by it."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def expanded(given: object) -> object:
@@ -168,7 +146,6 @@ class QatConfig(Section):
     )
 
 
-_HEADROOM_BITS = WeightQuantConfig.model_fields["headroom_bits"].default
 PACKING_KERNELS = ("auto", "qerl")  # the others take factors from the weights when these are loaded
 
 
@@ -198,16 +175,6 @@ def qat(config: RunConfig) -> Conflicts:
         )
     if quant.activations != "static":
         yield from _calibrated(quant)
-    weights = quant.weights
-    if formats.get(weights.format).shared_tensor is None and weights.headroom_bits != _HEADROOM_BITS:
-        yield Conflict(
-            {
-                "qat.quant_cfg.weights.headroom_bits": weights.headroom_bits,
-                "qat.quant_cfg.weights.format": weights.format,
-            },
-            "scales of this format follow the weights, so that none saturates",
-            f"headroom_bits: {_HEADROOM_BITS}, or leave it out",
-        )
     if config.rollout.kernel not in PACKING_KERNELS:
         yield Conflict(
             {"rollout.kernel": config.rollout.kernel, "qat.mode": config.qat.mode},

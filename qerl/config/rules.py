@@ -106,9 +106,8 @@ def vllm_only(config: RunConfig) -> dict[str, object]:
     asked = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
         "rollout.tune_kernels": rollout.tune_kernels or None,
-        "rollout.kv_cache_dtype": None
-        if rollout.kv_cache_dtype == "auto" or rollout.calibrates_kv  # both engines round by calibrated scales
-        else rollout.kv_cache_dtype,
+        # Both engines round by calibrated scales.
+        "rollout.kv_cache_dtype": None if rollout.kv_cache_dtype in ("auto", "fp8") else rollout.kv_cache_dtype,
         "rollout.memory": rollout.memory,
         "rollout.deterministic": rollout.deterministic or None,
         "memory.cap_gib": config.memory.cap_gib,
@@ -121,24 +120,10 @@ def engine(config: RunConfig) -> Conflicts:
     run starts (training/preflight/checks.py)."""
     rollout = config.rollout
     for key, value in vllm_only(config).items() if rollout.engine == "transformers" else ():
-        if value == "fp8":
-            yield Conflict(
-                {key: value, "rollout.kv_refresh": None, "rollout.engine": "transformers"},
-                "it rounds keys and values by calibrated scales only",
-                "a number for rollout.kv_refresh, or rollout.kv_cache_dtype: auto",
-            )
-            continue
         yield Conflict(
             {key: value, "rollout.engine": "transformers"},
             "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
             f"rollout.engine: vllm, or leave {key} out",
-        )
-    refresh = type(rollout).model_fields["kv_refresh"].default
-    if rollout.kv_refresh != refresh and rollout.kv_cache_dtype != "fp8":
-        yield Conflict(
-            {"rollout.kv_refresh": rollout.kv_refresh, "rollout.kv_cache_dtype": rollout.kv_cache_dtype},
-            "only keys and values in fp8 have scales to calibrate",
-            "rollout.kv_cache_dtype: fp8, or leave rollout.kv_refresh out",
         )
     if rollout.tune_kernels and rollout.deterministic:
         yield Conflict(

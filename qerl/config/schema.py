@@ -106,12 +106,7 @@ class RolloutConfig(Section):
         description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
     )
     kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
-        "auto", description="keys and values; auto: 16 bit; fp8: half of vllm's cache, see kv_refresh"
-    )
-    kv_refresh: int | None = Field(
-        10,
-        ge=1,
-        description="steps between calibrations of fp8 keys and values, by which the trainer rounds too; null: scale 1",
+        "auto", description="keys and values; auto: 16 bit; fp8: half of vllm's cache, by calibrated scales"
     )
     memory: float | None = Field(
         None, gt=0, description="GPU budget of the vllm engine: GiB, or up to 1 a share of the card; null: what is left"
@@ -119,11 +114,6 @@ class RolloutConfig(Section):
     deterministic: bool = Field(
         False, description="rollouts and training steps repeat to the bit (vllm engine only; slower)"
     )
-
-    @property
-    def calibrates_kv(self) -> bool:
-        """Whether a run measures the scales of its keys and values, at its first sync and then now and again."""
-        return self.kv_cache_dtype == "fp8" and self.kv_refresh is not None
 
 
 class CorrectionConfig(Section):

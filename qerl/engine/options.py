@@ -44,7 +44,6 @@ class EngineOptions:
     deterministic: bool = False
     tune_kernels: bool = False
     kv_cache_dtype: str = "auto"
-    calibrates_kv: bool = False  # whether scales of 8-bit keys and values are set before anything is sampled
     max_context: int | None = None
     max_rank: int = 0
     start: BaseStart | None = None

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qerl import formats
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKV, ModelShapes, shapes_of
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import read_json
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
 
@@ -234,7 +234,7 @@ def read_sizes(base: str) -> ModelSizes:
     from qerl.checkpoint.folder import EMBEDDED
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.resolve import model_under
-    from qerl.checkpoint.shards import read_json, read_tensors, with_own_head
+    from qerl.checkpoint.shards import read_tensors, with_own_head
 
     base = model_under(base)
     name = base.rpartition("/")[2].lower()
@@ -263,34 +263,6 @@ def read_sizes(base: str) -> ModelSizes:
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
     """The sizes that the keys of config.json give; see `shapes_of`."""
     return ModelSizes(**vars(shapes_of(config, name)))
-
-
-SCALES = ("k_scale", "v_scale")
-
-
-def check_kv_cache(kv_cache_dtype: str, sizes: ModelSizes, base: str | Path, calibrates: bool = False) -> None:
-    """Raise ConfigError for keys and values in `fp8` with scale 1 on a `base` (folder or hub id) that they ruin.
-
-    Whoever `calibrates` sets other scales before anything is sampled.
-    They ruin models with large keys, as Qwen2.5 has them (reported at verl#4435). Where queries and keys are normed the
-    values stay within what the format holds, and elsewhere calibrated scales see to it.
-    """
-    if kv_cache_dtype != "fp8" or calibrates or sizes.head_norms or _calibrated(Path(base), sizes.layers):
-        return
-    raise ConfigError(
-        f"rollout.kv_cache_dtype fp8 rounds keys and values with scale 1, which ruins models like {base}: it neither "
-        f"norms its keys (as Qwen3, Gemma 3 and OLMo 2 do) nor carries calibrated scales ({', '.join(SCALES)}): write "
-        "a number for rollout.kv_refresh, which calibrates it, or rollout.kv_cache_dtype: fp8_per_token_head, or auto"
-    )
-
-
-def _calibrated(folder: Path, layers: int) -> bool:
-    """Whether the checkpoint has scales for each layer's keys and values, which an engine reads if its config.json
-    says how the model is quantized."""
-    if not folder.is_dir() or "quantization_config" not in read_json(folder / "config.json"):
-        return False
-    found = [name.rpartition(".")[2] for name in read_tensors(folder) if ".self_attn." in name]
-    return all(found.count(scale) == layers for scale in SCALES)
 
 
 CHUNK_TOKENS = 256  # whose logits exist at once where a teacher is compared
@@ -347,7 +319,6 @@ def teacher_flops(distill: DistillConfig | None, sizes: ModelSizes, tokens: floa
 @cache
 def _read(teacher: str) -> ModelSizes:
     from qerl.checkpoint.hub import config_folder, is_hub_id
-    from qerl.checkpoint.shards import read_json
 
     try:
         return read_sizes(teacher)
@@ -362,6 +333,7 @@ LAUNCHES = 17e-6  # seconds that a decoder layer takes to round inputs of few va
 TRAFFIC = 2.8  # times that reading and writing the values takes at the memory's speed (benchmarks/qat)
 EAGER = 4e-4  # seconds of a decoder layer whose kernels are launched one by one; an estimate
 CALIBRATING = "calibrating"  # the phase
+CALIBRATED = 2048  # tokens of a calibration row at most
 
 
 def rounds_to_four_bits(qat: QatConfig | None, sizes: ModelSizes) -> bool:
@@ -386,14 +358,13 @@ def calibrates(qat: QatConfig | None) -> bool:
 def calibrated_tokens(qat: QatConfig, prompt_tokens: int) -> tuple[int, int]:
     """(tokens of a row, rows) at most: of the rows that the recipe names, or of the run's own prompts."""
     asked = qat.quant_cfg.calibration
-    own = prompt_tokens if asked.data is None else asked.length
-    return min(asked.length, own), asked.rows
+    return min(CALIBRATED, prompt_tokens) if asked.data is None else CALIBRATED, asked.rows
 
 
 def calibration_memory(qat: QatConfig, prompt_tokens: int, sizes: ModelSizes) -> dict[str, float]:
     """What takes the card's memory while the 16-bit model reads calibration rows, in bytes."""
-    length, rows = calibrated_tokens(qat, prompt_tokens)
-    work = length * min(qat.quant_cfg.calibration.batch, rows) * forward_bytes(sizes)
+    length, _ = calibrated_tokens(qat, prompt_tokens)
+    work = length * forward_bytes(sizes)
     weights = sizes.weights_bytes(formats.BF16.name)
     return {"16-bit model": weights, "context": CONTEXT, "kernels": KERNELS, "its work": work}
 
@@ -401,5 +372,4 @@ def calibration_memory(qat: QatConfig, prompt_tokens: int, sizes: ModelSizes) ->
 def calibration_seconds(qat: QatConfig, prompt_tokens: int, sizes: ModelSizes, rate: float) -> float:
     """Of its forward passes at `rate` operations per second, each of which takes EAGER seconds per layer at least."""
     length, rows = calibrated_tokens(qat, prompt_tokens)
-    batch = min(qat.quant_cfg.calibration.batch, rows)
-    return rows / batch * max(2 * sizes.body * length * batch / rate, sizes.layers * EAGER)
+    return rows * max(2 * sizes.body * length / rate, sizes.layers * EAGER)

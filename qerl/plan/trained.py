@@ -156,11 +156,10 @@ def _numbers(linear: str, sizes: ModelSizes) -> int:
 def quantized_linears(qat: QatConfig, layers: int) -> list[str]:
     """The linears of a model of so many layers that are packed. Raises ConfigError for patterns that do not fit."""
     linears = projections(layers)
-    kept = set(matching(linears, qat.quant_cfg.ignored(layers), "qat.quant_cfg.ignore"))
+    kept = set(matching(linears, qat.quant_cfg.ignore, "qat.quant_cfg.ignore"))
     if len(kept) == len(linears):
         raise ConfigError(
-            f"qat.quant_cfg keeps all {layers} decoder layers in 16 bits: write narrower patterns in ignore, or "
-            "smaller keep_first and keep_last"
+            f"qat.quant_cfg keeps all {layers} decoder layers in 16 bits: write narrower patterns in ignore"
         )
     return [name for name in linears if name not in kept]
 

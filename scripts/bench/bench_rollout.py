@@ -185,10 +185,9 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         memory=arguments.memory_share,
         tune_kernels=arguments.tune,
         kv_cache_dtype=arguments.kv_cache_dtype,
-        calibrates_kv=arguments.kv_cache_dtype == "fp8",
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
-    if options.calibrates_kv:
+    if options.kv_cache_dtype == "fp8":
         engine.set_kv_scales({layer: KVScales(1.0, 1.0, 1.0) for layer in range(read_sizes(arguments.model).layers)})
     if arguments.rank:
         tensors = {}

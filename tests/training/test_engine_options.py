@@ -34,7 +34,6 @@ def test_what_a_recipe_asks_of_the_engine_reaches_it():
         trainer_bytes=5,
         tune_kernels=True,
         kv_cache_dtype="fp8",
-        calibrates_kv=True,
         max_context=300,
         max_rank=16,
         expert_rank=16,

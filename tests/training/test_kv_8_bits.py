@@ -14,7 +14,7 @@ from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SETTINGS = ("rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=3", "noise.enabled=false", "loss.mismatch_gate=null")
+SETTINGS = ("rollout.kv_cache_dtype=fp8", "noise.enabled=false", "loss.mismatch_gate=null")
 
 
 def mismatches(run_dir):
@@ -30,7 +30,8 @@ def test_policy_and_engine_agree_since_both_round(nvfp4_base, tmp_path, monkeypa
     assert min(mismatches(tmp_path / "engine")) > 1e-6
 
 
-def test_a_resumed_run_has_the_numbers_of_one_that_went_on(nvfp4_base, tmp_path):
+def test_a_resumed_run_has_the_numbers_of_one_that_went_on(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.parts.KV_REFRESH", 3)
     start(small_config(nvfp4_base, tmp_path, *SETTINGS, steps=6, out="whole"), "x")
     whole, begun = tmp_path / "whole", numbers(tmp_path / "whole")
     saved = [json.loads((folder / "kv_scales.json").read_text()) for folder in checkpoints(whole)]
@@ -40,12 +41,11 @@ def test_a_resumed_run_has_the_numbers_of_one_that_went_on(nvfp4_base, tmp_path)
 
 
 def test_an_engine_that_is_not_calibrated_does_not_sample(nvfp4_base):
-    options = EngineOptions(kv_cache_dtype="fp8", calibrates_kv=True, dtype="float32")
+    options = EngineOptions(kv_cache_dtype="fp8", dtype="float32")
     engine = TransformersEngine(str(nvfp4_base), "nvfp4", options)
     with pytest.raises(EngineError, match="no scales yet"):
         engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
-    for kind, calibrates in (("fp8", False), ("fp8_per_token_head", True)):
-        with pytest.raises(EngineError, match=r"a number for rollout\.kv_refresh"):
-            TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions(kv_cache_dtype=kind, calibrates_kv=calibrates))
+    with pytest.raises(EngineError, match=r"write rollout\.kv_cache_dtype: fp8, or auto"):
+        TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions(kv_cache_dtype="fp8_per_token_head"))
     with pytest.raises(EngineError, match="open it with kv_cache_dtype fp8"):
         TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions()).set_kv_scales({})

@@ -150,7 +150,7 @@ def test_a_quant_cfg_that_differs_from_that_of_the_base_is_refused(ran, tmp_path
     del about["qat"]
     (run / "run.json").write_text(json.dumps(about))
     config = load_config(run / "config.yaml")
-    quant = config.qat.quant_cfg.model_copy(update={"keep_last": 1})
+    quant = config.qat.quant_cfg.model_copy(update={"ignore": ("re:.*mlp.*",)})
     save_config(
         config.model_copy(update={"qat": config.qat.model_copy(update={"quant_cfg": quant})}), run / "config.yaml"
     )
@@ -170,7 +170,7 @@ def changed_linears(run):
     [
         (("qat.quant_cfg=nvfp4_w4a16_ffn",), ".mlp.", 6),
         (("qat.targets=['re:.*layers.1.*(q|down)_proj']",), "layers.1.", 14),
-        (("qat.quant_cfg.keep_first=1", "qat.train_norms=true"), "", 7),
+        ((r"qat.quant_cfg.ignore=['re:model\.layers\.0\.', lm_head]", "qat.train_norms=true"), "", 7),
     ],
     ids=["ffn", "targets", "norms"],
 )
@@ -194,7 +194,7 @@ def test_a_part_of_the_linears_is_trained(base, tmp_path, overrides, trained, pa
         ("nvfp4_base", (), r"already quantized \(NVFP4\).*write model\.base: "),
         ("base", ("qat.targets=['re:.*gate']", "qat.quant_cfg.ignore=['re:nothing']"), "'re:nothing' matches no layer"),
         ("base", ("qat.targets=[q_proj]",), r"qat\.targets 'q_proj' matches no layer: write a full name"),
-        ("base", ("qat.quant_cfg.keep_last=2",), "keeps all 2 decoder layers in 16 bits"),
+        ("base", ("qat.quant_cfg.ignore=['re:.*layers.*']",), "keeps all 2 decoder layers in 16 bits"),
         (
             "base",
             ("qat.quant_cfg.ignore=['re:.*q_proj']",),

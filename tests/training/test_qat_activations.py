@@ -135,4 +135,4 @@ def test_rows_from_which_no_scale_follows_are_refused(base):
     model = load_model(base, "bf16")
     model.model.layers[1].input_layernorm.weight.data[3] = float("nan")
     with pytest.raises(CheckpointError, match=r"input of model.layers.1.self_attn.q_proj has the amax nan over 1 cal"):
-        input_scales(model, ["model.layers.1.self_attn.q_proj"], [[5, 6, 7]], 1, 2)
+        input_scales(model, ["model.layers.1.self_attn.q_proj"], [[5, 6, 7]], 2)

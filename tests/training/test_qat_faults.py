@@ -123,9 +123,9 @@ CHANGES = {
     "mode": ({"mode": "adapter", "targets": None}, "qat.mode: adapter, where it was weights, qat.targets: null, where"),
     "targets": ({"targets": None}, 'qat.targets: null, where it was ["re:.*mlp.*"] when'),
     "norms": ({"train_norms": True}, "qat.train_norms: true, where it was false when"),
-    "head room": (
-        {"quant_cfg": {"weights": {"headroom_bits": 1}}},
-        "qat.quant_cfg.weights.headroom_bits: 1, where it was 2",
+    "activations": (
+        {"quant_cfg": {"activations": "dynamic"}},
+        "qat.quant_cfg.activations: dynamic, where it was none",
     ),
     "layers": ({"quant_cfg": "nvfp4_w4a16_ffn"}, 'qat.quant_cfg.ignore: ["lm_head", "re:.*self_attn.*"], where it was'),
     "format": ({"quant_cfg": "fp8_block"}, "qat.quant_cfg.weights.format: fp8_block, where it was nvfp4"),

@@ -25,7 +25,7 @@ from training.trial_adapter import drawn_, try_adapter, zero_factors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VALIDATED = ("validation.every=2", "validation.limit=2")
-IN_8_BITS = ("rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=3", "noise.enabled=false")
+IN_8_BITS = ("rollout.kv_cache_dtype=fp8", "noise.enabled=false")
 EXPERTS = ("adapter.experts=per_expert", "adapter.expert_rank=2")
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "qerl_ranges"
 ROWS, LENGTH = 16, 1024  # prompts that are measured, and tokens of each
+KV_REFRESH = 10  # steps between calibrations
 FILE = "kv_scales.json"  # of a checkpoint
 
 

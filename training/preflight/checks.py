@@ -34,7 +34,7 @@ from qerl.engine.interface import check_tokens
 from qerl.engine.memory import others_bytes
 from qerl.engine.open import choose_engine
 from qerl.plan.engine_memory import Card
-from qerl.plan.sizes import ModelSizes, check_kv_cache, sizes_of
+from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears
 from training.preflight.advice import with_values
 from training.preflight.plan import GIB, check_experts, plan, settled_for
@@ -189,7 +189,6 @@ def read_prompts(
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config.adapter)
     sizes = sizes_at(base)
-    check_kv_cache(config.rollout.kv_cache_dtype, sizes, local_folder(base.base), config.rollout.calibrates_kv)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     switches = config.data.chat_template_kwargs
     check_switches(tokenizer, switches, "data.chat_template_kwargs")

@@ -143,8 +143,7 @@ def _calibration_problems(memory: dict[str, float], limit: int) -> list[Problem]
         return []
     text = (
         f"calibrating activations takes {needed / GIB:.1f} GiB with the 16-bit model, and the limit is "
-        f"{limit / GIB:.1f} GiB: take dynamic scales (qat.quant_cfg: nvfp4_w4a4), or a smaller "
-        "qat.quant_cfg.calibration.batch where the rows are long"
+        f"{limit / GIB:.1f} GiB: take dynamic scales (qat.quant_cfg: nvfp4_w4a4)"
     )
     return [Problem(text, needed, limit)]
 
@@ -254,7 +253,7 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     longest = config.longest_row
     work = None if sizes is None else teacher_work(config.distill, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    extra = (config.train.fp8_recipe, config.rollout.calibrates_kv, trainee_of(config).gradient_bytes)
+    extra = (config.train.fp8_recipe, config.rollout.kv_cache_dtype == "fp8", trainee_of(config).gradient_bytes)
     wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
     return wishes if config.kind.samples else replace(wishes, length_keys="sft.max_tokens")
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.base.program import GivenFunction
+from qerl.config.keys import drop_removed_
 from qerl.config.rewards import is_url
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of
@@ -182,6 +183,7 @@ def check_same_kind(run_dir: Path, config: RunConfig) -> None:
         )
     if KEY not in about:
         return
+    drop_removed_(about)
     before, now = dict(_flat(KEY, about[KEY])), dict(_flat(KEY, qat_record(qat)))
     changed = {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
     if not changed:

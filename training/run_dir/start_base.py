@@ -25,10 +25,12 @@ from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import TensorReader, read_json
-from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
-from qerl.config.quant import CALIBRATION
+from qerl.checkpoint.source import HEADROOM_BITS, Source, packed_groups, power_of_two_scale_of, read_source
+from qerl.config.keys import drop_removed_
+from qerl.config.quant import CALIBRATION, QuantConfig
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.formats import BF16
+from qerl.plan.sizes import CALIBRATED
 from qerl.plan.trained import masters_dtype
 from training.run_dir.folder import only_writer, written
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.quant import CalibrationConfig, QatConfig, QuantConfig
+    from qerl.config.quant import CalibrationConfig, QatConfig
     from qerl.config.schema import RunConfig
     from training.loss.groups import Prompt
 
@@ -56,8 +58,7 @@ def calibrated_scales(
     logger.info("calibrating activations on %d rows, %d tokens", len(rows), sum(map(len, rows)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(source.folder, BF16.name, dtype, device, source.trust_remote_code)
-    bits = quant.weights.headroom_bits
-    scales = input_scales(model, source.quantized, rows, quant.calibration.batch, bits)
+    scales = input_scales(model, source.quantized, rows, HEADROOM_BITS)
     del model
     gc.collect()
     if device == "cuda":
@@ -68,11 +69,11 @@ def calibrated_scales(
 def calibration_rows(
     calibration: CalibrationConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[list[int]]:
-    """Token ids of up to `rows` rows, of `length` tokens at most each. Raises DataError if none can be used."""
+    """Token ids of up to `rows` rows, of CALIBRATED tokens at most each. Raises DataError if none can be used."""
     if calibration.data is None:
-        return [list(prompt.ids[: calibration.length]) for prompt in prompts[: calibration.rows]]
+        return [list(prompt.ids[:CALIBRATED]) for prompt in prompts[: calibration.rows]]
     given = shuffled_rows(calibration.data, CALIBRATION)
-    usable = [ids[: calibration.length] for row in given if (ids := tokens_of(row, tokenizer))]
+    usable = [ids[:CALIBRATED] for row in given if (ids := tokens_of(row, tokenizer))]
     if not usable:
         raise DataError(
             f"{CALIBRATION}: {calibration.data}: none of {len(given)} rows can be used (fields of one: "
@@ -102,11 +103,13 @@ def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Seque
 
 
 def _check_same(folder: Path, qat: QatConfig, run_dir: Path) -> None:
-    made_by, own = read_json(folder / REPORT).get("quant_cfg"), qat.quant_cfg.digest()
-    if made_by != own:
+    made_by, own = read_json(folder / REPORT), qat.quant_cfg.model_dump(mode="json")
+    drop_removed_({"qat": {"quant_cfg": made_by}})
+    if differing := [key for key in QuantConfig.model_fields if made_by.get(key) != own[key]]:
         raise ConfigError(
-            f"{folder}, from which the engine samples, was made by another qat.quant_cfg ({made_by}) than the one in "
-            f"{run_dir / 'config.yaml'} ({own}), and both have to be the same: put that one back, or start a new run"
+            f"{folder}, from which the engine samples, was made by another qat.quant_cfg than the one in "
+            f"{run_dir / 'config.yaml'} ({', '.join(differing)} differ), and both have to be the same: put that one "
+            "back, or start a new run"
         )
 
 
@@ -124,13 +127,13 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with TensorReader(source.tensors) as read:
             shares = source.format.shared_tensor is not None
-            scale_of = power_of_two_scale_of(headroom_bits=quant.weights.headroom_bits) if shares else None
+            scale_of = power_of_two_scale_of(headroom_bits=HEADROOM_BITS) if shares else None
             wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
             write_weights(partial, with_input_scales(packed_groups(source, wide, device, scale_of), inputs))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
         entry = source.format.quantization_config(source.unquantized(), quant.activations)
         write_json(partial / "config.json", {**source.config, "quantization_config": entry})
-        made = {"source": start.base, "method": "rtn", "quant_cfg": quant.digest(), **quant.model_dump(mode="json")}
+        made = {"source": start.base, "method": "rtn", **quant.model_dump(mode="json")}
         write_json(partial / REPORT, made)
         sealed.seal(partial)
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,10 +144,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
 
 def _source(start: ModelRef, config: RunConfig) -> Source:
     trust, quant = config.model.trust_remote_code, config.qat.quant_cfg
-    layers = read_json(start.path / "config.json").get("num_hidden_layers", 0)
-    return read_source(
-        start.base, quant.ignored(layers), trust, "qat.quant_cfg.ignore", formats.get(quant.weights.format)
-    )
+    return read_source(start.base, quant.ignore, trust, "qat.quant_cfg.ignore", formats.get(quant.weights.format))
 
 
 def _as_masters(

@@ -274,10 +274,10 @@ def _continued(request: Request, begun: Completion) -> Request:
 
 def _takes_8_bits(options: EngineOptions) -> bool:
     """Whether keys and values are rounded to 8 bits. Raises EngineError for scales that are not calibrated by a run."""
-    if options.kv_cache_dtype != "auto" and not (options.kv_cache_dtype == "fp8" and options.calibrates_kv):
+    if options.kv_cache_dtype not in ("auto", "fp8"):
         raise EngineError(
             "the transformers engine rounds keys and values by scales that a run calibrates, and no others: write "
-            "rollout.kv_cache_dtype: fp8 and a number for rollout.kv_refresh, or rollout.kv_cache_dtype: auto"
+            "rollout.kv_cache_dtype: fp8, or auto"
         )
     return options.kv_cache_dtype == "fp8"
 

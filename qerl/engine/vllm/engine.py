@@ -42,7 +42,6 @@ from qerl.engine.update import Update
 from qerl.engine.vllm import opening, requests
 from qerl.engine.vllm.opening import Parts, line, whole
 from qerl.engine.vllm.sync import Gains, attention_layers, set_scales_, take_
-from qerl.plan.sizes import check_kv_cache, read_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +76,7 @@ class VLLMEngine(Engine):
         self._cap = Cap(self._device, options.cap_gib)
         self._began = time.monotonic()
         base = str(local_folder(base))
-        if options.kv_cache_dtype == "fp8":
-            check_kv_cache("fp8", read_sizes(base), base, options.calibrates_kv)
-        self._uncalibrated = options.calibrates_kv  # then nothing is sampled before it has scales
+        self._uncalibrated = options.kv_cache_dtype == "fp8"  # then nothing is sampled before it has scales
         self._base, self.options = base, options
         settings = opening.Settings(base, format, options)
         self.end_token_ids = settings.stop_token_ids()

@@ -60,7 +60,6 @@ class Context:
             deterministic=arguments.deterministic,
             tune_kernels=arguments.tune,
             kv_cache_dtype=arguments.kv_cache_dtype,
-            calibrates_kv=arguments.calibrate_kv,
             max_context=1024,
             max_rank=arguments.rank,
             start=self.start,

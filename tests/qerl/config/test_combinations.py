@@ -95,10 +95,6 @@ PAIRS = [
         "rollout.kv_cache_dtype fp8_per_token_head with rollout.engine transformers",
     ),
     (
-        ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=null"],
-        "write a number for rollout.kv_refresh, or rollout.kv_cache_dtype: auto",
-    ),
-    (
         ["rollout.tune_kernels=true", "rollout.deterministic=true"],
         "rollout.tune_kernels true with rollout.deterministic true",
     ),
