@@ -36,8 +36,8 @@ from qerl.plan.sizes import sizes_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qerl.config.data import DataConfig
     from qerl.config.environment import EnvironmentConfig
-    from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.examples import DropReport
     from training.loss.groups import Prompt
     from training.rollout.asking import Asking
@@ -164,7 +164,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     if run is not None:
         from qerl.config.recipe import load_config
 
-        data = data_of(load_config(run / "config.yaml"), task.name)
+        data = data_of(load_config(run / "config.yaml").data, task.name)
         _check_graded_alike(data, task, run)
         trained = task_of(data)
         system, template = trained.system_prompt, trained.prompt_template
@@ -177,9 +177,9 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     return replace(task, system_prompt=system, prompt_template=template)
 
 
-def data_of(config: RunConfig, task: str) -> DataConfig:
+def data_of(data: DataConfig, task: str) -> DataConfig:
     """Of several sources that a run was trained on, the first with this task, whose prompt it then learned."""
-    sources = sources_of(config)
+    sources = sources_of(data)
     return next((source.data for source in sources if source.data.task == task), sources[0].data)
 
 

@@ -37,7 +37,7 @@ def after_training(run_dir: Path) -> str:
     from qerl.data.rows import sources_of
 
     config = load_config(run_dir / "config.yaml")
-    lines = (_evaluation(config, source, run_dir) for source in sources_of(config))
+    lines = (_evaluation(config, source, run_dir) for source in sources_of(config.data, config.rewards))
     return next(filter(None, lines), _line("report", str(run_dir)))
 
 
@@ -57,7 +57,7 @@ def _evaluation(config: RunConfig, source: Source, run_dir: Path) -> str | None:
         if "test" not in task.splits:
             name = {"number": "gsm8k", "math": "math500"}[task.answer_kind]
     others: list[tuple[str, object]] = [("--model", run_dir), ("--data", rows)]
-    if rows is not None and (columns := asked.columns or data.columns):
+    if rows is not None and (columns := data.columns):
         others.append(("--columns", ",".join(f"{key}={column}" for key, column in columns.items())))
     others.append(("--grader", data.grader if name == task.name else None))
     if played is not None and {played.name, *played.tools} - {None, *KNOWN}:

@@ -38,9 +38,6 @@ class SourceValidationConfig(Section):
         None, min_length=1, description="hub id, file or folder; null: the rows of the source's task"
     )
     split: str = Field("test", min_length=1, description="split that validation reads")
-    columns: dict[str, str] | None = Field(
-        None, description="names of its columns; null: with a source those of the rows that train"
-    )
 
 
 class SourceConfig(Section):
@@ -56,9 +53,6 @@ class SourceConfig(Section):
     )
     split: str | None = Field(None, min_length=1, description="split that training reads; null: data.split")
     columns: dict[str, str] | None = Field(None, description="names of the source's columns; null: data.columns")
-    limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
-    system_prompt: str | None = Field(None, description='system message; null: data.system_prompt; "": none')
-    prompt_template: str | None = Field(None, min_length=1, description="user message; null: data.prompt_template")
     grader: str | None = Field(None, min_length=1, description="your own grading of this source; null: data.grader")
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = Field(
         (), description="rewards of this source's completions; none: the recipe's rewards"
@@ -72,15 +66,8 @@ class SourceConfig(Section):
 class CurriculumConfig(Section):
     """Rows by the share of their latest completions that were right. Rows that were not yet tried come in turn."""
 
-    low: float = Field(0.0, ge=0, lt=1, description="a row whose share is not above this is hard")
-    high: float = Field(1.0, gt=0, le=1, description="a row whose share is not below this is easy")
-    hard_share: float = Field(0.2, ge=0, le=1, description="share of the hard rows that an epoch tries again")
-    easy_share: float = Field(0.1, ge=0, le=1, description="share of the easy rows that an epoch tries again")
-    reward: str | None = Field(
-        None,
-        min_length=1,
-        description="reward that says what is right, from 0.5 on; null: accuracy, or the only reward there is",
-    )
+    hard_share: float = Field(0.2, ge=0, le=1, description="share of those never right that an epoch tries again")
+    easy_share: float = Field(0.1, ge=0, le=1, description="share of those always right that an epoch tries again")
 
 
 class DataConfig(Section):
@@ -102,7 +89,7 @@ class DataConfig(Section):
         "default", min_length=1, description="user message, with {question} in it; default: the task's"
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
-    limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
+    limit: int | None = Field(None, ge=1, description="use only the first rows of each source, this many; null: all")
     held_out: int = Field(0, ge=0, description="the last rows, this many, are validated and not trained on")
     grader: str | None = Field(
         None,
@@ -172,7 +159,7 @@ def sources(config: RunConfig) -> Conflicts:
     if not data.sources:
         yield from _held_out(config)
         return
-    for key in ("source", "limit", "held_out"):
+    for key in ("source", "held_out"):
         if value := getattr(data, key):
             yield Conflict(
                 {f"data.{key}": value, "data.sources": [each.name for each in data.sources]},
@@ -187,40 +174,8 @@ def sources(config: RunConfig) -> Conflicts:
         if source.task is not None:
             yield from known_task(f"{key}.task", source.task)
         yield from columns_of(f"{key}.columns", source.columns)
-        yield from template_of(f"{key}.prompt_template", source.prompt_template)
         yield from check_rewards(config, f"{key}.rewards", source.rewards)
         yield from _validated(config, i)
-
-
-def curriculum(config: RunConfig) -> Conflicts:
-    """Bounds leave something between them, and one reward of each source says what is right."""
-    this = config.data.curriculum
-    if this is None:
-        return
-    if this.low >= this.high:
-        yield Conflict(
-            {"data.curriculum.low": this.low, "data.curriculum.high": this.high},
-            "every row would be hard or easy",
-            f"a low below {this.high:g}",
-        )
-    listed = {"rewards": config.rewards} if not config.data.sources else {}
-    for i, source in enumerate(config.data.sources):
-        listed[f"data.sources.{i}.rewards" if source.rewards else "rewards"] = source.rewards or config.rewards
-    for key, rewards in listed.items():
-        names = [reward.name for reward in rewards]
-        short = [name.replace(":", ".").rpartition(".")[2] for name in names]
-        if this.reward is None and "accuracy" not in names and len(names) > 1:
-            yield Conflict(
-                {"data.curriculum.reward": None, key: names},
-                "which of them says what is right is not known",
-                f"data.curriculum.reward: {names[0]}",
-            )
-        if this.reward is not None and this.reward not in (*names, *short):
-            yield Conflict(
-                {"data.curriculum.reward": this.reward, key: names},
-                "there is no such reward among them",
-                f"data.curriculum.reward: {names[0]}",
-            )
 
 
 def _held_out(config: RunConfig) -> Conflicts:
@@ -247,9 +202,9 @@ def _held_out(config: RunConfig) -> Conflicts:
 
 def _none_left(key: str, held_out: int, limit: int) -> Conflict:
     return Conflict(
-        {f"{key}.held_out": held_out, f"{key}.limit": limit},
+        {f"{key}.held_out": held_out, "data.limit": limit},
         "no row would be left to train on",
-        f"{key}.limit above {held_out}",
+        f"data.limit above {held_out}",
     )
 
 
@@ -263,8 +218,8 @@ def _validated(config: RunConfig, i: int) -> Conflicts:
             "both say which rows validations ask",
             "one of the two",
         )
-    if source.limit is not None and source.held_out >= source.limit:
-        yield _none_left(key, source.held_out, source.limit)
+    if (limit := config.data.limit) is not None and source.held_out >= limit:
+        yield _none_left(key, source.held_out, limit)
     for name in ("task", "source"):
         if (value := getattr(config.validation, name)) is not None:
             yield Conflict(
@@ -272,5 +227,3 @@ def _validated(config: RunConfig, i: int) -> Conflicts:
                 "this source names the rows that validations ask",
                 f"validation.{name}: null, or neither held_out nor validation in any source",
             )
-    if source.validation is not None:
-        yield from columns_of(f"{key}.validation.columns", source.validation.columns)

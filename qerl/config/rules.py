@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.data import columns_of, curriculum, known_task, sources, template_of
+from qerl.config.data import columns_of, known_task, sources, template_of
 from qerl.config.environment import environment
 from qerl.config.experts import experts
 from qerl.config.names import MIN_TEMPERATURE
@@ -278,7 +278,6 @@ RULES = (
     task,
     sources,
     rewards,
-    curriculum,
     engine,
     number_format,
     adapter_start,

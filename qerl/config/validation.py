@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.data import columns_of
 from qerl.config.names import MIN_TEMPERATURE, TASKS
 from qerl.config.section import Section
 
@@ -27,12 +26,11 @@ class ValidationConfig(Section):
         None, min_length=1, description="task by name: its rows and grading; null: that of data.task"
     )
     source: str | None = Field(
-        None, min_length=1, description="hub id, file or folder to read instead of the task's own rows"
+        None,
+        min_length=1,
+        description="hub id, file or folder to read instead of the task's own rows, with data.columns",
     )
     split: str = Field("test", min_length=1, description="split that validation reads")
-    columns: dict[str, str] | None = Field(
-        None, description="names of the source's columns, as data.columns; null: with a source those of data.columns"
-    )
     limit: int | None = Field(200, ge=1, description="use only the first rows, this many; null: all")
     samples: int = Field(1, ge=1, description="completions per question")
     temperature: float = Field(0.0, ge=0, description="divides the logits; 0: greedy")
@@ -83,7 +81,6 @@ def _rows(config: RunConfig) -> Conflicts:
         yield Conflict(
             {"validation.task": this.task}, "there is no such task", f"{hint}; a file of rows is validation.source"
         )
-    yield from columns_of("validation.columns", this.columns)
 
 
 def _sampling(config: RunConfig) -> Conflicts:

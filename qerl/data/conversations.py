@@ -38,7 +38,8 @@ from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty
 from qerl.data.tasks import Task, build_messages, get_task, task_of
 
 if TYPE_CHECKING:
-    from qerl.config.schema import DataConfig, RunConfig
+    from qerl.config.data import DataConfig
+    from qerl.config.validation import ValidationConfig
 
 log = logging.getLogger(__name__)
 
@@ -73,18 +74,16 @@ class Source:
     columns: Mapping[str, str] | None
 
 
-def held_out_source(config: RunConfig) -> tuple[Task, Source] | None:
+def held_out_source(data: DataConfig, this: ValidationConfig) -> tuple[Task, Source] | None:
     """The task and the source of a recipe's validation rows; None if they are to be some of the rows of its own data.
 
     That is so for data of the user's own where the recipe names no other rows.
     """
-    this = config.validation
-    own = config.data.source is not None or config.data.held_out
+    own = data.source is not None or data.held_out
     if this.source is None and this.task is None and own:
         return None
-    columns = config.data.columns if this.source is not None and this.columns is None else this.columns
-    task = task_of(config.data) if this.task is None else get_task(this.task)
-    return task, Source(this.source, this.split, columns)
+    task = task_of(data) if this.task is None else get_task(this.task)
+    return task, Source(this.source, this.split, None if this.source is None else data.columns)
 
 
 def load_conversations(data: DataConfig, task: Task, source: Source, limit: int | None) -> list[Conversation]:

@@ -33,7 +33,6 @@ from qerl.base.program import given_rows
 
 if TYPE_CHECKING:
     from qerl.config.data import DataConfig, RewardConfig, SourceConfig, SourceValidationConfig
-    from qerl.config.schema import RunConfig
 
 
 logger = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ def _more(size: int) -> int:
 
 
 AS_DATA = (  # keys of a source that `data` gives where it leaves them null
-    *("task", "split", "columns", "system_prompt", "prompt_template", "grader"),
+    *("task", "split", "columns", "grader"),
 )
 
 
@@ -173,11 +172,12 @@ class Source:
         return self.validation is not None or self.held_out > 0
 
 
-def sources_of(config: RunConfig) -> tuple[Source, ...]:
-    """The sources of a recipe in their order; a recipe without `data.sources` is its own only one."""
-    if not config.data.sources:
-        return (Source("", 1.0, config.data, config.rewards, config.data.held_out),)
-    return tuple(_settled(config, each) for each in config.data.sources)
+def sources_of(data: DataConfig, rewards: Sequence[RewardConfig] = ()) -> tuple[Source, ...]:
+    """The sources of a recipe in their order; `data` without sources is its own only one. `rewards` are the recipe's,
+    for those that have none of their own."""
+    if not data.sources:
+        return (Source("", 1.0, data, rewards, data.held_out),)
+    return tuple(_settled(data, rewards, each) for each in data.sources)
 
 
 @contextmanager
@@ -191,12 +191,12 @@ def naming(source: Source) -> Iterator[None]:
         raise type(error)(f"source {source.name}: {error}") from error
 
 
-def _settled(config: RunConfig, this: SourceConfig) -> Source:
+def _settled(data: DataConfig, rewards: Sequence[RewardConfig], this: SourceConfig) -> Source:
     own = {key: value for key in AS_DATA if (value := getattr(this, key)) is not None}
-    if this.task not in (None, config.data.task) and this.grader is None:
+    if this.task not in (None, data.task) and this.grader is None:
         own["grader"] = None  # the grader of data is for the task of data
-    data = config.data.model_copy(update={**own, "source": this.source, "limit": this.limit, "sources": ()})
-    return Source(this.name, this.weight, data, this.rewards or config.rewards, this.held_out, this.validation)
+    settled = data.model_copy(update={**own, "source": this.source, "sources": ()})
+    return Source(this.name, this.weight, settled, this.rewards or rewards, this.held_out, this.validation)
 
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")

@@ -12,8 +12,8 @@ from qerl.config.recipe import save_config
 from qerl.data.tasks import get_task
 
 SOURCES = [
-    {"name": "sums", "system_prompt": "Add."},
-    {"name": "chains", "task": "math500", "system_prompt": "Chain.", "grader": "mine.py"},
+    {"name": "sums"},
+    {"name": "chains", "task": "math500", "grader": "mine.py"},
 ]
 
 
@@ -26,7 +26,7 @@ def run(tmp_path):
 
 
 def test_each_task_has_the_prompt_of_its_source(run):
-    assert with_prompt(get_task("arith"), EvalSettings("arith"), run).system_prompt == "Add."
-    assert with_prompt(get_task("gsm8k"), EvalSettings("gsm8k"), run).system_prompt == "Add."  # else that of the first
+    assert with_prompt(get_task("arith"), EvalSettings("arith"), run).system_prompt == "Any."
+    assert with_prompt(get_task("gsm8k"), EvalSettings("gsm8k"), run).system_prompt == "Any."  # else that of the first
     with pytest.raises(ConfigError, match=r"was trained with the grader mine\.py"):
         with_prompt(get_task("math500"), EvalSettings("math500"), run)

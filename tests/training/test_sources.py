@@ -132,10 +132,9 @@ def test_dynamic_sampling_replaces_groups_by_others_of_their_source(nvfp4_base, 
 def test_a_list_of_one_source_is_a_run_without_sources(nvfp4_base, tmp_path):
     (tmp_path / "plain").mkdir(), (tmp_path / "listed").mkdir()
     plain = start(small_config(nvfp4_base, tmp_path / "plain", steps=3), "tiny").run_dir
-    source = json.dumps([{"name": "all", "source": str(tmp_path / "plain" / "rows.jsonl"), "limit": 12, "weight": 7.5}])
-    listed = small_config(
-        nvfp4_base, tmp_path / "listed", "data.source=null", "data.limit=null", f"data.sources={source}", steps=3
-    )
+    source = json.dumps([{"name": "all", "source": str(tmp_path / "plain" / "rows.jsonl"), "weight": 7.5}])
+    given = ("data.source=null", "data.limit=12", f"data.sources={source}")
+    listed = small_config(nvfp4_base, tmp_path / "listed", *given, steps=3)
     rows = numbers(start(listed, "tiny").run_dir)
     assert [{k: v for k, v in row.items() if not k.startswith("sources/")} for row in rows] == numbers(plain)
 
@@ -166,7 +165,7 @@ def test_a_source_that_is_not_there_or_too_small_is_named(nvfp4_base, tmp_path):
     with pytest.raises(DataError, match=r"source chains: there is no file or folder .missing\.jsonl"):
         check_config(missing)
     with pytest.raises(DataError, match="source sums: 1 usable examples are fewer than the 2 prompts of one step"):
-        start(config_of(nvfp4_base, tmp_path, "data.sources.0.limit=4"), "tiny")
+        start(config_of(nvfp4_base, tmp_path, "data.limit=4"), "tiny")
     assert not (tmp_path / "run").exists()
 
 
@@ -182,7 +181,7 @@ def test_python_gives_several_sources(nvfp4_base, tmp_path):
     sources = {
         "mine": {"data": rows, "reward": short, "weight": 2},
         "file": tmp_path / "arith.jsonl",
-        "made": {"task": "word_game", "limit": 5},
+        "made": {"task": "word_game"},
     }
     run = qerl.train(tmp_path / "recipe.yaml", data=sources, steps=2, out=tmp_path / "run")
     shares = [[row[f"sources/{name}/share"] for name in sources] for row in numbers(tmp_path / "run")]

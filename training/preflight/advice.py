@@ -57,7 +57,7 @@ def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts:
         return Likely(Lengths(mean(prompts), new), f"as its {len(prompts)} prompts have")
     texts = _first_prompts(config)
     if all(texts):
-        weights = [source.weight for source in sources_of(config)]
+        weights = [source.weight for source in sources_of(config.data)]
         lengths = [mean(map(len, own)) for own in texts]
         characters = sum(map(mul, weights, lengths)) / sum(weights)
         tokens = characters / CHARACTERS + TEMPLATE
@@ -103,7 +103,7 @@ def in_words(seconds: float) -> str:
 
 def _first_prompts(config: RunConfig) -> list[list[str]]:
     """The text of each source's first prompts; none of rows that cannot be read, or not without network."""
-    return [_first_of(source.data) for source in sources_of(config)]
+    return [_first_of(source.data) for source in sources_of(config.data)]
 
 
 def _first_of(data: DataConfig) -> list[str]:

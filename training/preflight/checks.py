@@ -135,7 +135,7 @@ def check_config(config: RunConfig) -> None:
     if not config.kind.samples:
         check_conversation_sources(config)
         return
-    for source in sources_of(config):
+    for source in sources_of(config.data, config.rewards):
         data, task = source.data, task_of(source.data)
         check_grader(task)
         check_rewards(source.rewards, fixed_columns(task, config.rollout.max_new_tokens))
@@ -154,7 +154,8 @@ def check_conversation_sources(config: RunConfig) -> None:
     """Raise DataError for rows of a run on given conversations that can be refused without reading all of them."""
     data = config.data
     check_conversations(task_of(data), Source(data.source, data.split, data.columns))
-    if config.validation.every is not None and (held_out := held_out_source(config)) is not None:
+    held_out = held_out_source(config.data, config.validation)
+    if config.validation.every is not None and held_out is not None:
         check_conversations(*held_out)
 
 

@@ -67,7 +67,7 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
         rewards = rewards_of_run(config, prompts, written, environments.columns if environments else ())
         if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written, environments):
             console.print(_validation_text(config, questions), highlight=False, soft_wrap=True)
-        for index, source in enumerate(sources_of(config)):
+        for index, source in enumerate(sources_of(config.data, config.rewards)):
             own = [prompt for prompt in prompts if prompt.source == index]
             if source.name:
                 console.print(_source_text(config, index, own), highlight=False, soft_wrap=True)
@@ -109,7 +109,7 @@ def _validation_text(config: RunConfig, questions: Questions) -> str:
 
 
 def _source_text(config: RunConfig, index: int, prompts: Sequence[Prompt]) -> str:
-    sources = sources_of(config)
+    sources = sources_of(config.data, config.rewards)
     share = sources[index].weight / sum(source.weight for source in sources)
     of_step = share * config.rollout.prompts_per_step
     lengths = sorted(len(prompt.ids) for prompt in prompts)

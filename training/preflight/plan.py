@@ -398,7 +398,7 @@ def validation_seconds(config: RunConfig, made: Plan) -> float | None:
 
 def _questions(config: RunConfig) -> int | None:
     """How many questions are asked at most; None if that depends on the number of rows."""
-    limit, asked = config.validation.limit, [source for source in sources_of(config) if source.validates]
+    limit, asked = config.validation.limit, [source for source in sources_of(config.data) if source.validates]
     if not asked:
         return limit
     each = [min(filter(None, (source.held_out, limit)), default=None) for source in asked]

@@ -469,7 +469,7 @@ def rewards_of_run(
 ) -> Rewards:
     """The rewards of a recipe over a run's prompts."""
     given = []
-    for index, source in enumerate(sources_of(config)):
+    for index, source in enumerate(sources_of(config.data, config.rewards)):
         fixed = fixed_columns(task_of(source.data), config.rollout.max_new_tokens, config.run.steps)
         examples = [prompt.example for prompt in prompts if prompt.source == index]
         given.append(RewardsOf(source.name, source.rewards, fixed, examples))

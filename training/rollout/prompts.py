@@ -187,7 +187,7 @@ class Curriculum:
         self._rows = [[prompt.row for prompt in prompts if prompt.source == source] for source in range(len(sources))]
         streams = ["data" if len(sources) == 1 else f"data/{name}" for name, _ in sources]
         self._walks = [Walk(len(rows), seed, stream) for rows, stream in zip(self._rows, streams, strict=True)]
-        self._columns = [_column(config.reward, rewards, source) for source in range(len(sources))]
+        self._columns = [_column(rewards, source) for source in range(len(sources))]
         self._solved: dict[int, float] = {}  # row -> share of its latest completions that were right
         self._before: tuple[int, dict[str, Any]] = (-1, {})  # the latest rollout, and the state before it
         self._passed = 0
@@ -267,17 +267,16 @@ class Curriculum:
         return derive_seed(self._seed, epoch, f"curriculum/{row}") < share * 2**63
 
     def _is_hard(self, row: int) -> bool:
-        return row in self._solved and self._solved[row] <= self._config.low
+        return row in self._solved and self._solved[row] == 0
 
     def _is_easy(self, row: int) -> bool:
-        return row in self._solved and self._solved[row] >= self._config.high
+        return row in self._solved and self._solved[row] == 1
 
 
-def _column(wanted: str | None, rewards: Rewards, source: int) -> int:
-    """The place among the rewards of the one that says what is right for a source."""
+def _column(rewards: Rewards, source: int) -> int:
+    """The place among the rewards of the one that says what is right for a source: accuracy, or else its first."""
     own = [rewards.functions[index].__name__ for index in rewards.of_source(source)]
-    names = [wanted, wanted.replace(":", ".").rpartition(".")[2]] if wanted else [DECIDING]
-    return rewards.names.index(next((name for name in names if name in own), own[0]))
+    return rewards.names.index(DECIDING if DECIDING in own else own[0])
 
 
 logger = logging.getLogger(__name__)
@@ -328,7 +327,7 @@ def prompts_of(task: Task, examples: Sequence[Example], renderer: Renderer) -> l
 
 def load_all_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, chat: Chat | None = None) -> list[Prompt]:
     """The prompts of all sources of a recipe, one source after another. Raises DataError if one has too few."""
-    sources = sources_of(config)
+    sources = sources_of(config.data)
     needed = most_per_rollout([source.weight for source in sources], config.rollout.prompts_per_step, _rollouts(config))
     prompts: list[Prompt] = []
     for index, (source, at_least) in enumerate(zip(sources, needed, strict=True)):
@@ -361,7 +360,7 @@ def step_prompts(
 
 def weights_of(config: RunConfig) -> tuple[tuple[str, float], ...]:
     """Name and weight of each source."""
-    return tuple((source.name, source.weight) for source in sources_of(config))
+    return tuple((source.name, source.weight) for source in sources_of(config.data))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def inputs_of_run(
     config: RunConfig, prompts: Sequence[Prompt], validated: Sequence[Prompt] = (), environment: Sequence[str] = ()
 ) -> dict[str, str]:
     """The digests of a run with one source as `inputs_of`; with several, rows, prompts and functions of each."""
-    sources = sources_of(config)
+    sources = sources_of(config.data, config.rewards)
     if len(sources) == 1:
         return inputs_of(prompts, task_of(sources[0].data), sources[0].rewards, validated, environment)
     found: dict[str, str] = {}

@@ -89,7 +89,7 @@ def marked_rows(config: RunConfig, marker: Marker, sizes: ModelSizes) -> Rows:
 
 def _divided(config: RunConfig, marker: Marker, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     """The rows that are learned, and those that validations measure: other ones, or the last tenth of these."""
-    limit, source = config.validation.limit, held_out_source(config)
+    limit, source = config.validation.limit, held_out_source(config.data, config.validation)
     if source is not None:
         found = load_conversations(config.data, *source, None)
         return rows, _unseen(_rows(config, marker, found, "validation")[0], rows)[:limit]

@@ -85,11 +85,11 @@ class _Asked:
 def _asked(config: RunConfig) -> list[_Asked]:
     """What validations ask: of each source that says it, else what the section `validation` says."""
     found = []
-    for source in sources_of(config):
+    for source in sources_of(config.data, config.rewards):
         task, this = task_of(source.data), source.validation
         if this is not None:
-            own = this.source is not None and this.columns is None
-            found.append(_Asked(source, task, (this.source, this.split, source.data.columns if own else this.columns)))
+            columns = None if this.source is None else source.data.columns
+            found.append(_Asked(source, task, (this.source, this.split, columns)))
         elif source.held_out:
             found.append(_Asked(source, task, (None, "", None), source.held_out))
     if found:
@@ -186,8 +186,7 @@ def _with_grading(rewards: Sequence[RewardConfig], task: Task, examples: Sequenc
 def _source(config: RunConfig) -> tuple[str | None, str, dict[str, str] | None]:
     """Source, split and columns, as `load_examples` takes them."""
     this = config.validation
-    own = this.source is not None and this.columns is None
-    return this.source, this.split, config.data.columns if own else this.columns
+    return this.source, this.split, None if this.source is None else config.data.columns
 
 
 def _named(read, source: Source):

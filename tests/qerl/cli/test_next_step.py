@@ -80,7 +80,7 @@ def test_after_training_on_ones_own_rows_comes_the_report(here):
             "eval own --model runs/own --data 'held out.jsonl' --grader 'my own/grader.py'",
         ),
         (
-            ("validation.source=a.jsonl", "validation.columns={question: q}", "data.grader=null"),
+            ("validation.source=a.jsonl", "data.columns={question: q}", "data.grader=null"),
             "eval own --model runs/own --data a.jsonl --columns question=q",
         ),
         (("validation.source=a.jsonl", "data.grader=null", "rewards=[{name: format}]"), "report runs/own"),

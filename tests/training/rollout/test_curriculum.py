@@ -74,12 +74,6 @@ def test_rows_that_were_always_or_never_right_are_passed_over_from_then_on():
     assert this.metrics()["curriculum/passed_rows"] > 0
 
 
-def test_bounds_say_what_is_hard_and_easy():
-    this = curriculum(hard_share=0, easy_share=0, low=0.25, high=0.75)
-    played(this, 6)
-    assert {row % 5 for taken in played(this, 6, first=6) for row in taken} == {2}
-
-
 def test_a_share_of_them_comes_again():
     this = curriculum(rows=400, hard_share=0.5, easy_share=0.25)
     played(this, 20, prompts=20)
@@ -141,11 +135,8 @@ def test_a_killed_run_has_the_same_bits(nvfp4_base, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            "data.curriculum={low: 0.5, high: 0.5}",
-            "curriculum.low 0.5 with data.curriculum.high 0.5: every row would be",
-        ),
-        ("data.curriculum={reward: length}", "data.curriculum.reward length with rewards .*: there is no such reward"),
+        ("data.curriculum={low: 0.1}", "data.curriculum.low: this key is gone"),
+        ("data.curriculum={reward: length}", "data.curriculum.reward: this key is gone; accuracy says what is right"),
         ("data.curriculum={kind: pools}", "data.curriculum.kind: this key is gone"),
     ],
 )
@@ -154,7 +145,13 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, change, message):
         small_config("tiny", tmp_path, change)
 
 
-def test_of_several_rewards_one_has_to_say_what_is_right(tmp_path):
-    rewards = "rewards=[{name: format}, {name: soft_overlong}]"
-    with pytest.raises(ConfigError, match=r"which of them says what is right is not known; write .*reward: format"):
-        small_config("tiny", tmp_path, rewards, "data.curriculum={}")
+@pytest.mark.parametrize(("names", "hard"), [(("format", "accuracy"), [0]), (("format", "length"), [1])])
+def test_of_several_rewards_accuracy_says_what_is_right_or_else_the_first(names, hard):
+    rewards = Rewards([SimpleNamespace(__name__=name) for name in names], [1.0, 1.0])
+    this = Curriculum(CurriculumConfig(), [("", 1.0)], [Prompt(row, [row], "", None) for row in range(2)], rewards, 3)
+    for row, (first, second) in enumerate([(1.0, 0.0), (0.0, 1.0)]):
+        prompt = SimpleNamespace(prompt=SimpleNamespace(row=row, source=0))
+        this.observe([SimpleNamespace(group=prompt, rewards_G_F=torch.tensor([[first, second]] * 2))])
+    assert this.preferred([0, 1]) == [0, 1]
+    assert this.metrics()["curriculum/hard_share"] == this.metrics()["curriculum/easy_share"] == 1 / 2
+    assert [row for row, share in this.state()["solved"].items() if share == 0] == hard
