@@ -53,6 +53,7 @@ class SourceConfig(Section):
     )
     split: str | None = Field(None, min_length=1, description="split that training reads; null: data.split")
     columns: dict[str, str] | None = Field(None, description="names of the source's columns; null: data.columns")
+    limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: data.limit")
     grader: str | None = Field(None, min_length=1, description="your own grading of this source; null: data.grader")
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = Field(
         (), description="rewards of this source's completions; none: the recipe's rewards"
@@ -202,9 +203,9 @@ def _held_out(config: RunConfig) -> Conflicts:
 
 def _none_left(key: str, held_out: int, limit: int) -> Conflict:
     return Conflict(
-        {f"{key}.held_out": held_out, "data.limit": limit},
+        {f"{key}.held_out": held_out, f"{key}.limit": limit},
         "no row would be left to train on",
-        f"data.limit above {held_out}",
+        f"{key}.limit above {held_out}",
     )
 
 
@@ -218,7 +219,7 @@ def _validated(config: RunConfig, i: int) -> Conflicts:
             "both say which rows validations ask",
             "one of the two",
         )
-    if (limit := config.data.limit) is not None and source.held_out >= limit:
+    if (limit := source.limit or config.data.limit) is not None and source.held_out >= limit:
         yield _none_left(key, source.held_out, limit)
     for name in ("task", "source"):
         if (value := getattr(config.validation, name)) is not None:

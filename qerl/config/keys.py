@@ -90,7 +90,6 @@ REMOVED = {  # items of a list are N
     "data.curriculum.low": Removed((0.0,), "a row is hard if none of its completions was right: leave it out"),
     "data.curriculum.high": Removed((1.0,), "a row is easy if all of its completions were right: leave it out"),
     "data.curriculum.reward": Removed((None,), "accuracy says what is right, or else the first reward: put it first"),
-    "data.sources.N.limit": Removed((None,), "write data.limit, which is for each source"),
     "data.sources.N.system_prompt": Removed((None,), "write data.system_prompt, or a task of its own"),
     "data.sources.N.prompt_template": Removed((None,), "write data.prompt_template, or a task of its own"),
     "data.sources.N.validation.columns": Removed((None,), "its columns are the source's: leave it out"),

@@ -151,7 +151,7 @@ def _more(size: int) -> int:
 
 
 AS_DATA = (  # keys of a source that `data` gives where it leaves them null
-    *("task", "split", "columns", "grader"),
+    *("task", "split", "columns", "limit", "grader"),
 )
 
 

@@ -181,7 +181,7 @@ def test_python_gives_several_sources(nvfp4_base, tmp_path):
     sources = {
         "mine": {"data": rows, "reward": short, "weight": 2},
         "file": tmp_path / "arith.jsonl",
-        "made": {"task": "word_game"},
+        "made": {"task": "word_game", "limit": 5},
     }
     run = qerl.train(tmp_path / "recipe.yaml", data=sources, steps=2, out=tmp_path / "run")
     shares = [[row[f"sources/{name}/share"] for name in sources] for row in numbers(tmp_path / "run")]
