@@ -249,7 +249,6 @@ def policy_on(config: RunConfig, engine: Engine, base: ModelRef, parallel: Paral
 def _open_base(config: RunConfig, served: ModelRef) -> LoadedBase:
     """The base of a run that samples nothing: no engine is opened."""
     options = EngineOptions(
-        dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
         cap_gib=config.memory.cap_gib,
         start=served.start if config.adapter.start == "frozen" else None,
@@ -282,7 +281,6 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
     rollout = config.rollout
     return EngineOptions(
         engine=rollout.engine,
-        dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
         records_experts=rollout.router_replay,
         # An extra rollout of dynamic sampling can be larger than the step.

@@ -58,7 +58,7 @@ def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
         lr_scheduler_type=optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
         optim=_optimizer_name(optim.name, on_gpu),
         gradient_checkpointing=False,
-        bf16=on_gpu and config.model.dtype != "float32",
+        bf16=on_gpu,
         use_cpu=not on_gpu,
         save_strategy="steps",
         save_steps=run.save_every,

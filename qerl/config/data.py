@@ -27,7 +27,7 @@ class RewardConfig(Section):
     weight: float = Field(1.0, description="factor in the sum; 0 only logs the reward")
     args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of the reward")
     timeout_s: float | None = Field(
-        None, gt=0, description="seconds that one call of your own function may take; null: 300"
+        None, gt=0, description="seconds that one call of your own function, or of your grader, may take; null: 300"
     )
 
 
@@ -97,7 +97,6 @@ class DataConfig(Section):
         min_length=1,
         description="your own grading: file.py, file.py:function or package.module:function; null: the task's",
     )
-    grader_timeout_s: float = Field(300.0, gt=0, description="seconds that one call of the grader may take")
     keep_unreadable: bool = Field(
         False, description="keep rows whose answer (prose, broken LaTeX) the grader cannot read; else they are dropped"
     )

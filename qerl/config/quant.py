@@ -48,8 +48,11 @@ class WeightQuantConfig(Section):
 class CalibrationConfig(Section):
     """Rows from which static activation scales are computed."""
 
-    data: str | None = Field(None, min_length=1, description="jsonl file or hub name; null: the run's own prompts")
-    rows: int = Field(512, ge=1, description="rows")
+    data: str | None = Field(
+        None,
+        min_length=1,
+        description="jsonl file or hub name, of which up to 512 rows are read; null: the run's own prompts",
+    )
 
 
 class QuantConfig(Section):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length", "judge", "environment")
+GRADED = ("accuracy", "length")  # by the task's grading, or the user's own
 UNAVAILABLE = ("code",)  # find_reward says why
 OWN = "your own: path/to/file.py:function, package.module:function or the http://... URL of a reward server"
 
@@ -84,8 +85,9 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
 
 
 def _limits(config: RunConfig, own: str, reward: RewardConfig) -> Conflicts:
-    """Only a function of the user's own has a time limit here, and the soft punishment leaves room to answer."""
-    if reward.timeout_s is not None and (is_url(reward.name) or reward.name in REWARD_NAMES):
+    """Only what the user wrote has a time limit here, and the soft punishment leaves room to answer."""
+    graded = reward.name in GRADED and (config.data.grader or any(each.grader for each in config.data.sources))
+    if reward.timeout_s is not None and not graded and (is_url(reward.name) or reward.name in REWARD_NAMES):
         asks = is_url(reward.name) or reward.name == "judge"
         why = "a server has its limit among its args" if asks else "it ends by itself"
         write = f"{own}.args.timeout_s" if asks else "it for your own functions only"

@@ -140,7 +140,7 @@ def engine(config: RunConfig) -> Conflicts:
 
 
 def number_format(config: RunConfig) -> Conflicts:
-    """A kernel is for weights of its format, and 16-bit activations."""
+    """A kernel is for weights of its format."""
     model, rollout = config.model, config.rollout
     own = formats.get(model.format)
     others = [other for other in formats.all_formats() if other.kernels]
@@ -156,12 +156,6 @@ def number_format(config: RunConfig) -> Conflicts:
             {"rollout.tune_kernels": True, "model.format": model.format},
             f"{own.label} weights are multiplied in one way",
             f"rollout.tune_kernels: false, or model.format: {names}",
-        )
-    if model.dtype == "float32" and rollout.engine == "vllm":
-        yield Conflict(
-            {"model.dtype": "float32", "rollout.engine": "vllm"},
-            "the vllm engine computes with 16-bit activations",
-            "model.dtype: auto, or rollout.engine: transformers",
         )
 
 

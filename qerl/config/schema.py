@@ -39,9 +39,6 @@ class ModelConfig(Section):
     format: Annotated[str, OneOf(formats.names)] = Field(
         formats.DEFAULT.name, description="format of the frozen base weights; bf16 is vanilla LoRA on 16-bit weights"
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of the activations; auto: bfloat16 on a GPU, float32 on a CPU"
-    )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
 
 

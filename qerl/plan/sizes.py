@@ -333,7 +333,7 @@ LAUNCHES = 17e-6  # seconds that a decoder layer takes to round inputs of few va
 TRAFFIC = 2.8  # times that reading and writing the values takes at the memory's speed (benchmarks/qat)
 EAGER = 4e-4  # seconds of a decoder layer whose kernels are launched one by one; an estimate
 CALIBRATING = "calibrating"  # the phase
-CALIBRATED = 2048  # tokens of a calibration row at most
+CALIBRATED, CALIBRATION_ROWS = 2048, 512  # tokens of a calibration row at most, and rows at most
 
 
 def rounds_to_four_bits(qat: QatConfig | None, sizes: ModelSizes) -> bool:
@@ -358,7 +358,7 @@ def calibrates(qat: QatConfig | None) -> bool:
 def calibrated_tokens(qat: QatConfig, prompt_tokens: int) -> tuple[int, int]:
     """(tokens of a row, rows) at most: of the rows that the recipe names, or of the run's own prompts."""
     asked = qat.quant_cfg.calibration
-    return min(CALIBRATED, prompt_tokens) if asked.data is None else CALIBRATED, asked.rows
+    return min(CALIBRATED, prompt_tokens) if asked.data is None else CALIBRATED, CALIBRATION_ROWS
 
 
 def calibration_memory(qat: QatConfig, prompt_tokens: int, sizes: ModelSizes) -> dict[str, float]:

@@ -6,7 +6,6 @@ from training.run import engine_options
 
 RECIPE = {
     "rollout.engine": "vllm",
-    "model.dtype": "bfloat16",
     "model.trust_remote_code": True,
     "rollout.kernel": "marlin",
     "rollout.memory": 0.5,
@@ -24,7 +23,6 @@ def test_what_a_recipe_asks_of_the_engine_reaches_it():
     options = engine_options(config, 5)
     assert options == EngineOptions(
         engine="vllm",
-        dtype="bfloat16",
         trust_remote_code=True,
         records_experts=True,
         batch_size=config.rollout.prompts_per_step * config.rollout.group_size,

@@ -37,7 +37,7 @@ class Teacher:
     def __init__(self, folder: str | Path, config: RunConfig, device: torch.device, shared: int) -> None:
         """Open the model at `folder` on `device`; `shared`: how many tokens both vocabularies have."""
         model = config.model
-        self._model = load_model(folder, BF16.name, model.dtype, str(device), model.trust_remote_code)
+        self._model = load_model(folder, BF16.name, "auto", str(device), model.trust_remote_code)
         check_config(self._model.config)
         self._divisor = logits_divisor(self._model.config)
         self._temperature, self._beta = config.rollout.temperature, config.distill.beta

@@ -42,7 +42,7 @@ from qerl.base.own_function import (
     own_function,
 )
 from qerl.base.program import PYTHON, GivenFunction, given_function
-from qerl.config.rewards import OWN, is_url
+from qerl.config.rewards import GRADED, OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader, grade_many
 from qerl.data.rows import sources_of
@@ -175,7 +175,6 @@ Reward = Callable[..., Sequence[float]]
 LogMetric = Callable[[str, float], None]
 LogExtra = Callable[[str, Sequence[Any]], None]
 
-GRADED = ("accuracy", "length")  # rewards that use the task's grading
 FAILED = "failed_reward.json"
 
 
@@ -244,8 +243,7 @@ class GuardedReward:
         # For another process, so that others can be asked.
         self.waits = self._task_grades or isinstance(function, OwnFunction | RewardServer | Judge)
         self._function = function
-        limit_s = fixed["task"].grader_timeout_s if self._task_grades else reward.timeout_s
-        self._timeout_s = TIMEOUT_S if limit_s is None else limit_s
+        self._timeout_s = TIMEOUT_S if reward.timeout_s is None else reward.timeout_s
         self._examples = examples
         self._run_dir = run_dir
         self._fixed = {**fixed, **reward.args}
@@ -359,8 +357,7 @@ class GuardedReward:
             path.write_text(text, "utf-8", "backslashreplace")
         except OSError as error:
             saved += f", which could not be written ({error.strerror})"
-        limit = "data.grader_timeout_s" if self._task_grades else "rewards.N.timeout_s"
-        late = f", within {limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
+        late = f", within rewards.N.timeout_s ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
         who, returns = f"reward {self.__name__}", "one finite number for each completion"
         if self._task_grades:
             who, returns = (

@@ -30,7 +30,7 @@ from qerl.config.keys import drop_removed_
 from qerl.config.quant import CALIBRATION, QuantConfig
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.formats import BF16
-from qerl.plan.sizes import CALIBRATED
+from qerl.plan.sizes import CALIBRATED, CALIBRATION_ROWS
 from qerl.plan.trained import masters_dtype
 from training.run_dir.folder import only_writer, written
 
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def calibrated_scales(
-    source: Source, quant: QuantConfig, prompts: Sequence[Prompt], dtype: str
-) -> dict[str, torch.Tensor]:
+def calibrated_scales(source: Source, quant: QuantConfig, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
     """The `input_global_scale` of each linear that is packed, by module name, from a forward pass of the 16-bit model.
 
     Raises DataError if the rows cannot be read or used.
@@ -57,7 +55,7 @@ def calibrated_scales(
     rows = calibration_rows(quant.calibration, load_tokenizer(source.folder, source.trust_remote_code), prompts)
     logger.info("calibrating activations on %d rows, %d tokens", len(rows), sum(map(len, rows)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(source.folder, BF16.name, dtype, device, source.trust_remote_code)
+    model = load_model(source.folder, BF16.name, "auto", device, source.trust_remote_code)
     scales = input_scales(model, source.quantized, rows, HEADROOM_BITS)
     del model
     gc.collect()
@@ -69,9 +67,9 @@ def calibrated_scales(
 def calibration_rows(
     calibration: CalibrationConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[list[int]]:
-    """Token ids of up to `rows` rows, of CALIBRATED tokens at most each. Raises DataError if none can be used."""
+    """Token ids of up to CALIBRATION_ROWS rows, CALIBRATED tokens each at most. Raises DataError if none is usable."""
     if calibration.data is None:
-        return [list(prompt.ids[:CALIBRATED]) for prompt in prompts[: calibration.rows]]
+        return [list(prompt.ids[:CALIBRATED]) for prompt in prompts[:CALIBRATION_ROWS]]
     given = shuffled_rows(calibration.data, CALIBRATION)
     usable = [ids[:CALIBRATED] for row in given if (ids := tokens_of(row, tokenizer))]
     if not usable:
@@ -79,9 +77,9 @@ def calibration_rows(
             f"{CALIBRATION}: {calibration.data}: none of {len(given)} rows can be used (fields of one: "
             f"{fields_of(given[0])}): a row needs `messages`, `text`, or a question with an answer"
         )
-    if len(usable) < calibration.rows:
-        logger.info("%s has %d usable rows, fewer than %d", calibration.data, len(usable), calibration.rows)
-    return usable[: calibration.rows]
+    if len(usable) < CALIBRATION_ROWS:
+        logger.info("%s has %d usable rows, fewer than %d", calibration.data, len(usable), CALIBRATION_ROWS)
+    return usable[:CALIBRATION_ROWS]
 
 
 def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Sequence[Prompt] = ()) -> ModelRef:
@@ -119,7 +117,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
     check_space(folder, source.output_bytes())
     logger.info("quantizing %s to %s", source.name, folder)
     static = quant.activations == "static"
-    inputs = calibrated_scales(source, quant, prompts, config.model.dtype) if static else {}
+    inputs = calibrated_scales(source, quant, prompts) if static else {}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

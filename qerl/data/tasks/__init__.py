@@ -152,7 +152,7 @@ def get_task(name: str) -> Task:
 
 def task_of(data: DataConfig) -> Task:
     """The task of a recipe, with the recipe's grader and prompt. Raises ConfigError for a name that is not known."""
-    task = with_grader(get_task(data.task), data.grader, data.grader_timeout_s)
+    task = with_grader(get_task(data.task), data.grader)
     keys = {key: value for key in ("system_prompt", "prompt_template") if (value := getattr(data, key)) != "default"}
     return replace(task, **keys)
 
@@ -164,7 +164,7 @@ def examples_of(data: DataConfig, episodes: bool = False) -> list[Example]:
     )[0]
 
 
-def with_grader(task: Task, grader: str | None, timeout_s: float) -> Task:
+def with_grader(task: Task, grader: str | None, timeout_s: float = Task.grader_timeout_s) -> Task:
     """The task, graded by the user's own function; None leaves it as it is."""
     return task if grader is None else replace(task, grader=grader, grader_timeout_s=timeout_s)
 

@@ -257,7 +257,7 @@ def check_device(dtype: str) -> int:
         )
     if dtype not in ("auto", "bfloat16"):
         raise EngineError(
-            "%s computes in bfloat16: set model.dtype to auto or bfloat16, not %s", ENGINE.set_to("vllm"), dtype
+            "%s computes in bfloat16: set the dtype to auto or bfloat16, not %s", ENGINE.set_to("vllm"), dtype
         )
     capability = torch.cuda.get_device_capability()
     if capability < BF16_CAPABILITY:

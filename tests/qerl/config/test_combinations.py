@@ -98,7 +98,6 @@ PAIRS = [
         ["rollout.tune_kernels=true", "rollout.deterministic=true"],
         "rollout.tune_kernels true with rollout.deterministic true",
     ),
-    (["model.dtype=float32", "rollout.engine=vllm"], "model.dtype float32 with rollout.engine vllm"),
     (
         ["loss.type=grpo", "loss.level=sequence", "loss.num_iterations=2"],
         "a token's bounds, and a sequence's ratio is a mean over its tokens, which never gets so far; write "

@@ -62,7 +62,6 @@ CALIBRATED_IN_VAIN = r"only static scales .* write qat\.quant_cfg\.activations: 
     ("overrides", "says"),
     [
         (["qat.targets=[]"], r"no linear would be trained; write qat\.targets: null, for all that are packed, or patt"),
-        (["qat.quant_cfg.calibration.rows=4"], CALIBRATED_IN_VAIN),
         (["qat.quant_cfg=nvfp4_w4a4", "qat.quant_cfg.calibration.data=arith"], CALIBRATED_IN_VAIN),
         (["validation.rows=4"], r"did you mean validation\.limit"),
     ],

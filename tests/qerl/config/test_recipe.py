@@ -407,3 +407,10 @@ def test_a_saved_recipe_may_still_have_removed_keys_and_a_new_one_may_not(key, t
 
 def test_removed_keys_are_no_keys():
     assert not set(REMOVED) & {row.key for row in describe_config()}
+
+
+def test_a_grader_has_the_time_of_the_reward_that_grades():
+    limited = ["rewards=[{name: accuracy, timeout_s: 2}]"]
+    assert load_recipe("tiny", [*limited, "data.grader=grader.py"]).rewards[0].timeout_s == 2
+    with pytest.raises(ConfigError, match=r"rewards\.0\.timeout_s .* write it for your own functions only"):
+        load_recipe("tiny", limited)

@@ -18,8 +18,8 @@ EXAMPLES = [Example("a?", "a", "1", {"level": 0.5}), Example("b?", "b", "2", {"l
 
 def build(tmp_path, body, *names, timeout_s=60.0):
     (tmp_path / "grader.py").write_text(f"import time\ndef grade(completion, answer, level):\n    {body}\n")
-    task = with_grader(get_task("own"), str(tmp_path / "grader.py"), timeout_s)
-    wanted = [RewardConfig(name=name) for name in names or ("accuracy",)]
+    task = with_grader(get_task("own"), str(tmp_path / "grader.py"))
+    wanted = [RewardConfig(name=name, timeout_s=timeout_s) for name in names or ("accuracy",)]
     return build_rewards(wanted, fixed_columns(task, 100), EXAMPLES, tmp_path / "run").functions
 
 
@@ -53,7 +53,7 @@ def test_an_own_reward_may_take_one_completion_too(tmp_path):
             r"^grader grader.py returned -1\.0, and a grade is a number from 0",
             60,
         ),
-        ("time.sleep(30 * (completion == 'b')); return 1", r"did not return .* within data\.grader_timeout_s \(2\)", 2),
+        ("time.sleep(30 * (completion == 'b')); return 1", r"did not return .* within rewards\.N\.timeout_s \(2\)", 2),
     ],
 )
 def test_a_grader_that_fails_stops_the_run_with_the_completion_saved(body, message, timeout_s, tmp_path):
