@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.base_start import (
@@ -84,7 +85,7 @@ def make_start(base: str, model: str, out: Path | None, options: QuantizeOptions
     started = time.perf_counter()
     _check_options(options)
     ref = resolve_model(base, start="none")
-    if ref.format != QuantizeOptions().format.name or ref.adapter is not None:
+    if not formats.get(ref.format).takes_start or ref.adapter is not None:
         raise CheckpointError(f"--start-of {base} is not an NVFP4 folder without an adapter: give one")
     source = read_source(model, trust_remote_code=options.trust_remote_code)
     if source.part:

@@ -42,18 +42,6 @@ MOST_MODULES = 15
 LARGE_FOLDERS = {
     "qerl/config": 17,
 }
-# What still asks for a format's class or compares its name, outside qerl/formats. Remove a line with its cause.
-ASKS_FOR_A_FORMAT = {
-    "qerl/checkpoint/verify.py: format_of(folder).name != source.format.name",
-    "quantize/export/run.py: options.to != masters.format.name",
-    "quantize/export/run.py: to.name == formats.NVFP4.name",
-    "quantize/export/run.py: trained.format.name != to.name",
-    "quantize/export/run.py: trained.format.name == to.name",
-    "quantize/export/weights.py: merge.reference.format.name != source.format.name",
-    "quantize/export/weights.py: merge.reference.format.name == merge.source.format.name",
-    "quantize/export/weights.py: merge.reference.format.name == source.format.name",
-    "quantize/start.py: ref.format != QuantizeOptions().format.name",
-}
 
 
 def is_type_checking(node):
@@ -176,7 +164,7 @@ def questions_about_formats(module):
 def test_nobody_asks_which_format_it_is():
     others = [path for path in SOURCES if not name_of(path).startswith("qerl/formats/")]
     found = {f"{name_of(path)}: {text}" for path in others for text in questions_about_formats(nodes(path))}
-    assert found == ASKS_FOR_A_FORMAT
+    assert found == set()
 
 
 def test_questions_about_formats_are_found():

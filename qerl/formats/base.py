@@ -56,6 +56,11 @@ class Format:
     card_tags: tuple[str, ...] = ()  # of the model card of a merged model
 
     @property
+    def takes_start(self) -> bool:
+        """Whether an adapter can start at what rounding took, beside a base in this format."""
+        return self.shared_tensor is not None
+
+    @property
     def quantized(self) -> bool:
         """Whether linears are packed in tensors of their own."""
         return bool(self.tensors)

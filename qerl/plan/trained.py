@@ -66,7 +66,7 @@ class Adapter:
     def start_rank(self) -> int:
         """The rank of the start that stays beside the base; 0 without one. `auto` is what it usually stands for."""
         kind = DEFAULT_START if self.adapter.start == "auto" else self.adapter.start
-        if kind != "frozen" or formats.get(self.format).shared_tensor is None:
+        if kind != "frozen" or not formats.get(self.format).takes_start:
             return 0
         return self.adapter.start_rank or DEFAULT_RANK
 

@@ -186,7 +186,7 @@ def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
             f"that has steps left makes it again, `qerl train --resume {run}`"
         )
     masters = read_trained(run, checkpoint)
-    if options.to and formats.get(options.to).quantized and options.to != masters.format.name:
+    if options.to and formats.get(options.to).quantized and formats.get(options.to) != masters.format:
         raise ConfigError(
             f"--to {options.to}: {run} trains {masters.format.label} weights: write {masters.format.name}"
         )
@@ -284,12 +284,12 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
     check_target(out, base.folder, options.overwrite, options.force)
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
-    alone = to.quantized and trained.format.name == to.name and only_qerl_reads(trained.folder)
+    alone = to.quantized and trained.format == to and only_qerl_reads(trained.folder)
     if alone:
         notes = (*notes, ONLY_QERL)
-    elif trained.format.name != to.name and rounds_to_four_bits(trained.folder, trained.format):
+    elif trained.format != to and rounds_to_four_bits(trained.folder, trained.format):
         notes = (*notes, NO_LONGER_ROUNDED)
-    if start is not None and to.name == formats.NVFP4.name:
+    if start is not None and to.takes_start:
         notes = (*notes, NO_START.format(shlex.quote(options.adapter)))
     report = replace(
         _report(options, adapter, out, exact.base, onto.base),
