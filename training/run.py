@@ -290,7 +290,6 @@ def engine_options(config: RunConfig, kept_bytes: int) -> EngineOptions:
         cap_gib=config.memory.cap_gib,
         trainer_bytes=kept_bytes,
         deterministic=rollout.deterministic,
-        tune_kernels=rollout.tune_kernels,
         kv_cache_dtype=rollout.kv_cache_dtype,
         max_context=config.data.max_prompt_tokens + config.longest_completion,
         max_rank=trainee_of(config).engine_rank,

@@ -172,8 +172,7 @@ def _kernel_cache() -> Check:
     except OSError as error:
         remedy = "set QERL_CACHE to a folder that can be written"
         return Check("error", "kernel cache", f"{folder}: {error.strerror or error}", remedy)
-    kernels, tables = (len(list(folder.glob(pattern))) for pattern in ("*.cubin", "ways-*.json"))
-    return Check("ok", "kernel cache", f"{folder}: {kernels} kernels, {tables} tables of times (rollout.tune_kernels)")
+    return Check("ok", "kernel cache", f"{folder}: {len(list(folder.glob('*.cubin')))} kernels")
 
 
 def _engine() -> Check:

@@ -97,6 +97,7 @@ REMOVED = {  # items of a list are N
     "data.sources.N.prompt_template": Removed((None,), "write data.prompt_template, or a task of its own"),
     "data.sources.N.validation.columns": Removed((None,), "its columns are the source's: leave it out"),
     "validation.columns": Removed((None,), "write data.columns, which a validation.source has too"),
+    "rollout.tune_kernels": Removed(None, "the kernel decides by shape and number of tokens: leave it out"),
     "rollout.kv_refresh": Removed((10,), "fp8 keys and values get new scales every 10 steps: leave it out"),
     "rollout.batch_size": Removed(None, "write fewer rollout.prompts_per_step"),
     "environment.max_turn_tokens": Removed((None,), "write environment.max_turns and rollout.max_new_tokens"),

@@ -105,7 +105,6 @@ def vllm_only(config: RunConfig) -> dict[str, object]:
     rollout = config.rollout
     asked = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
-        "rollout.tune_kernels": rollout.tune_kernels or None,
         # Both engines round by calibrated scales.
         "rollout.kv_cache_dtype": None if rollout.kv_cache_dtype in ("auto", "fp8") else rollout.kv_cache_dtype,
         "rollout.memory": rollout.memory,
@@ -124,12 +123,6 @@ def engine(config: RunConfig) -> Conflicts:
             {key: value, "rollout.engine": "transformers"},
             "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
             f"rollout.engine: vllm, or leave {key} out",
-        )
-    if rollout.tune_kernels and rollout.deterministic:
-        yield Conflict(
-            {"rollout.tune_kernels": True, "rollout.deterministic": True},
-            "times scatter, and the way that they choose decides the bits",
-            "one of the two",
         )
     if rollout.memory is not None and 1 < (config.memory.cap_gib or rollout.memory) < rollout.memory:
         yield Conflict(
@@ -150,12 +143,6 @@ def number_format(config: RunConfig) -> Conflicts:
             {"rollout.kernel": rollout.kernel, "model.format": model.format},
             f"that kernel multiplies {' or '.join(other.label for other in others)} weights",
             f"rollout.kernel: auto, or model.format: {names}",
-        )
-    if rollout.tune_kernels and not own.kernels:
-        yield Conflict(
-            {"rollout.tune_kernels": True, "model.format": model.format},
-            f"{own.label} weights are multiplied in one way",
-            f"rollout.tune_kernels: false, or model.format: {names}",
         )
 
 

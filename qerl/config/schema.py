@@ -98,10 +98,6 @@ class RolloutConfig(Section):
     kernel: Literal[KERNELS] = Field(
         "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, on Hopper, elsewhere marlin"
     )
-    tune_kernels: bool = Field(
-        False,
-        description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
-    )
     kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
         "auto", description="keys and values; auto: 16 bit; fp8: half of vllm's cache, by calibrated scales"
     )

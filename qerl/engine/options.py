@@ -42,7 +42,6 @@ class EngineOptions:
     cap_gib: float | None = None
     trainer_bytes: int = 0
     deterministic: bool = False
-    tune_kernels: bool = False
     kv_cache_dtype: str = "auto"
     max_context: int | None = None
     max_rank: int = 0

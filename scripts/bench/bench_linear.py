@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from qerl.formats.cuda.timing import cold_layers, graph_us
 from qerl.formats.nvfp4 import lora, ways
 from qerl.formats.nvfp4.lora import Adapter
 from qerl.plan.sizes import KNOWN
 from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
+from scripts.bench.timing import cold_layers, graph_us
 
 CALLS = 32  # the fewest calls in a graph, so that starting it hardly counts
 OURS = ("fused", "decoded")  # the ways of qerl/formats/nvfp4/ways.py that read our layout

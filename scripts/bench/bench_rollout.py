@@ -65,7 +65,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
     parser.add_argument("--no-replay", action="store_true", help="do not record which experts are chosen (qerl)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8: with scale 1, which is as fast as any (qerl)")
-    parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=129)
@@ -183,7 +182,6 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         records_experts=not arguments.no_replay,
         max_sequences=max(arguments.sequences),
         memory=arguments.memory_share,
-        tune_kernels=arguments.tune,
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)

@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--caches", type=Path, help="folder for the caches; default: a new one")
     parser.add_argument("--once", action="store_true", help="open the engine here and print its seconds")
@@ -67,7 +66,6 @@ def start(arguments: argparse.Namespace) -> dict:
         max_context=arguments.context,
         max_rank=arguments.rank,
         max_sequences=arguments.sequences,
-        tune_kernels=arguments.tune,
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     return {"startup_s": engine.startup_s, "compiled_from_cache": engine.compiled_from_cache, "kernel": engine.kernel}

@@ -175,7 +175,7 @@ WAYS = {
         _random_packed,
         lambda weight, x, adapter: gemm.split_product(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
-        lambda linear, tokens: "fused" in linear.shape(_has_kernels()).right_ways(tokens),
+        lambda linear, tokens: linear.shape(_has_kernels()).fits_fused(tokens),
     ),
     "humming": Way(
         NVFP4.bytes_per_weight,

@@ -38,7 +38,6 @@ def main() -> None:
     parser.add_argument("--format", default=formats.DEFAULT.name, choices=formats.names())
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--calibrate-kv", action="store_true", help="8-bit keys and values get scales of the prompts")
     parser.add_argument("--prompts", type=int, default=32)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.formats.cuda import timing
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.nvfp4 import lora
-from scripts.bench import bench_linear
+from scripts.bench import bench_linear, timing
 from scripts.bench.linear_ways import WAYS, Linear, add_as_engine_, linears, random_adapter
 
 ROOT = Path(__file__).resolve().parents[2]

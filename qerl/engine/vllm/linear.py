@@ -11,14 +11,11 @@ are compared with the decoded weight's (`choose_ways_`), and it is not used at s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +29,12 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
-from qerl.base.devices import driver_version
 from qerl.base.errors import KERNEL
 from qerl.checkpoint.activations import INPUT_SCALE, check_served
 from qerl.engine.vllm import CONFIG_KEY, fp8
 from qerl.engine.vllm.fp8 import HELD, FP8BlockMethod
-from qerl.formats.cuda import nvrtc
 from qerl.formats.cuda.nvrtc import has_kernels
-from qerl.formats.cuda.timing import cold_layers, graph_us
-from qerl.formats.nvfp4 import decode, gemm, kernels, lora, slab_layout, ways
+from qerl.formats.nvfp4 import gemm, lora, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
 from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.formats.nvfp4.kernels import decode_
@@ -221,7 +215,7 @@ class Base:
     ways: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ways = self.shape.ways({})
+        self.ways = self.shape.ways()
 
     @property
     def shape(self) -> Shape:
@@ -416,12 +410,11 @@ def check_rounding(bases: Iterable[Base]) -> None:
 CALLS = 3
 
 
-def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
-    """Give each base of `BASES` its ways from the table of this card; `tune` first measures what the table lacks.
+def choose_ways_(sizes: Sequence[int]) -> None:
+    """Check the ways of each base of `BASES` against the decoded weight, and leave out those that are wrong.
 
-    Times are measured once on a card, inside a CUDA graph, as in decoding, over so many layers of a shape that their
-    weights do not fit the card's cache. `sizes` are the numbers of tokens at which Humming and Marlin are checked,
-    as the CUDA graphs have them; our own kernel is checked at each of `ways.TOKENS`.
+    `sizes` are the numbers of tokens at which Humming and Marlin are checked, as the CUDA graphs have them; our own
+    kernel is checked at each of `ways.TOKENS`.
 
     Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast
     the activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens
@@ -431,30 +424,20 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
     shapes: dict[ways.Shape, list[Base]] = {}
     for base in BASES.values():
         shapes.setdefault(base.shape, []).append(base)
-    facts = card_facts()
-    path = ways.table_path(nvrtc.cache_folder(), facts)
-    times = ways.read_table(path)
-    lacking = [shape for shape in shapes if shape.name not in times] if tune else []
-    for shape in lacking:
-        logger.info("measuring the ways to multiply by %s", shape.name)
-        times[shape.name] = ways.measure(shape, partial(_time_us, shapes[shape]))
-    if lacking:
-        ways.write_table(path, facts, {shape.name: times[shape.name] for shape in lacking})
     for shape, bases in shapes.items():
-        chosen = shape.ways(times)
+        chosen = shape.ways()
         at = ways.TOKENS if shape.kernel == "qerl" else sizes
         checked = [size for size in at if ways.way_of(chosen, size) == "kernel"]
         wrong = ways.wrong_sizes(shape.name, {size: _error(bases[0], "kernel", size) for size in checked})
         left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(at)
-        fused = [size for size in ways.TOKENS if "fused" in shape.right_ways(size)]
+        fused = [size for size in ways.TOKENS if shape.fits_fused(size)]
         errors = {size: _error(bases[0], "fused", size) for size in fused}
         wrong_fused = ways.wrong_sizes(shape.name, errors, "our product")
         for base in bases:
-            base.ways = shape.ways(times, left_out, wrong_fused)
+            base.ways = shape.ways(left_out, wrong_fused)
     torch.cuda.empty_cache()
-    measured = sum(shape.name in times for shape in shapes)
     summary = ways.summary({shape: bases[0].ways for shape, bases in shapes.items()})
-    logger.info("ways to multiply, %d of %d shapes measured (%s):\n%s", measured, len(shapes), path, summary)
+    logger.info("ways to multiply:\n%s", summary)
 
 
 @torch.inference_mode()
@@ -466,36 +449,3 @@ def _error(base: Base, way: str, tokens: int) -> float:
     exact = WAYS["decoded"](base, x, bias, None).float()
     results = [WAYS[way](base, x, bias, None).float() for _ in range(CALLS)]
     return max(((result - exact).norm() / exact.norm().clamp_min(1e-30)).item() for result in results)
-
-
-def card_facts() -> dict[str, str]:
-    """All that measured times depend on."""
-    sources = (
-        *sorted(nvrtc.FOLDER.glob("*.cu*")),
-        *(Path(module.__file__) for module in (decode, gemm, kernels, lora, ways)),
-    )
-    return {
-        "card": torch.cuda.get_device_name(),
-        "driver": str(driver_version()),
-        "torch": torch.__version__,
-        "vllm": _version("vllm"),
-        "humming": _version("humming-kernels"),
-        "kernels": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16],
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-@torch.inference_mode()
-def _time_us(bases: Sequence[Base], way: str, tokens: int) -> float:
-    """Microseconds of one product of `tokens` tokens with a layer of the shape."""
-    weight = bases[0].weight
-    layers = bases[: cold_layers(weight.words.nbytes + weight.scales.nbytes)]
-    x = torch.randn(tokens, weight.in_features, device=weight.words.device, dtype=torch.bfloat16)
-    calls = [partial(WAYS[way], base, x, getattr(base.layer, "bias", None), base.adapter) for base in layers]
-    return graph_us(calls) / len(calls)

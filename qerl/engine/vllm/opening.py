@@ -211,7 +211,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "kv_cache_dtype": options.kv_cache_dtype,
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        "worker_cls": f"qerl.engine.vllm.worker.{'MeasuringWorker' if options.tune_kernels else 'QerlWorker'}",
+        "worker_cls": "qerl.engine.vllm.worker.QerlWorker",
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
         **_for_hopper(options.kv_cache_dtype),

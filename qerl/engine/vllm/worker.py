@@ -48,9 +48,8 @@ def latest() -> QerlWorker | None:
 
 
 class QerlWorker(Worker):
-    """Uses our sampler, and chooses how each linear multiplies from what was measured on this card before."""
+    """Uses our sampler, and checks how each linear multiplies."""
 
-    measures = False
     chosen: Chosen | None = None  # what the routers chose, if that is recorded
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -75,7 +74,7 @@ class QerlWorker(Worker):
         if BASES and not Options.of(self.vllm_config).deterministic:  # times vary, and so would the bits
             with self.parts.part("kernel choice"):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
-                choose_ways_(self.measures, [size for size in sizes if size <= TOKENS[-1]])
+                choose_ways_([size for size in sizes if size <= TOKENS[-1]])
         check_rounding(BASES.values())
         if layers := runners(runner.model):
             with self.parts.part("experts"):
@@ -161,16 +160,6 @@ class QerlWorker(Worker):
     def compiled_from_cache(self) -> bool:
         """Whether the model's compiled graphs came from vLLM's cache on disk."""
         return compilation_counter.num_aot_artifacts_loaded + compilation_counter.num_compiled_artifacts_loaded > 0
-
-
-class MeasuringWorker(QerlWorker):
-    """For rollout.tune_kernels: also measures the shapes that were not measured on this card before.
-
-    A class of its own because vLLM leaves `worker_cls` out of the hash under which it keeps compiled graphs, and these
-    are the same with and without measuring. What stands in `additional_config` is a part of that hash.
-    """
-
-    measures = True
 
 
 class FusedSampler(Sampler):

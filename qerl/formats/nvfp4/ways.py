@@ -4,23 +4,16 @@
     kernel   the GEMM kernel in whose layout the weight is stored (ours, Humming, Marlin), then the adapter
     decoded  the weight decoded into a buffer for cuBLAS, then the adapter
 
-Without a measurement `default_way` decides, from times on an H200 (Humming, Marlin: benchmarks/gemm-7b.json). `measure`
-times every way that gives right results for a shape. The times are kept in the kernels' cache folder, in a file whose
-name depends on the card, the driver and the versions. A way that an engine found wrong when it opened is not used. A
-`Tiling` says how our kernel divides its work among the blocks of a launch.
+`default_way` decides, from times on an H200 (Humming, Marlin: benchmarks/gemm-7b.json). A way that an engine found
+wrong when it opened is not used. A `Tiling` says how our kernel divides its work among the blocks of a launch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from qerl.base.files import write_shared
 
 RANK_STEP = 16
 
@@ -118,16 +111,23 @@ def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
 
 logger = logging.getLogger(__name__)
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; others go the way of the next larger one
+TOKENS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+)  # others go the way of the next larger one
 KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most tokens for which the kernel may be used
 KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # the most for which it was the fastest on an H200
-DECODED_FROM = 32  # with fewer tokens, decoding is not worth a measurement
-# Up to GRAPH_TOKENS tokens run in CUDA graphs, whose memory would keep the decoded weight: GRAPH_DENSE bytes at most.
-GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29
 WRONG = 0.015  # relative error from which a product counts as wrong; rounding gives 0.002 to 0.005
-MARGIN = 1.03  # how much faster than the default another way has to be, because times scatter
-
-Times = dict[str, dict[str, dict[str, float]]]  # shape -> tokens -> way -> microseconds
 
 
 @dataclass(frozen=True)
@@ -144,45 +144,28 @@ class Shape:
     def name(self) -> str:
         return f"{self.rows}x{self.columns} rank {self.ranks} {self.kernel}"
 
-    def right_ways(self, tokens: int) -> tuple[str, ...]:
-        """The ways that give the right result."""
-        small = tokens > GRAPH_TOKENS or 2 * self.rows * self.columns <= GRAPH_DENSE
-        ways = ["decoded"] if tokens >= DECODED_FROM and small else []
-        ways += ["kernel"] * (tokens <= KERNEL_RIGHT[self.kernel])
-        return (*ways, *["fused"] * self._fits_fused(tokens))
-
-    def _fits_fused(self, tokens: int) -> bool:
+    def fits_fused(self, tokens: int) -> bool:
+        """Whether our kernel can multiply by it and its adapter in one launch, or in launches of the most tokens."""
         launched = min(tokens, MAX_TOKENS)  # tokens of the largest launch; if it fits, smaller ones do
         return self.fused and tokens <= KERNEL_RIGHT["qerl"] and fits(self.rows, self.columns, launched, self.ranks)
 
     def default_way(self, tokens: int) -> str:
-        if self._fits_fused(tokens):
+        if self.fits_fused(tokens):
             return "fused"
         return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
 
-    def ways(
-        self, times: Times, wrong_kernel: Container[int] = (), wrong_fused: Container[int] = ()
-    ) -> tuple[str, ...]:
-        """The way for each of TOKENS: the fastest measured or the default, avoiding those found wrong at that size.
+    def ways(self, wrong_kernel: Container[int] = (), wrong_fused: Container[int] = ()) -> tuple[str, ...]:
+        """The way for each of TOKENS: the default, avoiding those found wrong at that size.
 
         `wrong_kernel` and `wrong_fused` are the sizes at which those ways gave wrong results.
         """
-        measured = times.get(self.name, {})
         ways = []
         for tokens in TOKENS:
-            way = self._way(tokens, measured.get(str(tokens), {}))
+            way = self.default_way(tokens)
             if way == "kernel" and tokens in wrong_kernel:
-                way = "fused" if self._fits_fused(tokens) else "decoded"
+                way = "decoded"
             ways.append("decoded" if way == "fused" and tokens in wrong_fused else way)
         return tuple(ways)
-
-    def _way(self, tokens: int, times: Mapping[str, float]) -> str:
-        default = self.default_way(tokens)
-        right = {way: time for way, time in times.items() if way in self.right_ways(tokens) and time > 0}
-        if default not in right:
-            return default
-        best = min(right, key=right.__getitem__)
-        return best if right[default] > MARGIN * right[best] else default
 
 
 def bucket(tokens: int) -> int:
@@ -209,39 +192,6 @@ def wrong_sizes(name: str, errors: Mapping[int, float], what: str = "the kernel"
         at = ", ".join(map(str, wrong))
         logger.warning("%s is wrong by %.1f%% for %s at %s tokens: it is not used there", what, 100 * worst, name, at)
     return wrong
-
-
-def measure(shape: Shape, time_us: Callable[[str, int], float]) -> dict[str, dict[str, float]]:
-    """Microseconds of every right way for each of TOKENS; `time_us(way, tokens)` measures one."""
-    return {str(tokens): {way: round(time_us(way, tokens), 2) for way in shape.right_ways(tokens)} for tokens in TOKENS}
-
-
-def table_path(folder: Path, facts: Mapping[str, str]) -> Path:
-    """The file for times measured under these `facts`: the card, the driver, versions."""
-    key = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"ways-{key}.json"
-
-
-def read_table(path: Path) -> Times:
-    """The times in a file; none if it is missing, or damaged (which is logged)."""
-    try:
-        times = json.loads(path.read_text(encoding="utf-8"))["times_us"]
-        return {
-            shape: {tokens: {way: float(time) for way, time in each.items()} for tokens, each in by_tokens.items()}
-            for shape, by_tokens in times.items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s cannot be read (%s): kernels are chosen by default", path, error)
-        return {}
-
-
-def write_table(path: Path, facts: Mapping[str, str], times: Times) -> None:
-    """Add `times` to those in the file. It is replaced by a rename, as another process may be reading or writing it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**facts, "times_us": {**read_table(path), **times}}, indent=1)
-    write_shared(path, f"{text}\n".encode())
 
 
 def summary(shapes: Mapping[Shape, Sequence[str]]) -> str:

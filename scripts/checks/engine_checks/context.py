@@ -58,7 +58,6 @@ class Context:
         options = EngineOptions(
             kernel=arguments.kernel,
             deterministic=arguments.deterministic,
-            tune_kernels=arguments.tune,
             kv_cache_dtype=arguments.kv_cache_dtype,
             max_context=1024,
             max_rank=arguments.rank,

@@ -18,7 +18,6 @@ VLLM_TYPES = (
     "EngineCore",
     "UniProcExecutor",
     "QerlWorker",
-    "MeasuringWorker",
     "GPUModelRunner",
     "CUDAGraph",
     "CUDAGraphWrapper",

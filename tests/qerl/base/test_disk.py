@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 
 from qerl.base.files import mode_by_umask, write_shared
-from qerl.formats.nvfp4.ways import write_table
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])
@@ -18,9 +17,8 @@ def test_the_mode_of_a_file_follows_the_umask(tmp_path, umask, mode):
         mode_by_umask(tmp_path / "a.safetensors")
         write_shared(tmp_path / "a-0.cubin", b"first")
         write_shared(tmp_path / "a-0.cubin", b"second")
-        write_table(tmp_path / "ways-0.json", {}, {"a": {"1": {"kernel": 2.0}}})
     finally:
         os.umask(before)
     assert (tmp_path / "a-0.cubin").read_bytes() == b"second"
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"a.safetensors": mode, "a-0.cubin": mode, "ways-0.json": mode}
+    assert modes == {"a.safetensors": mode, "a-0.cubin": mode}

@@ -89,14 +89,9 @@ PAIRS = [
     (["rollout.engine=transformers", "memory.cap_gib=24"], "memory.cap_gib 24.0 with rollout.engine transformers"),
     (["rollout.memory=30", "memory.cap_gib=24"], "(GiB); write a rollout.memory below 24"),
     (["model.format=bf16", "rollout.kernel=humming"], "rollout.kernel humming with model.format bf16"),
-    (["model.format=bf16", "rollout.tune_kernels=true"], "rollout.tune_kernels true with model.format bf16"),
     (
         ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8_per_token_head"],
         "rollout.kv_cache_dtype fp8_per_token_head with rollout.engine transformers",
-    ),
-    (
-        ["rollout.tune_kernels=true", "rollout.deterministic=true"],
-        "rollout.tune_kernels true with rollout.deterministic true",
     ),
     (
         ["loss.type=grpo", "loss.level=sequence", "loss.num_iterations=2"],

@@ -143,7 +143,6 @@ def test_the_engine_is_told_how_much_memory_the_trainer_needs(seven, monkeypatch
             "read rollout.memory, rollout.deterministic: leave them out",
         ),
         (["rollout.kv_cache_dtype=fp8_per_token_head"], "does not read rollout.kv_cache_dtype: leave it out"),
-        (["rollout.tune_kernels=true"], "does not read rollout.tune_kernels: leave it out"),
     ],
 )
 def test_keys_of_vllm_are_refused_if_auto_means_transformers(nvfp4_base, tmp_path, given, named):
