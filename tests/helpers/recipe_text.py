@@ -9,7 +9,7 @@ RECIPE = """\
 model:
   base: Qwen/Qwen2.5-7B-Instruct
   format: nvfp4
-  dtype: auto
+  trust_remote_code: false
 adapter:
   rank: 32
   targets: [q_proj, v_proj]
