@@ -371,7 +371,7 @@ SECTIONS = {  # of removed keys that a recipe has only where it asks for them
     "environment": "environment.name=calculator",
     "sft": "sft.max_tokens=64",
     "data.curriculum": "data.curriculum.hard_share=0.2",
-    "data.sources": "data.sources=[{name: a}, {name: b}]",
+    "data.sources": "data.sources=[{name: a, validation: {}}, {name: b, validation: {}}]",
 }
 
 
