@@ -28,7 +28,7 @@ from qerl.data.examples import check_answers, check_source
 from qerl.data.grading.grade import check_grader
 from qerl.data.rows import is_local, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import TASKS, Task, get_task, load_examples, task_of, with_grader
+from qerl.data.tasks import TASKS, Task, for_episodes, get_task, load_examples, task_of, with_grader
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.plan.sizes import sizes_of
@@ -92,7 +92,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     task = with_prompt(asked, settings, run)
     environment = find_environment(settings, run)
     rows = (settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable)
-    examples, dropped = load_examples(task, *rows, episodes=environment is not None)
+    examples, dropped = load_examples(task if environment is None else for_episodes(task), *rows)
     check_answers(task, examples)
     check_grader(task, examples)
     folder = local_folder(ref.base)

@@ -286,7 +286,7 @@ def _begin(
     with given(functions, rows):
         check_new(recipe.config, recipe.name)
         with as_before():
-            return _run_of(begin(recipe.config, recipe.source, options)[0])
+            return run_of_result(begin(recipe.config, recipe.source, options)[0])
 
 
 def _own_task(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -314,10 +314,10 @@ def _check_resume(recipe: object, data: object, arguments: Sequence[str]) -> Non
 def _resume(run: str, options: TrainOptions, arguments: Mapping[str, Any]) -> Run:
     model = arguments.get("model")
     chosen = replace(options, resume=run, steps=arguments.get("steps"), model=model and model_name(model))
-    return _run_of(go_on(*find_resumed(chosen, run), chosen)[0])
+    return run_of_result(go_on(*find_resumed(chosen, run), chosen)[0])
 
 
-def _run_of(result: TrainResult) -> Run:
+def run_of_result(result: TrainResult) -> Run:
     if result.adapter is None:
         logger.warning("the run is not finished: qerl.train(resume=%r) continues it", str(result.run_dir))
     return Run(Path(result.run_dir))

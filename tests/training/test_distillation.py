@@ -231,8 +231,8 @@ def test_a_teacher_with_experts_chooses_them_itself(tmp_path):
     )
     ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 6, dtype=torch.long)
     of_student = pack(ids, mask, 3, experts=[torch.tensor([0, 1], dtype=torch.uint8).expand(6, 2, 2)] * 2)
-    with torch.no_grad(), packed_attention_of(teacher._model):
-        replayed = hidden_states(teacher._model, of_student)
+    with torch.no_grad(), packed_attention_of(teacher.model):
+        replayed = hidden_states(teacher.model, of_student)
     own = teacher.hidden(of_student)
     assert torch.equal(own, teacher.hidden(pack(ids, mask, 3)))
     assert not torch.allclose(own, replayed)

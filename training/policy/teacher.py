@@ -37,21 +37,21 @@ class Teacher:
     def __init__(self, folder: str | Path, config: RunConfig, device: torch.device, shared: int) -> None:
         """Open the model at `folder` on `device`; `shared`: how many tokens both vocabularies have."""
         model = config.model
-        self._model = load_model(folder, BF16.name, "auto", str(device), model.trust_remote_code)
-        check_config(self._model.config)
-        self._divisor = logits_divisor(self._model.config)
+        self.model = load_model(folder, BF16.name, "auto", str(device), model.trust_remote_code)
+        check_config(self.model.config)
+        self._divisor = logits_divisor(self.model.config)
         self._temperature, self._beta = config.rollout.temperature, config.distill.beta
         self._shared = shared
 
     @torch.no_grad()
     def hidden(self, row: PackedRow) -> torch.Tensor:
         """The last hidden states (M, d) at a packed row's predicting positions."""
-        with packed_attention_of(self._model):
-            return hidden_states(self._model, replace(row, replay=None))  # these are the student's experts
+        with packed_attention_of(self.model):
+            return hidden_states(self.model, replace(row, replay=None))  # these are the student's experts
 
     def pair(self, student: Head) -> Pair:
         """The student's head beside the teacher's, at the temperature of the loss."""
-        own = dense_head(self._model.get_output_embeddings(), self._temperature * self._divisor)
+        own = dense_head(self.model.get_output_embeddings(), self._temperature * self._divisor)
         return Pair(student, own, self._shared)
 
     def measure(self) -> Measure:

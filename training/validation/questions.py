@@ -20,7 +20,7 @@ from qerl.data.examples import check_source
 from qerl.data.grading.grade import check_grader
 from qerl.data.rows import Source, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import Example, Task, examples_of, get_task, load_examples, task_of
+from qerl.data.tasks import Example, Task, examples_of, for_episodes, get_task, load_examples, task_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns
 
@@ -79,7 +79,8 @@ class _Asked:
         if self.held_out:
             return examples_of(self.source.data, episodes)[-self.held_out :]
         keep = self.source.data.keep_unreadable
-        return load_examples(self.task, *self.rows, keep_unreadable=keep, episodes=episodes)[0]
+        task = for_episodes(self.task) if episodes else self.task
+        return load_examples(task, *self.rows, keep_unreadable=keep)[0]
 
 
 def _asked(config: RunConfig) -> list[_Asked]:

@@ -159,9 +159,13 @@ def task_of(data: DataConfig) -> Task:
 
 def examples_of(data: DataConfig, episodes: bool = False) -> list[Example]:
     """The usable rows of one source of a recipe, those that are held out included."""
-    return load_examples(
-        task_of(data), data.source, data.split, data.columns, data.limit, data.keep_unreadable, episodes
-    )[0]
+    task = for_episodes(task_of(data)) if episodes else task_of(data)
+    return load_examples(task, data.source, data.split, data.columns, data.limit, data.keep_unreadable)[0]
+
+
+def for_episodes(task: Task) -> Task:
+    """The task whose rows are for an environment, for which those of a free-form task may all ask the same."""
+    return replace(task, may_repeat=task.free_form)
 
 
 def with_grader(task: Task, grader: str | None, timeout_s: float = Task.grader_timeout_s) -> Task:
@@ -240,17 +244,14 @@ def load_examples(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
     keep_unreadable: bool = False,
-    episodes: bool = False,
 ) -> tuple[list[Example], DropReport]:
     """The usable rows of the task's own dataset, or of `source`: a hub id (`owner/name:subset`), a file or a folder.
 
-    With `episodes` they are for an environment, for which rows of a free-form task may all ask the same. See
-    qerl.data.examples.load_examples, which this calls.
+    See qerl.data.examples.load_examples, which this calls.
     """
     from qerl.data.examples import load_examples as load
 
     task = get_task(task) if isinstance(task, str) else task
-    task = replace(task, may_repeat=task.free_form) if episodes else task
     return load(task, source, split, columns, limit, keep_unreadable)
 
 

@@ -151,7 +151,7 @@ def test_a_distillation_is_that_of_the_command(nvfp4_base, tmp_path, monkeypatch
 
     begun = []
     monkeypatch.setattr("qerl.api.training.begin", lambda config, *rest: begun.append(config) or (None, True))
-    monkeypatch.setattr("qerl.api.training._run_of", lambda result: begun[-1])
+    monkeypatch.setattr("qerl.api.training.run_of_result", lambda result: begun[-1])
     out = tmp_path / "run"
     given = {"model": str(nvfp4_base), "steps": 8, "out": out}
     assert qerl.distill("tiny", teacher="tiny", **given) == config_of(DistillOptions(teacher="tiny", **given), "tiny")

@@ -8,7 +8,7 @@ import pytest
 from row_files import GSM8K, ROWS, write, write_jsonl, write_parquet
 
 from qerl.base.errors import ConfigError, DataError
-from qerl.data.tasks import get_task, load_examples
+from qerl.data.tasks import for_episodes, get_task, load_examples
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.ndjson", "a.json", "a.csv", "a.tsv", "a.parquet"])
@@ -157,13 +157,13 @@ def test_for_a_missing_column_the_present_ones_are_listed_and_how_to_map_them(tm
 def test_rows_for_an_environment_may_all_ask_the_same(tmp_path):
     rows = [{"prompt": "Guess.", "answer": "3", "hint": "odd"}, {"prompt": "Guess.", "answer": "4"}] * 2
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    examples, report = load_examples("own", path, episodes=True)
+    examples, report = load_examples(for_episodes(get_task("own")), path)
     assert [(e.answer, e.extra) for e in examples] == [("3", {"hint": "odd"}), ("4", {})] * 2
     assert (report.dropped, len({e.id for e in examples})) == (0, 4)
     with pytest.raises(DataError, match="no row can be trained"):
         load_examples("own", path)
     once = write_jsonl(tmp_path / "b.jsonl", [{"question": "What is 1+1?", "answer": "2"}] * 2)
-    assert load_examples("gsm8k", once, episodes=True)[1].dropped == 1
+    assert load_examples(for_episodes(get_task("gsm8k")), once)[1].dropped == 1
 
 
 def test_nested_columns_can_be_mapped(tmp_path):
