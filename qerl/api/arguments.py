@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from qerl.base.devices import ORDER, VISIBLE
 from qerl.base.errors import ConfigError, DataError
@@ -149,9 +149,11 @@ def rewards_of(reward: object, functions: Functions) -> list[dict[str, Any]]:
 
 
 def _reward(given: object, functions: Functions) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        name = given.get("name")
-        return {**given, "name": functions.name_of(name)} if callable(name) else dict(given)
+    name = given.get("name") if isinstance(given, Mapping) else None
+    if callable(name):
+        return {**given, "name": functions.name_of(name)}
+    if isinstance(name, str):
+        return dict(given)
     if callable(given):
         return {"name": functions.name_of(given)}
     if isinstance(given, str):
@@ -163,8 +165,10 @@ def _reward(given: object, functions: Functions) -> dict[str, Any]:
 
 
 def grader_of(grader: str | Function | None, functions: Functions) -> str | None:
-    """A grader's name for a recipe or an evaluation."""
-    return functions.name_of(grader) if callable(grader) else grader
+    """A grader's name for a recipe or an evaluation. Raises ConfigError for what is neither a function nor a name."""
+    if not (grader is None or callable(grader) or isinstance(grader, str | os.PathLike)):
+        raise ConfigError(f"grader={_short(grader)} is not a grader: give a function, or a name such as 'grader.py'")
+    return functions.name_of(grader) if callable(grader) else grader and os.fspath(grader)
 
 
 def is_path(data: object) -> bool:
@@ -178,7 +182,7 @@ def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
     Raises DataError for what is not a table of JSON values.
     """
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas table, which would give its columns' names
-        data = data.to_dict("records")
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
     rows, size = [], 0
     try:
         for number, row in enumerate(data, start=1):
@@ -215,6 +219,25 @@ def check_keywords(given: Iterable[str], known: Sequence[str], function: str) ->
             hint = f"did you mean {close}? " if close else ""
             rest = ", and other keys of a recipe go through Recipe.set" if function in OF_RECIPES else ""
             raise ConfigError(f"{function} takes no argument {name!r}; {hint}it takes {', '.join(known)}{rest}")
+
+
+def typed(kind: type, given: Mapping[str, Any], function: str) -> dict[str, Any]:
+    """Values for fields of a command's options, as the fields' annotations have them. Raises ConfigError for a value of
+    another type; a choice that is not known is left to the command, which names the others."""
+    from pydantic import TypeAdapter, ValidationError
+
+    hints, found = get_type_hints(kind), {}
+    for name, value in given.items():
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        try:
+            found[name] = TypeAdapter(hints[name]).validate_python(plain)
+        except ValidationError as error:
+            wrong = next((each for each in error.errors() if each["type"] != "none_required"), error.errors()[0])
+            if wrong["type"] != "literal_error" or not isinstance(plain, str):
+                said = wrong["msg"].replace("Input should", "it should")
+                raise ConfigError(f"{function}: {name} is {_short(value)}: {said}") from None
+            found[name] = plain
+    return found
 
 
 def model_name(model: object) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import html
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.api.recipe import Recipe
 from qerl.base.errors import ConfigError
 from qerl.base.files import expanded, no_folder
+from qerl.base.read_back import Shape, read_rows
 
 if TYPE_CHECKING:
     import pandas
@@ -28,18 +28,23 @@ def plot(runs: Sequence[str | os.PathLike | Run] | str | os.PathLike | Run, *met
     from qerl.report.curves import Panel, curves
     from qerl.report.read import read_runs
 
-    listed = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
+    listed, names = _listed(runs), [name for given in metrics for name in _listed(given)]
     if not listed:
         raise ConfigError("there is no run to plot: write qerl.plot([run, 'runs/other'], 'reward')")
     read = read_runs([Run(run).path for run in listed])
     known = sorted({key for run in read for row in run.rows for key in row} - {"step"})
-    names = [name for given in metrics for name in ([given] if isinstance(given, str) else given)]
     for name in names:
         if name not in known:
             who = " and ".join(str(run.folder) for run in read)
             has = "it has" if len(read) == 1 else "they have"
             raise ConfigError(f"{who}: no metric {name!r}; {has} {', '.join(known)}")
     return curves(read, [Panel(name, ((name, name),)) for name in names] if names else None)
+
+
+def _listed(given: Any) -> list[Any]:
+    """One thing or several, as a list."""
+    several = isinstance(given, Iterable) and not isinstance(given, str | os.PathLike)
+    return list(given) if several else [given]
 
 
 class Run:
@@ -50,6 +55,8 @@ class Run:
 
     def __init__(self, path: str | os.PathLike) -> None:
         """Raises ConfigError for a folder that is not a run."""
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"{path!r:.60} is not a run: give a Run, or the directory that a run was written to")
         self.path = expanded(os.fspath(path))
         if not (self.path / "config.yaml").is_file():
             what = f"{path} is not a run: it has no config.yaml" if self.path.exists() else no_folder(str(path))
@@ -128,8 +135,7 @@ class Run:
         path = self.path / name
         if not path.is_file():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]  # the last may be half written
+        return read_rows(path, Shape, "put back the file as the run wrote it")
 
     def __fspath__(self) -> str:
         return str(self.path)

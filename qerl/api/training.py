@@ -28,6 +28,7 @@ from qerl.api.arguments import (
     plain_rows,
     rewards_of,
     sources_of,
+    typed,
 )
 from qerl.api.arguments import GivenRows as Rows
 from qerl.api.recipe import Recipe
@@ -72,13 +73,17 @@ def evaluate(
     check_keywords(settings, known, "qerl.evaluate")
     functions = Functions()
     rows = None if data is None or is_path(data) else plain_rows(data)
-    chosen = EvalSettings(
-        task=task,
-        model=None if model is None else model_name(model),
-        data=ROWS if rows is not None else data and os.fspath(data),
-        grader=grader_of(grader, functions),
-        **_typed(settings),
-    )
+    asked = {
+        "task": task,
+        "model": None if model is None else model_name(model),
+        "data": ROWS if rows is not None else data,
+        "grader": grader_of(grader, functions),
+        **settings,
+    }
+    if settings.get("adapter") is not None:
+        asked["adapter"] = model_name(settings["adapter"])
+    asked = typed(EvalSettings, asked, "qerl.evaluate")
+    chosen = EvalSettings(**{**asked, "pass_k": tuple(sorted(set(asked.get("pass_k", ()))))})
     with given(functions, {} if rows is None else {ROWS: rows}), as_before():
         return _evaluated(chosen, gpu)
 
@@ -92,8 +97,10 @@ def compare(first: str | os.PathLike | EvalResult, second: str | os.PathLike | E
     from eval.compare import compare as compared
     from eval.result import EvalResult
 
-    folders = (Path(each.out if isinstance(each, EvalResult) else each) for each in (first, second))
-    return compared(*(folder.expanduser() for folder in folders))
+    folders = [each.out if isinstance(each, EvalResult) else each for each in (first, second)]
+    if wrong := [each for each in folders if not isinstance(each, str | os.PathLike)]:
+        raise ConfigError(f"{wrong[0]!r:.60} is not an evaluation: give what qerl.evaluate returned, or its folder")
+    return compared(*(Path(folder).expanduser() for folder in folders))
 
 
 def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
@@ -102,18 +109,6 @@ def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
 
     with one_card_each(gpu) as parallel:
         return measure(settings, parallel)[0]
-
-
-def _typed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths and sequences as the settings hold them."""
-    typed = dict(settings)
-    if typed.get("out") is not None:
-        typed["out"] = Path(typed["out"])
-    if typed.get("adapter") is not None:
-        typed["adapter"] = model_name(typed["adapter"])
-    if "pass_k" in typed:
-        typed["pass_k"] = tuple(sorted(set(typed["pass_k"])))
-    return typed
 
 
 Options = TypeVar("Options")
@@ -169,8 +164,7 @@ def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport | Merge
 def _options(kind: type[Options], given: dict[str, Any], function: str) -> Options:
     """The options of a command. Raises ConfigError for one that it does not have."""
     check_keywords(given, [each.name for each in fields(kind)], function)
-    typed = {name: Path(value) if name in ("out", "prompts") and value else value for name, value in given.items()}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in typed.items()})
+    return kind(**typed(kind, given, function))
 
 
 logger = logging.getLogger(__name__)
@@ -313,7 +307,8 @@ def _check_resume(recipe: object, data: object, arguments: Sequence[str]) -> Non
 
 def _resume(run: str, options: TrainOptions, arguments: Mapping[str, Any]) -> Run:
     model = arguments.get("model")
-    chosen = replace(options, resume=run, steps=arguments.get("steps"), model=model and model_name(model))
+    steps = typed(TrainOptions, {"steps": arguments.get("steps")}, "qerl.train")
+    chosen = replace(options, **steps, resume=run, model=model and model_name(model))
     return run_of_result(go_on(*find_resumed(chosen, run), chosen)[0])
 
 

@@ -148,7 +148,20 @@ def write_given_rows(folder: Path) -> None:
     """Write the rows whose files belong into `folder`, which is there."""
     for name, rows in _rows.items():
         if Path(name).parent == folder:
-            replace_text(Path(name), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            replace_text(Path(name), "".join(_line(row) for row in rows))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """The row as a line of JSON, in plain characters where each of them is whole."""
+    text = json.dumps(row, ensure_ascii=False)
+    return (text if _is_whole(text) else json.dumps(row)) + "\n"
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:  # half a character
+        return False
 
 
 def _copied(values: Any) -> Any:

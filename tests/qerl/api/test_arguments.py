@@ -4,15 +4,19 @@ import functools
 import itertools
 import threading
 from datetime import date
+from pathlib import Path
 
 import datasets
 import numpy
 import pandas
 import pytest
 
+import qerl
 from qerl.api import training
-from qerl.api.arguments import Functions, one_at_a_time, plain_rows, rewards_of
+from qerl.api.arguments import Functions, grader_of, one_at_a_time, plain_rows, rewards_of, typed
 from qerl.base.errors import ConfigError, DataError
+from quantize.export.options import ExportOptions
+from quantize.options import QuantizeOptions
 
 ROWS = [
     {"prompt": "a", "answer": "1", "level": 3, "tags": ["x"]},
@@ -37,6 +41,14 @@ def short(completions):
 )
 def test_rows_of_any_table_become_those_of_a_jsonl_file(data):
     assert plain_rows(data) == ROWS
+
+
+def test_an_empty_cell_of_a_table_is_none():
+    table = pandas.DataFrame([{"prompt": "a", "level": 1, "at": "x"}, {"prompt": "b"}])
+    table["day"], table["known"] = pandas.to_datetime([None, None]), pandas.array([True, None], dtype="boolean")
+    first, second = plain_rows(table)
+    assert first == {"prompt": "a", "level": 1, "at": "x", "day": None, "known": True}
+    assert second == {"prompt": "b", "level": None, "at": None, "day": None, "known": None}
 
 
 @pytest.mark.parametrize(
@@ -72,8 +84,44 @@ def test_rewards_are_named_by_their_functions():
     assert functions["short"] is short
     with pytest.raises(ConfigError, match="two functions are called 'short'"):
         rewards_of(partial, functions)
-    with pytest.raises(ConfigError, match=r"reward=3 is no reward: give a function"):
-        rewards_of(3, functions)
+    for wrong in (3, {"weight": 1.0}, {"name": 3}, None):
+        with pytest.raises(ConfigError, match=r"reward=.* is no reward: give a function"):
+            rewards_of([wrong], functions)
+    with pytest.raises(ConfigError, match=r"grader=3 is not a grader: give a function"):
+        grader_of(3, functions)
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda: qerl.evaluate("arith", "tiny", limit="three"), "qerl.evaluate: limit is 'three': it should be"),
+        (lambda: qerl.evaluate("arith", "tiny", limit=2.5), "qerl.evaluate: limit is 2.5: it should be"),
+        (lambda: qerl.evaluate("arith", "tiny", samples=None), "qerl.evaluate: samples is None: it should be"),
+        (lambda: qerl.evaluate("arith", "tiny", pass_k="1,4"), "qerl.evaluate: pass_k is '1,4': it should be"),
+        (lambda: qerl.evaluate("arith", "tiny", engine="none"), "--engine 'none' is not known"),
+        (lambda: qerl.evaluate("arith", "tiny", engine=3), "qerl.evaluate: engine is 3: it should be"),
+        (lambda: qerl.evaluate(3, "tiny"), "qerl.evaluate: task is 3: it should be"),
+        (lambda: qerl.evaluate("arith", "tiny", columns=["a"]), "qerl.evaluate: columns is ['a']: it should be"),
+        (lambda: qerl.quantize("tiny", ignore="lm_head"), "qerl.quantize: ignore is 'lm_head': it should be"),
+        (lambda: qerl.quantize("tiny", calibration_size="x"), "qerl.quantize: calibration_size is 'x': it should be"),
+        (lambda: qerl.export("tiny", step="last"), "qerl.export: step is 'last': it should be"),
+        (lambda: qerl.merge("tiny", 3), "qerl.merge: to is 3: it should be"),
+        (lambda: qerl.train(resume="runs/x", steps="x"), "qerl.train: steps is 'x': it should be"),
+        (lambda: qerl.compare(3, "x"), "3 is not an evaluation: give what qerl.evaluate returned"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(call, line):
+    with pytest.raises(ConfigError) as refused:
+        call()
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_values_are_as_the_options_hold_them():
+    given = {"ignore": ["a", "b"], "calibration_size": numpy.int64(3), "calibration": Path("rows.jsonl")}
+    found = typed(QuantizeOptions, given, "qerl.quantize")
+    assert found == {"ignore": ("a", "b"), "calibration_size": 3, "calibration": "rows.jsonl"}
+    assert typed(ExportOptions, {"out": "x", "prompts": None}, "") == {"out": Path("x"), "prompts": None}
 
 
 def test_one_call_at_a_time_has_the_process():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import random
 import signal
@@ -162,3 +163,12 @@ def test_given_rows_are_written_into_their_folder_alone(tmp_path):
         write_given_rows(tmp_path)
     assert given_rows("python:data") is None
     assert (tmp_path / "rows.jsonl").read_text(encoding="utf-8") == '{"prompt": "é"}\n'
+
+
+def test_given_rows_may_hold_half_a_character(tmp_path):
+    rows = [{"prompt": "é", "note": "\ud800"}, {"prompt": "é"}]
+    with given({}, {str(tmp_path / "rows.jsonl"): rows}):
+        write_given_rows(tmp_path)
+    lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    assert "é" in lines[1]
