@@ -23,7 +23,7 @@ from qerl.data.formulas.spelling import tidy
 from qerl.data.formulas.value import close
 
 _OPERATION = re.compile(
-    r"(?<=.)[-+*/!]|\^(?!\{?\\circ)|\\(?:frac|sqrt|cdot|times|div|binom|log|ln|exp|sin|cos|tan|cot|sec|csc|arc\w+|int|sum"
+    r"(?<=.)[-+*/!]|[\d)]\(|\^(?!\{?\\circ)|\\(?:frac|sqrt|cdot|times|div|binom|log|ln|exp|sin|cos|tan|cot|sec|csc|arc\w+|int|sum"
     r"|prod|lim|lfloor|lceil|pmod|bmod|gcd|det)(?![A-Za-z])|[=<>|]|\\[lg]e(?![A-Za-z])|\\begin"
 )
 _FRACTION = re.compile(r"-?(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))")
@@ -129,9 +129,9 @@ def _texts(question: str) -> Iterator[str]:
     """The formulas of a question, and what looks like one without dollar signs."""
     for match in _FORMULA.finditer(question):
         yield next(group for group in match.groups() if group)
-    rest = _FORMULA.sub(";", question)
+    rest = re.sub(r"(?<=\d)\s*[xX]\s*(?=\d)", "*", _FORMULA.sub(";", question))
     for pattern in _RUNS:
-        yield from (run[0] for run in pattern.finditer(rest) if _unevaluated(run[0].strip()))
+        yield from (run[0] for run in pattern.finditer(rest) if _unevaluated(_bare(run[0])))
 
 
 def _values(shape: Shape) -> Iterator[str]:
@@ -234,12 +234,18 @@ def _form(tree: Tree) -> Tree:
         return _sum(parts[0], parts[1] if operation == "+" else _negative(parts[1]))
     if operation in ("*", "/"):
         return _product(parts[0], parts[1] if operation == "*" else _inverse(parts[1]))
-    if operation == "^" and parts[1] in (_ZERO, _ONE):
-        return parts[0] if parts[1] == _ONE else _ONE
-    if operation == "root":
-        radicand, degree = parts
-        return radicand[1] if radicand[0] == "^" and radicand[2] == degree else (operation, *parts)
+    if operation in ("^", "root"):
+        return _power(parts[0], parts[1] if operation == "^" else _inverse(parts[1]))
     return (operation, *parts)
+
+
+def _power(base: Tree, exponent: Tree) -> Tree:
+    """A power; roots are powers, too."""
+    if base[0] == "^":
+        base, exponent = base[1], _product(base[2], exponent)
+    if exponent in (_ZERO, _ONE):
+        return base if exponent == _ONE else _ONE
+    return ("^", base, exponent)
 
 
 def _negative(form: Tree) -> Tree:
