@@ -52,7 +52,8 @@ class TaskGrading(GuardedReward):
     def __init__(self, plan: Plan) -> None:
         fixed = fixed_columns(plan.task, plan.sampling.max_new_tokens)
         rows = Rows([prompt.example for prompt in plan.prompts])
-        super().__init__("accuracy", RewardConfig(name="accuracy"), self._grade, fixed, rows, plan.out)
+        accuracy = RewardConfig(name="accuracy", timeout_s=plan.task.grader_timeout_s)
+        super().__init__("accuracy", accuracy, self._grade, fixed, rows, plan.out)
         self.grades: list[Grade] = []
 
     def _grade(self, completions: Sequence[str], answer: Any, question: Any, task: Task, **columns: Any) -> list[float]:

@@ -62,6 +62,12 @@ def test_a_grader_that_fails_names_the_completion(settings, tmp_path):
         run_eval(settings())
 
 
+def test_a_grader_has_the_time_that_is_asked_for(settings, tmp_path):
+    (tmp_path / "grader.py").write_text("import time\ndef grade(completion, answer): time.sleep(30)\n")
+    with pytest.raises(RewardError, match=r"did not return within 0\.2 s .*within --grader-timeout-s"):
+        run_eval(settings(grader_timeout_s=0.2))
+
+
 def test_a_run_that_had_a_grader_asks_for_it_by_name(settings, model, tmp_path):
     run = make_run(tmp_path / "run", model, task="own", grader="grader.py", source="rows.jsonl")
     with pytest.raises(ConfigError, match=r"was trained with the grader grader\.py.*add --grader grader\.py"):
