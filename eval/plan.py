@@ -21,6 +21,7 @@ from eval.environment import describe_identity, digest, environment_seed, find_e
 from eval.result import Key
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.own_function import EPISODE_COLUMNS
 from qerl.checkpoint.load import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
@@ -94,7 +95,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     rows = (settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable)
     examples, dropped = load_examples(task if environment is None else for_episodes(task), *rows)
     check_answers(task, examples)
-    check_grader(task, examples)
+    check_grader(task, examples, EPISODE_COLUMNS if environment is not None else ())
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
     switches = switches_for(run, settings.chat_template_kwargs)

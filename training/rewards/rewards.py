@@ -441,7 +441,8 @@ def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: Seq
     names = _metric_names([reward.name for source in sources for reward in source.wanted])
     functions, weights, places, first = [], [], [], 0
     for place, source in enumerate(sources):
-        check_grader(source.fixed["task"], source.examples)
+        of_grader = [name for name in episodes if name in EPISODE_COLUMNS]
+        check_grader(source.fixed["task"], source.examples, of_grader)
         if any(reward.name in GRADED for reward in source.wanted):
             check_answers(source.fixed["task"], source.examples)
         for reward, function in zip(source.wanted, check_rewards(source.wanted, source.fixed), strict=True):

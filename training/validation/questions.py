@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.schema import RewardConfig
 from qerl.data.examples import check_source
-from qerl.data.grading.grade import check_grader
 from qerl.data.rows import Source, sources_of
 from qerl.data.sequences import Renderer
 from qerl.data.tasks import Example, Task, examples_of, for_episodes, get_task, load_examples, task_of
@@ -177,7 +176,6 @@ def _task(config: RunConfig) -> Task:
 
 def _with_grading(rewards: Sequence[RewardConfig], task: Task, examples: Sequence[Example]) -> list[RewardConfig]:
     """The rewards with the task's grading among them; without it if there are no answers."""
-    check_grader(task, examples)
     listed = any(reward.name == GRADING for reward in rewards)
     if listed or (task.grader is None and not all(example.answer for example in examples)):
         return list(rewards)

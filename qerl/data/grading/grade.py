@@ -100,15 +100,18 @@ def grader_place(name: str) -> tuple[str, str]:
     return place, attribute
 
 
-def check_grader(task: Task, examples: Sequence[Example] = ()) -> None:
-    """Raise ConfigError if the task's grader cannot be loaded, or asks for a column that these examples lack."""
+def check_grader(task: Task, examples: Sequence[Example] = (), further: Sequence[str] = ()) -> None:
+    """Raise ConfigError if the task's grader cannot be loaded, or asks for a column that these examples lack.
+
+    `further` are the columns of episodes, where there are any.
+    """
     if task.grader is None:
         return
     function = find_grader(task)
     parameters = inspect.signature(function).parameters
     if examples:
         extra = {key for example in examples for key in example.extra}
-        check_columns(f"grader {task.grader}", parameters, (), extra)
+        check_columns(f"grader {task.grader}", parameters, (), extra, further)
 
 
 def scores(task: Task, columns: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any]) -> list[float]:

@@ -11,14 +11,14 @@ from small_run import small_config
 from trl.trainer.utils import nanstd
 
 import qerl
-from qerl.base.errors import RewardError
+from qerl.base.errors import ConfigError, RewardError
 from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import EPISODE_COLUMNS
 from qerl.base.program import given
 from qerl.config.recipe import save_config
 from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import grade_many
-from qerl.data.tasks import Example, get_task
+from qerl.data.tasks import Example, get_task, with_grader
 from training.loss.advantages import deviation, group_advantages, rewards_differ
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.log import read_metrics
@@ -166,3 +166,14 @@ def test_an_episode_is_the_messages_after_the_prompt(conversational, tmp_path):
     asked, empty = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": ""}]
     expected = ([asked] * 2, [turns, empty]) if conversational else (["<q>"] * 2, ["c", ""])
     assert seen == [expected]
+
+
+def test_a_grader_of_episodes_names_their_columns(tmp_path):
+    (tmp_path / "grader.py").write_text("def grade(completion, turns, tool_calls): return len(turns) / 4\n")
+    task = with_grader(get_task("own"), f"{tmp_path / 'grader.py'}", 60.0)
+    given = [RewardConfig(name="accuracy")], fixed_columns(task, 8), [Example("q", "", "1")], tmp_path
+    turns = [[{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]]
+    columns = {"row": [0], "completion_ids": [[1]], "prompts": ["q"], "turns": turns, "tool_calls": [1]}
+    assert build_rewards(*given, EPISODE_COLUMNS).functions[0](["c"], **columns, episode_reward=[0.0]) == [0.5]
+    with pytest.raises(ConfigError, match="asks for 'turns', which is neither among its args nor a column"):
+        build_rewards(*given)
