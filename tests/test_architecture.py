@@ -185,6 +185,19 @@ def test_the_search_for_names_finds_them():
     assert strings(list(ast.walk(module))) == ["nvfp4", "write ", ", bf16"]
 
 
+def test_a_recipe_does_not_travel():
+    """Below training, parts take the values that they need, type imports included."""
+    knowing = ("training/", "qerl/config/", "qerl/api/", "qerl/cli/")
+    importers = {
+        name_of(path)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunConfig" for alias in node.names)
+    }
+    assert {name for name in importers if not name.startswith(knowing)} == set()
+    assert importers
+
+
 def test_importing_the_formats_loads_no_torch():
     code = "import sys, qerl.formats; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "False\n"
