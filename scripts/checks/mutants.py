@@ -39,13 +39,10 @@ COMPARE, COMPARED = "eval/compare.py", "tests/eval/test_compare.py"
 TEACHER, TAUGHT = "training/policy/teacher.py", "tests/training/test_distillation.py"
 MUTANTS = (
     Mutant(
-        "the student's logits_scaling in the loss", TEACHER, " * (student.temperature / self._sampling)", "", TAUGHT
-    ),
-    Mutant(
-        "the student's logits_scaling in what is measured",
+        "the student's logits_scaling in the loss",
         TEACHER,
-        "beta, student.temperature,",
-        "beta, self._sampling,",
+        "Pair(student, own,",
+        "Pair(student._replace(temperature=self._temperature), own,",
         TAUGHT,
     ),
     Mutant("the teacher's logits_scaling", TEACHER, "self._temperature * self._divisor)", "self._temperature)", TAUGHT),
@@ -59,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "head room of static scales of activations",
-        "quantize/one_pass.py",
+        "qerl/checkpoint/source.py",
         "HEADROOM_BITS = 2",
         "HEADROOM_BITS = 0",
         "tests/quantize/test_activations.py",

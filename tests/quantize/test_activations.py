@@ -14,7 +14,6 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import input_scales, kind_of_activations, read_activations
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.source import HEADROOM_BITS
 from qerl.formats import NVFP4
 from quantize.calibration import HELD_OUT, load_calibration
 from quantize.options import QuantizeOptions
@@ -57,7 +56,7 @@ def test_static_scales_are_those_of_a_run_and_the_weights_those_without_them(sta
     assert all(torch.equal(written[name].view(torch.uint8), weights[name].view(torch.uint8)) for name in weights)
     sequences = load_calibration(rows, load_tokenizer(source), 8, LENGTH, HELD_OUT).sequences
     modules = [layer.name for layer in report.layers]
-    expected = input_scales(load_model(source, "bf16"), modules, sequences, HEADROOM_BITS)
+    expected = input_scales(load_model(source, "bf16"), modules, sequences, headroom_bits=2)
     assert {name.removesuffix(".input_global_scale"): scale for name, scale in scales.items()} == expected
     for part in FUSED[0]:
         assert expected[f"model.layers.1.self_attn.{part}"] == expected["model.layers.1.self_attn.q_proj"]
