@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from bases import write_base
-from card import skip_without_card
+
+from tests.helpers.bases import write_base
+from tests.helpers.card import skip_without_card
 
 SLOW = (  # files that begin first, the slowest of all before the others, so that no process is left alone at the end
     "test_ranks.py",
@@ -122,9 +123,8 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def nvfp4_base(base, tmp_path_factory):
     """The same base, quantized by `quantize`."""
-    from roundings import ROUNDING
-
     from quantize.run import quantize_checkpoint
+    from tests.helpers.roundings import ROUNDING
 
     out = tmp_path_factory.mktemp("nvfp4") / "qwen3-NVFP4A16"
     quantize_checkpoint(str(base), out, ROUNDING)
@@ -134,9 +134,8 @@ def nvfp4_base(base, tmp_path_factory):
 @pytest.fixture(scope="session")
 def nvfp4_moe(tmp_path_factory):
     """A random mixture of experts, quantized: four in each of two layers, two for each token."""
-    from roundings import ROUNDING
-
     from quantize.run import quantize_checkpoint
+    from tests.helpers.roundings import ROUNDING
 
     out = tmp_path_factory.mktemp("moe") / "qwen3-moe-NVFP4A16"
     quantize_checkpoint(str(write_base(out.parent / "qwen3-moe", "qwen3_moe")), out, ROUNDING)

@@ -9,10 +9,10 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from folders import modules, upward
-from syntax import PACKAGES, ROOT, name_of, nodes, python_files, tree
 
 from qerl import formats
+from tests.helpers.folders import modules, upward
+from tests.helpers.syntax import PACKAGES, ROOT, name_of, nodes, python_files, tree
 
 SOURCES = python_files(*PACKAGES)
 # third-party package -> the only files that may import it

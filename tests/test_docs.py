@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from parsed import check_parses
 from rich.console import Console
 
 from qerl.api.run import Run
@@ -20,6 +19,7 @@ from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import read_sizes
+from tests.helpers.parsed import check_parses
 from training.preflight.advice import largest_completion, likely
 from training.preflight.seconds import step_seconds
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from bases import write_base
-from checkpoint_factory import fake_checkpoint, layout_tensors
 
 import qerl.cli.main
 from qerl.config.recipe import load_recipe, save_config
+from tests.helpers.bases import write_base
+from tests.helpers.checkpoint_factory import fake_checkpoint, layout_tensors
 
 DATA = Path(__file__).parent / "data" / "tiny_run"
 TRAIN = "train --recipe tiny --model tiny --set model.format=bf16"

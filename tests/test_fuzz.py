@@ -9,15 +9,15 @@ import json
 import os
 
 import pytest
-from bases import write_base
-from eval_factory import make_adapter
-from fuzz import KINDS, damage
-from report_factory import ROWS, full_run, sample
-from row_files import write
-from run_process import forked
 
 from qerl.checkpoint.folder import seal
 from qerl.config.recipe import load_recipe, save_config
+from tests.helpers.bases import write_base
+from tests.helpers.eval_factory import make_adapter
+from tests.helpers.fuzz import KINDS, damage
+from tests.helpers.report_factory import ROWS, full_run, sample
+from tests.helpers.row_files import write
+from tests.helpers.run_process import forked
 
 pytestmark = pytest.mark.timeout(36000)
 COUNT = int(os.environ.get("QERL_TEST_MUTATIONS", "2"))

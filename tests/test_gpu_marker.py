@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from card import skip_without_card
+
+from tests.helpers.card import skip_without_card
 
 
 class Item:

@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from syntax import PACKAGES, name_of, nodes, python_files
+
+from tests.helpers.syntax import PACKAGES, name_of, nodes, python_files
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 # Functions that take what a library passes, with the reason.

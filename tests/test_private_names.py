@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from syntax import PACKAGES, ROOT, name_of, nodes, python_files
+
+from tests.helpers.syntax import PACKAGES, ROOT, name_of, nodes, python_files
 
 SOURCES = python_files(*PACKAGES, "scripts", "tests")
 OURS = {*PACKAGES, *(path.stem for path in SOURCES if path.parts[len(ROOT.parts)] in ("scripts", "tests"))}

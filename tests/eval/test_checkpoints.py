@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from eval_factory import build_model, make_adapter, make_run, pack_model
 
 import eval.run
 from eval.plan import make_plan
@@ -14,6 +13,7 @@ from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.checkpoint.folder import kind_of
 from qerl.cli.evaluate import main
+from tests.helpers.eval_factory import build_model, make_adapter, make_run, pack_model
 
 STEPS = (2, 4, 10)
 

@@ -1,7 +1,6 @@
 """Which environment an evaluation has, and what it says of an episode."""
 
 import pytest
-from small_run import small_config
 
 from eval.environment import episode_fields, find_environment, identity_of
 from eval.settings import EvalSettings
@@ -9,6 +8,7 @@ from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.recipe import save_config
 from qerl.episodes.driven import Episode, Turn
+from tests.helpers.small_run import small_config
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from eval_factory import build_model, make_run
 
 from eval.compare import compare
 from eval.result import COMPLETIONS
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError, DataError, RewardError
+from tests.helpers.eval_factory import build_model, make_run
 
 GRADER = "def grade(completion, answer, level):\n    return level if str(len(completion)) else 0\n"
 

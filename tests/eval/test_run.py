@@ -9,7 +9,6 @@ import shutil
 
 import pytest
 import torch
-from eval_factory import ANSWERS, CONTEXT, build_model, make_adapter, make_run, pack_model
 
 import eval.run
 from eval.plan import batch_seed, make_plan, plan_batches
@@ -19,6 +18,7 @@ from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.cli.evaluate import main
 from qerl.config.recipe import load_recipe, save_config
+from tests.helpers.eval_factory import ANSWERS, CONTEXT, build_model, make_adapter, make_run, pack_model
 
 
 @pytest.fixture(scope="module")

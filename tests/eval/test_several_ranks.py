@@ -4,14 +4,14 @@ import json
 import shutil
 
 import pytest
-from eval_factory import build_model
-from ranks import evaluate, ranks
 
 from eval.result import COMPLETIONS, RESULT
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.cli.evaluate import evaluate as evaluate_command
+from tests.helpers.eval_factory import build_model
+from tests.helpers.ranks import evaluate, ranks
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from small_run import small_config
 
 from eval.plan import with_prompt
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import save_config
 from qerl.data.tasks import get_task
+from tests.helpers.small_run import small_config
 
 SOURCES = [
     {"name": "sums"},

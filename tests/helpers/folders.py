@@ -3,7 +3,7 @@
 import ast
 from functools import cache
 
-from syntax import PACKAGES, ROOT, nodes, python_files
+from tests.helpers.syntax import PACKAGES, ROOT, nodes, python_files
 
 # Folders from the lowest to the highest. Those in one line may not import each other. A folder's sub-folders count as
 # the folder, unless they are listed. The files right inside `training` are above its folders.

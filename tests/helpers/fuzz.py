@@ -20,7 +20,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from mutations import mutated
+from tests.helpers.mutations import mutated
 
 MEMORY_BYTES = 2 * 2**30  # beside what a process takes that has read the sound files
 CPU_S = 20

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import torch
-from checkpoint_factory import fake_checkpoint
 
 from qerl import formats
+from tests.helpers.checkpoint_factory import fake_checkpoint
 
 NVFP4 = {
     "quant_method": "compressed-tensors",

@@ -4,12 +4,12 @@ import json
 import shutil
 
 import torch
-from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from qerl import formats
 from qerl.checkpoint.experts import QKV, decoder_of
 from qerl.checkpoint.shards import read_json
+from tests.helpers.checkpoint_factory import make_checkpoint
 
 
 def make_moe(folder, **changes):

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_process import forked, run_cli
+
+from tests.helpers.run_process import forked, run_cli
 
 
 def ranks(size, target, *arguments):

@@ -38,7 +38,7 @@ def go(folder):
 def forked(target, *arguments):
     """A started process that runs `target` of an importable module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["preloaded"])
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with pytest.MonkeyPatch.context() as patch:  # without the helpers on its path, the server would preload nothing
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

@@ -5,15 +5,15 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
-from merged import random_adapter
 from safetensors.torch import load_file, save_file
-from starts import decoded_weights, dense_weights, quantized_with_start
 
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, BaseStart, TrainedStart, digest_of, read_start
 from qerl.checkpoint.folder import TRAINED_ON
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.merged import random_adapter
+from tests.helpers.starts import decoded_weights, dense_weights, quantized_with_start
 
 RANK, SCALING = 24, 2.0  # of the start that acts, and of the adapters below
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [40, 30, 20, 10, 9, 8, 7, 6]])

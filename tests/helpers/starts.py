@@ -1,7 +1,6 @@
 """A small NVFP4 base with a start: the singular vectors of what rounding took, which an oracle can compute again."""
 
 import torch
-from checkpoint_factory import make_checkpoint
 
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, base_digest, write_start
 from qerl.checkpoint.shards import TensorReader, read_tensors
@@ -9,6 +8,7 @@ from qerl.checkpoint.source import read_source
 from qerl.formats import NVFP4
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
 
 
 def dense_weights(source):

@@ -3,9 +3,8 @@
 import json
 from itertools import islice
 
-from small_run import numbers, small_config
-
 from qerl.data.tasks import get_task
+from tests.helpers.small_run import numbers, small_config
 
 VALIDATED = ("validation.every=2", "validation.samples=2", "validation.temperature=1.0", "validation.metric=reward")
 QUESTIONS = 6

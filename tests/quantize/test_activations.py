@@ -5,10 +5,6 @@ import re
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from checkpoint_tensors import FUSED, load_all
-from roundings import rounding
-from row_files import write_sums
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import input_scales, kind_of_activations, read_activations
@@ -18,6 +14,10 @@ from qerl.formats import NVFP4
 from quantize.calibration import HELD_OUT, load_calibration
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.checkpoint_tensors import FUSED, load_all
+from tests.helpers.roundings import rounding
+from tests.helpers.row_files import write_sums
 
 LENGTH = 32
 ROWS = {"calibration_size": 8, "sequence_length": LENGTH}

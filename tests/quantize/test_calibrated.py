@@ -6,10 +6,6 @@ import sys
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_tokenizer
-from checkpoint_tensors import load_all
-from roundings import ROUNDING
-from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -20,6 +16,10 @@ from quantize import run
 from quantize.compressor import check_device, load_compressor
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint, make_tokenizer
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.roundings import ROUNDING
+from tests.helpers.row_files import write_sums
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,10 +5,10 @@ import json
 import re
 
 import pytest
-from checkpoint_factory import make_tokenizer
 
 from qerl.base.errors import DataError
 from quantize.calibration import load_calibration
+from tests.helpers.checkpoint_factory import make_tokenizer
 
 QUESTION = {"question": "What is 3 plus 4?", "answer": "The answer is 7."}
 CHAT = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "The answer is 7."}]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_factory import EXPERTS, fake_checkpoint, layout_tensors
 
 from qerl.checkpoint.source import read_source
 from qerl.plan.sizes import KNOWN, sizes_of
 from quantize import run as module
 from quantize.options import QuantizeOptions
 from quantize.run import ON_CARD, Choice, choose, estimate_s
+from tests.helpers.checkpoint_factory import EXPERTS, fake_checkpoint, layout_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

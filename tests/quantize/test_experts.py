@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
-from checkpoint_tensors import load_all
-from roundings import ROUNDING, rounding
 from safetensors.torch import save_file
 
 from qerl import formats
@@ -20,6 +17,9 @@ from qerl.checkpoint.verify import FailedCheck, verify
 from qerl.engine.vllm.opening import check_folder
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.roundings import ROUNDING, rounding
 
 FORMAT = formats.DEFAULT
 CPU = torch.device("cpu")

@@ -6,10 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from checkpoint_factory import make_tokenizer
-from checkpoint_tensors import load_all
-from roundings import ROUNDING
-from row_files import write_sums
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError, EngineError
@@ -25,6 +21,10 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_tokenizer
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.roundings import ROUNDING
+from tests.helpers.row_files import write_sums
 from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
 

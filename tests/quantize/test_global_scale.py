@@ -6,11 +6,7 @@ import math
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from merged import random_adapter
 from rich.console import Console
-from roundings import ROUNDING, rounding
-from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -21,6 +17,10 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.merged import random_adapter
+from tests.helpers.roundings import ROUNDING, rounding
+from tests.helpers.row_files import write_sums
 
 POW2 = rounding(global_scale="pow2")
 

@@ -5,12 +5,12 @@ Last run on an H200, 2026-11-22, before outputs were measured; the measurement a
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from row_files import write_sums
 from safetensors.torch import load_file
 
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.row_files import write_sums
 
 pytestmark = [
     pytest.mark.gpu,

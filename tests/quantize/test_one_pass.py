@@ -6,9 +6,6 @@ import math
 
 import pytest
 import torch
-from checkpoint_factory import EXPERT_LAYOUTS, LAYOUTS, make_checkpoint
-from checkpoint_tensors import load_all
-from row_files import write_jsonl, write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -25,6 +22,9 @@ from quantize.calibration import load_calibration
 from quantize.one_pass import Searched, Start, add_products_, largest_rank, one_pass_groups, searched, searched_groups
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, LAYOUTS, make_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.row_files import write_jsonl, write_sums
 
 CPU = torch.device("cpu")
 LENGTH, SIZE, RANK = 48, 24, 8

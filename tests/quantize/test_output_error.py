@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from roundings import ROUNDING
-from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -22,6 +19,9 @@ from quantize.calibration import HELD_OUT, load_calibration
 from quantize.options import QuantizeOptions
 from quantize.output_error import judge
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.roundings import ROUNDING
+from tests.helpers.row_files import write_sums
 
 LENGTH = 48
 DOWN = "model.layers.0.mlp.down_proj"

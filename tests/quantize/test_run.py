@@ -7,9 +7,6 @@ import sys
 
 import pytest
 import torch
-from checkpoint_factory import LAYOUTS, make_checkpoint
-from checkpoint_tensors import FUSED, assert_same_tensors, llm_compressor, load_all
-from roundings import ROUNDING, rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -17,6 +14,9 @@ from qerl.formats.nvfp4.layout import TENSORS
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.formats.nvfp4.reference import dequantize, quantize, shared_global_scale
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import LAYOUTS, make_checkpoint
+from tests.helpers.checkpoint_tensors import FUSED, assert_same_tensors, llm_compressor, load_all
+from tests.helpers.roundings import ROUNDING, rounding
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

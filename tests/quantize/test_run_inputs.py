@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from checkpoint_tensors import assert_same_tensors, llm_compressor, load_all
-from roundings import ROUNDING, rounding
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -20,6 +17,9 @@ from qerl.formats.nvfp4.reference import quantize
 from quantize import run
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.checkpoint_tensors import assert_same_tensors, llm_compressor, load_all
+from tests.helpers.roundings import ROUNDING, rounding
 
 
 @pytest.fixture(scope="module")

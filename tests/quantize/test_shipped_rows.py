@@ -10,11 +10,11 @@ from pathlib import Path
 
 import calibration_rows
 import pytest
-from checkpoint_factory import make_tokenizer
 
 from qerl.data.rows import local_rows
 from qerl.data.sequences import tokens_of
 from quantize.calibration import default_data, load_calibration, share_known, shipped_rows
+from tests.helpers.checkpoint_factory import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("gsm8k", "dapo_math", "docs")

@@ -4,9 +4,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from checkpoint_tensors import load_all
-from row_files import write_sums
 from safetensors.torch import save_file
 
 from qerl.base.errors import CheckpointError, ConfigError
@@ -14,6 +11,9 @@ from qerl.checkpoint.base_start import START, BaseStart, about_start, base_diges
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint, quantized
 from quantize.start import make_start
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.row_files import write_sums
 
 RANK = 8
 

@@ -1,12 +1,12 @@
 """scripts/models/make_random_checkpoint.py makes a mixture of experts as `qerl quantize` would."""
 
-from checkpoint_tensors import same_tensors
 from make_random_checkpoint import SHAPES, write
-from roundings import ROUNDING
 
 from qerl.checkpoint.shards import read_json
 from qerl.plan.sizes import KNOWN, sizes_of
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_tensors import same_tensors
+from tests.helpers.roundings import ROUNDING
 
 
 def test_the_packed_one_is_what_quantize_makes_of_its_16_bit_twin(tmp_path):

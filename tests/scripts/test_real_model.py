@@ -4,7 +4,8 @@ import json
 
 import pytest
 import real_model
-from real import folder, made, real
+
+from tests.helpers.real import folder, made, real
 
 CONTENT = bytes(range(256)) * 40
 

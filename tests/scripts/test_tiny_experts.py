@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from roundings import ROUNDING
 from tiny_checkpoint import accuracy, loss_of
 from tiny_experts import BALANCE, build_model
 
@@ -15,6 +14,7 @@ from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
 from quantize.run import quantize_checkpoint
+from tests.helpers.roundings import ROUNDING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROBLEMS = 16

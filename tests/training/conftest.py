@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_run import small_config
+
+from tests.helpers.small_run import small_config
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from killed import killed_in
-from small_run import numbers, same_adapters, small_config
-from starts import decoded_weights, give_start_
 
 import training.trainer
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
@@ -19,6 +16,9 @@ from qerl.engine.open import open_engine, open_model
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import WeightsUpdate
 from qerl.plan.trained import DEFAULT_START
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.starts import decoded_weights, give_start_
 from training.policy.build import build_policy
 from training.preflight.start import settle_start, start_to_resume
 from training.run import resume, start

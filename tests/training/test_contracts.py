@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from small_run import small_config
-from trainer_factory import batch_of, build_trainer, inputs_of, scores
 
 import training.trainer
+from tests.helpers.small_run import small_config
+from tests.helpers.trainer_factory import batch_of, build_trainer, inputs_of, scores
 from training.parts import Parts
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start

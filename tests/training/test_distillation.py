@@ -5,10 +5,6 @@ import shutil
 
 import pytest
 import torch
-from bases import write_base
-from killed import killed_in
-from small_run import numbers, small_config
-from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, run_backward, with_plan
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.folder import weights_digest
@@ -17,6 +13,10 @@ from qerl.config.recipe import load_recipe
 from qerl.model.packed_attention import hidden_states, packed_attention_of
 from qerl.model.packing import pack
 from qerl.plan.micro_batch_plan import MicroBatchPlan
+from tests.helpers.bases import write_base
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, small_config
+from tests.helpers.trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, run_backward, with_plan
 from training.loss.divergence import Measure
 from training.policy.teacher import Teacher
 from training.run import resume, start

@@ -6,9 +6,10 @@ It has not run on a card. To run it on a CPU with the other engine:
 """
 
 import pytest
-from cli_shell import Shell
-from either_engine import ENGINE, ON_CARD, marks
-from small_run import numbers
+
+from tests.helpers.cli_shell import Shell
+from tests.helpers.either_engine import ENGINE, ON_CARD, marks
+from tests.helpers.small_run import numbers
 
 pytestmark = marks(300)
 STEPS, FIRST = 24, 4

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import small_config
-from trainer_factory import build_trainer, run_backward, with_plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.model.norms import block_norms, set_norm_noise_
+from tests.helpers.small_run import small_config
+from tests.helpers.trainer_factory import build_trainer, run_backward, with_plan
 from training.loss.batch import Batch
 from training.policy.policy import AdapterPolicy
 from training.rollout.noise import draw_noise

@@ -5,13 +5,13 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from killed import killed_in
-from small_run import numbers, same_adapters
 from typer.testing import CliRunner
 
 import training.trainer
 from qerl.cli.main import app
 from qerl.data.tasks import get_task
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BASE = "checkpoints/tiny_experts-NVFP4A16"

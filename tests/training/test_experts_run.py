@@ -5,11 +5,7 @@ import shutil
 
 import pytest
 import torch
-from bases import write_base
-from killed import killed_in
 from make_random_checkpoint import end_by_chance
-from roundings import ROUNDING
-from small_run import numbers, same_adapters, small_config
 
 import training.trainer
 from qerl.checkpoint.adapter_file import read_adapter
@@ -20,6 +16,10 @@ from qerl.engine.options import EngineOptions
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.run import quantize_checkpoint
+from tests.helpers.bases import write_base
+from tests.helpers.killed import killed_in
+from tests.helpers.roundings import ROUNDING
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,10 +5,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_tensors import tensors_in
-from merged import random_adapter
 from safetensors.torch import load_file, save_file
-from small_run import numbers, small_config
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -28,6 +25,9 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_tensors import tensors_in
+from tests.helpers.merged import random_adapter
+from tests.helpers.small_run import numbers, small_config
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

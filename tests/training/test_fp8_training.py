@@ -1,10 +1,10 @@
 """Runs that train in FP8: what the trainer then is to its engine, and what is refused."""
 
 import pytest
-from small_run import numbers, small_config
 
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
+from tests.helpers.small_run import numbers, small_config
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from small_run import numbers, small_config
 
 import qerl.model.packed_attention
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.engine.transformers.engine import TransformersEngine
+from tests.helpers.small_run import numbers, small_config
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 

@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
-from small_run import small_config
-from trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of, scores
 
 import training.step
 import training.trainer
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors
+from tests.helpers.small_run import small_config
+from tests.helpers.trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of, scores
 from training.loss.advantages import group_advantages
 from training.loss.correction import Mismatch
 from training.loss.groups import GradedGroup, Group, Prompt, Sample

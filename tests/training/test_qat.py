@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 import torch
-from killed import killed_in
-from small_run import numbers, small_config
-from validated_run import validated_config
 
 import training.run
 from qerl.base.errors import ConfigError
@@ -15,6 +12,9 @@ from qerl.checkpoint.load import load_model
 from qerl.checkpoint.shards import TensorReader, read_json, read_tensors
 from qerl.config.recipe import load_config, save_config
 from qerl.formats.nvfp4 import reference
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, small_config
+from tests.helpers.validated_run import validated_config
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 from training.trainer import QerlTrainer

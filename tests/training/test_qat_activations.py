@@ -5,9 +5,6 @@ import logging
 
 import pytest
 import torch
-from bases import write_base
-from model_folders import with_activations
-from small_run import numbers, small_config
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
@@ -22,6 +19,9 @@ from qerl.formats.nvfp4.activations import Activations
 from qerl.model import lora
 from quantize.export.options import ONLY_QERL, ExportOptions
 from quantize.export.run import export
+from tests.helpers.bases import write_base
+from tests.helpers.model_folders import with_activations
+from tests.helpers.small_run import numbers, small_config
 from training.policy.packed_policy import PackedPolicy
 from training.preflight.checks import check_calibration
 from training.run import start

@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_tensors import same_tensors, tensors_in
-from killed import killed_in
-from small_run import numbers, same_adapters, small_config
 
 import training.run
 from qerl.base.errors import CheckpointError, ConfigError
@@ -19,6 +16,9 @@ from qerl.engine.options import EngineOptions
 from qerl.formats.nvfp4 import reference
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.checkpoint_tensors import same_tensors, tensors_in
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.policy.policy import AdapterPolicy, PackedInPolicy
 from training.run import resume, start
 from training.trainer import QerlTrainer

@@ -5,9 +5,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_tensors import tensors_in
 from safetensors.torch import load_file, save_file
-from small_run import numbers, small_config
 
 from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint import folder as sealed
@@ -15,6 +13,8 @@ from qerl.cli.main import app
 from qerl.cli.terminal import run_command
 from qerl.config.recipe import load_config, save_config
 from qerl.config.schema import RunConfig
+from tests.helpers.checkpoint_tensors import tensors_in
+from tests.helpers.small_run import numbers, small_config
 from training.run import resume, start
 from training.run_dir.checkpoint import newest_checkpoint
 from training.trainer import QerlTrainer

@@ -19,13 +19,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_shell import ROOT, Shell
-from either_engine import ENGINE, ON_CARD, marks
 from safetensors.torch import load_file
-from stock_vllm import stock_tokens
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.data.tasks import build_messages, get_task, load_examples, render_prompt
+from tests.helpers.cli_shell import ROOT, Shell
+from tests.helpers.either_engine import ENGINE, ON_CARD, marks
+from tests.helpers.stock_vllm import stock_tokens
 
 pytestmark = marks(500)
 MEMORY_GIB = 8

@@ -8,15 +8,15 @@ import time
 
 import pytest
 import torch
-from ranks import alone, command, ranks, rows_of, run, train
-from run_process import ended, forked, go, hold_in, wait_for
-from small_run import numbers, small_config
 
 from qerl.base.errors import ConfigError
 from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.cli.launch import launch, without_option
 from qerl.config.recipe import load_recipe, save_config
+from tests.helpers.ranks import alone, command, ranks, rows_of, run, train
+from tests.helpers.run_process import ended, forked, go, hold_in, wait_for
+from tests.helpers.small_run import numbers, small_config
 from training.preflight.advice import check_ranks
 from training.ranks import dealt, largest
 

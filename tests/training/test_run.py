@@ -9,9 +9,6 @@ import sys
 import time
 
 import pytest
-from killed import killed_in
-from run_process import forked, run_cli, wait_for
-from small_run import numbers, same_adapters, small_config
 from transformers import TrainerState
 
 import training.rollout.sampler
@@ -22,6 +19,9 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.folder import CHECKSUMS
 from qerl.checkpoint.resolve import resolve_model
 from qerl.config.recipe import load_config, save_config
+from tests.helpers.killed import killed_in
+from tests.helpers.run_process import forked, run_cli, wait_for
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints, newest_checkpoint
 from training.run_dir.log import read_metrics

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import alone, rows_of, run
 from safetensors.torch import load_file
-from small_run import numbers, small_config
 
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.experts import projections
 from qerl.config.recipe import save_config
 from qerl.plan.trained import shared_out
+from tests.helpers.ranks import alone, rows_of, run
+from tests.helpers.small_run import numbers, small_config
 from training.run_dir.folder import check_shared
 
 QAT = ("qat.mode=weights", "noise.enabled=false", "rollout.prompts_per_step=3", "run.micro_batch_tokens=40")

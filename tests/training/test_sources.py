@@ -5,14 +5,14 @@ import shutil
 from itertools import islice
 
 import pytest
-from killed import killed_in
-from small_run import numbers, same_adapters, small_config
 
 import qerl
 import training.step
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.recipe import save_config
 from qerl.data.tasks import get_task
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.preflight.checks import check_config
 from training.run import resume, start
 

@@ -9,17 +9,17 @@ import random
 
 import pytest
 import torch
-from bases import write_base
 from datasets import Dataset
-from digits import digits
 from peft import LoraConfig, get_peft_model
-from small_run import small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import training.run
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.engine.interface import Completion
+from tests.helpers.bases import write_base
+from tests.helpers.digits import digits
+from tests.helpers.small_run import small_config
 from training.rollout.sampler import Sampler
 from training.run import start
 from training.run_dir.log import read_metrics

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import small_config
-from trainer_factory import MASK, batch_of, build_trainer, inputs_of, scores
 from trl.trainer.utils import nanstd
 
+from tests.helpers.small_run import small_config
+from tests.helpers.trainer_factory import MASK, batch_of, build_trainer, inputs_of, scores
 from training.loss.advantages import group_advantages
 from training.policy.packed_policy import PackedPolicy
 from training.run import start

@@ -9,8 +9,6 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from small_run import numbers, same_adapters, small_config
-from trainer_factory import build_trainer
 
 import training.trainer
 import training.trial_adapter
@@ -18,6 +16,8 @@ from qerl.base.errors import EngineError
 from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.engine.transformers.engine import TransformersEngine
+from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.trainer_factory import build_trainer
 from training.loss.gates import MismatchGate
 from training.run import resume, start
 from training.run_dir.log import read_metrics

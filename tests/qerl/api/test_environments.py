@@ -1,13 +1,13 @@
 """`qerl.train` with an environment and tools that are objects of the program."""
 
-import own_environments
 import pytest
-from small_run import numbers, small_config
 
 import qerl
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import save_config
 from qerl.episodes.build import KNOWN, TOOLS
+from tests.helpers import own_environments
+from tests.helpers.small_run import numbers, small_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,9 +1,9 @@
 """`qerl.sft`: rows of a program are learned, and `qerl.train` goes on from the run."""
 
 import pytest
-from small_sft import SETTINGS, TALKS
 
 import qerl
+from tests.helpers.small_sft import SETTINGS, TALKS
 
 SIXTEEN_BITS = qerl.Recipe.load("sft_tiny").set("model.format=bf16")
 

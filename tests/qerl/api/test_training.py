@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from small_run import numbers, same_adapters, small_config
 
 import qerl
 from qerl.base.program import ROWS
 from qerl.config.recipe import save_config
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

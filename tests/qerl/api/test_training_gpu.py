@@ -10,9 +10,9 @@ import os
 
 import pytest
 import torch
-from small_run import numbers, same_adapters
 
 import qerl
+from tests.helpers.small_run import numbers, same_adapters
 
 ENGINE = os.environ.get("QERL_TEST_ENGINE", "vllm")
 GIB = 2**30

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ranks import torchrun
-from run_process import ended, forked
 
 from qerl.base.errors import ConfigError, DataError, ParallelError
 from qerl.base.parallel import Parallel, check_same, open_parallel
+from tests.helpers.ranks import torchrun
+from tests.helpers.run_process import ended, forked
 
 
 def launched():

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import yaml
-from report_factory import full_run, sample
 from rich.table import Table
 
 from qerl.base.errors import CheckpointError
 from qerl.base.printable import SafeConsole, in_comment, printable, quoted
 from qerl.cli.chat import Conversation, talk
 from qerl.cli.terminal import run_command
+from tests.helpers.report_factory import full_run, sample
 
 HOSTILE = "a\x1b[2Jb\x1b]0;title\x07c\x9b31md\re\u202ef\x08\udc1b"
 MARKUP = "[/x] [bold]b[/bold] :smile: [link=file:///etc]here[/link]"

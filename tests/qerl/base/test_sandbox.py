@@ -5,11 +5,11 @@ import shutil
 import time
 
 import pytest
-from bases import TINY
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.data.tasks import render_prompt
+from tests.helpers.bases import TINY
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4? ä 中 {{ x }} [/x]"}]
 USER = [{"role": "user", "content": "a"}]

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import small_config
 
 from qerl.base.telemetry import VARIABLES, disable_telemetry
 from qerl.config.recipe import save_config
+from tests.helpers.small_run import small_config
 
 # Python imports this module in every process that is started with its folder on PYTHONPATH.
 WATCH = """

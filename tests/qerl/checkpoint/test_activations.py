@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from model_folders import with_activations
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.transformers import engine as transformers_engine
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4.activations import Activations
+from tests.helpers.model_folders import with_activations
 
 OPTIONS = EngineOptions(engine="transformers")
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9, 10, 11, 12]], [[13, 40], [5, 6, 7]]

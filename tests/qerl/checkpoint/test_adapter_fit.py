@@ -5,10 +5,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from checkpoint_factory import make_checkpoint
 
 from qerl.checkpoint.adapter import attach_lora, read_fitting_adapter, save_adapter
 from qerl.checkpoint.load import load_model
+from tests.helpers.checkpoint_factory import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import read_fitting_adapter
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.checkpoint_factory import make_checkpoint
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

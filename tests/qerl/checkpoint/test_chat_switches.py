@@ -4,8 +4,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from bases import TINY
-from small_run import small_config
 
 import qerl
 from qerl.base.errors import ConfigError
@@ -15,6 +13,8 @@ from qerl.config.recipe import save_config
 from qerl.data.option_text import parse_switches
 from qerl.engine.transformers.engine import TransformersEngine
 from qerl.episodes.endpoint import Chat
+from tests.helpers.bases import TINY
+from tests.helpers.small_run import small_config
 from training.preflight.checks import read_prompts, sizes_at
 from training.run import start
 from training.validation.questions import read_questions

@@ -5,10 +5,10 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from bases import TINY
 
 from qerl.checkpoint.load import CompletionText, load_tokenizer, text_of_engine
 from qerl.episodes.endpoint import Chat
+from tests.helpers.bases import TINY
 
 SAID = "3 + 4 = 7\n#### 7"
 

@@ -7,7 +7,6 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from bases import write_base
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import check_numbers
@@ -15,6 +14,7 @@ from qerl.checkpoint.load import check_config_fits, end_token_ids, load_model, l
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import read_source
 from qerl.plan.sizes import read_sizes
+from tests.helpers.bases import write_base
 
 COUNTS = (10**9, 10**30, -1, 0, "2", "x" * 1000, 2.5, math.nan, math.inf, True, None, [2], {"a": 1})
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")

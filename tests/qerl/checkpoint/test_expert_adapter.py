@@ -4,9 +4,6 @@ import json
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from layer_policies import difference
-from moe import make_moe
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -24,6 +21,9 @@ from qerl.checkpoint.adapter import (
 )
 from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets, read_adapter
 from qerl.checkpoint.load import load_model
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.layer_policies import difference
+from tests.helpers.moe import make_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))

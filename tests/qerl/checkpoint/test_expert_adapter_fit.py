@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from checkpoint_factory import EXPERTS, fake_checkpoint
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import check_fit
+from tests.helpers.checkpoint_factory import EXPERTS, fake_checkpoint
 
 SIZES = {
     **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 112, "vocab_size": 320},

@@ -1,11 +1,11 @@
 """The layout of models with experts. The oracle of names and shapes is transformers, which writes and loads them."""
 
 import pytest
-from checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import decoder_of, fused, matching, projections
 from qerl.checkpoint.shards import read_json, read_tensors
+from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
 
 QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, **EXPERTS["qwen3_moe"]}
 

@@ -3,12 +3,12 @@
 import shutil
 
 import pytest
-from checkpoint_factory import fake_checkpoint
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.checkpoint.source import read_source
+from tests.helpers.checkpoint_factory import fake_checkpoint
 
 FILES = (
     "config.json",

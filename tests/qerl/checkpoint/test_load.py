@@ -5,8 +5,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
 from qerl.base.errors import CheckpointError
@@ -15,6 +13,8 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.roundings import ROUNDING
 
 
 @pytest.fixture

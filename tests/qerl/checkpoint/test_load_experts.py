@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
-from layer_policies import difference
-from moe import make_moe, pack_moe
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +16,9 @@ from qerl.checkpoint.shards import read_json
 from qerl.engine.vllm.opening import check_experts_served
 from qerl.formats import NVFP4
 from qerl.model.experts import ExpertBlock
+from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
+from tests.helpers.layer_policies import difference
+from tests.helpers.moe import make_moe, pack_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))

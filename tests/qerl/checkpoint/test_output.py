@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoint_factory import fake_checkpoint
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import output
 from qerl.checkpoint.output import FILES, check_space, check_target, list_files, staged_folder
+from tests.helpers.checkpoint_factory import fake_checkpoint
 
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
 

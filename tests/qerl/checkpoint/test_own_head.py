@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from qerl.checkpoint.load import load_model
@@ -17,6 +16,7 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from checkpoint_factory import fake_checkpoint
-from model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
 from qerl.checkpoint import resolve as checkpoint
 from qerl.checkpoint.folder import EMBEDDED, beside, default_quantized_dir
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
+from tests.helpers.checkpoint_factory import fake_checkpoint
+from tests.helpers.model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
 
 @pytest.fixture(autouse=True)

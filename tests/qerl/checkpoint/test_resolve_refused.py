@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from checkpoint_factory import fake_checkpoint
-from model_folders import DYNAMIC, NVFP4, hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
 from qerl.checkpoint.folder import kind_of
 from qerl.checkpoint.resolve import model_under, resolve_model
+from tests.helpers.checkpoint_factory import fake_checkpoint
+from tests.helpers.model_folders import DYNAMIC, NVFP4, hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ import struct
 
 import pytest
 import torch
-from checkpoint_factory import layout_tensors, write_safetensors
 from safetensors.torch import save_file
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.shards import INDEX, SINGLE, read_header, read_json, read_tensors, weight_files
+from tests.helpers.checkpoint_factory import layout_tensors, write_safetensors
 
 
 def test_header_of_a_real_file_has_every_dtype_and_shape(tmp_path):

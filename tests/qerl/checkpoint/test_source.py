@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.experts import matching
 from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.checkpoint.source import read_source
+from tests.helpers.checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from roundings import ROUNDING
 from safetensors.torch import load_file, save_file
 
 from qerl.base.errors import CheckpointError
@@ -17,6 +15,8 @@ from qerl.checkpoint.source import read_source
 from qerl.checkpoint.verify import sqnr_db, verify
 from qerl.formats import NVFP4
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.roundings import ROUNDING
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 DOWN = "model.layers.0.mlp.down_proj"

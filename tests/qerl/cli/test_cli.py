@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import REWARD, SETTINGS
 from typer.testing import CliRunner
 
 import qerl.cli.main
 from qerl.cli.main import app
 from qerl.config.recipe import load_recipe, save_config
+from tests.helpers.small_run import REWARD, SETTINGS
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_shell import Shell
-from either_engine import ENGINE, ON_CARD, marks
 
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.data.tasks import load_examples
 from qerl.report.metrics import deterministic
+from tests.helpers.cli_shell import Shell
+from tests.helpers.either_engine import ENGINE, ON_CARD, marks
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints
 from training.run_dir.log import read_metrics
 

@@ -6,13 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from row_files import write_csv
 
 import qerl
 from qerl.base.errors import ConfigError, DataError
 from qerl.cli.init import InitOptions, init
 from qerl.config.recipe import load_recipe
 from qerl.data.guess import guess
+from tests.helpers.row_files import write_csv
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,13 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_shell import Shell
-from parsed import check_parses
 
 from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.cli.next_step import after_evaluating, after_quantizing, after_training
 from qerl.config.recipe import load_recipe, recipe_names, save_config
 from qerl.data.tasks import TASKS
+from tests.helpers.cli_shell import Shell
+from tests.helpers.parsed import check_parses
 
 
 @pytest.fixture

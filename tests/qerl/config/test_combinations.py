@@ -1,10 +1,10 @@
 """Keys that are valid alone but impossible together: the error has to name both, and the remedy."""
 
 import pytest
-from recipe_text import RECIPE, check_wrong_edit
 
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
+from tests.helpers.recipe_text import RECIPE, check_wrong_edit
 
 COMBINATIONS = [
     ("  limit: 100", "  limit: 4", "data.limit 4 with rollout.prompts_per_step 16: there are fewer rows"),

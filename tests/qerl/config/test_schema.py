@@ -5,12 +5,12 @@ import sys
 
 import pytest
 from pydantic import ValidationError
-from recipe_text import RECIPE, check_wrong_edit, edited
 
 from qerl.base.errors import ConfigError
 from qerl.config.keys import describe_config
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
+from tests.helpers.recipe_text import RECIPE, check_wrong_edit, edited
 
 # (line of the recipe, edited line, what the error has to say besides the number of that line)
 KEYS = [

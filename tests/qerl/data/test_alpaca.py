@@ -1,7 +1,6 @@
 """Alpaca's three columns: what a row asks goes on in its input, in RL, SFT, calibration and guesses alike."""
 
 import pytest
-from row_files import write_jsonl
 
 from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
@@ -10,6 +9,7 @@ from qerl.data.conversations import Source, load_conversations
 from qerl.data.guess import guess
 from qerl.data.sequences import tokens_of
 from qerl.data.tasks import get_task, load_examples
+from tests.helpers.row_files import write_jsonl
 
 ROW = {"instruction": "Add the numbers.", "input": "3 4", "output": "7"}
 PLAIN = {"instruction": "Name a colour.", "input": "", "output": "red"}

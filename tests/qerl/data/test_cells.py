@@ -5,13 +5,13 @@ import math
 from decimal import Decimal
 
 import pytest
-from row_files import write_jsonl, write_parquet
 
 from qerl.base.errors import DataError
 from qerl.data.grading.grade_file import grade_file, graded_by
 from qerl.data.guess import guess
 from qerl.data.rows import is_empty, without_nulls
 from qerl.data.tasks import load_examples
+from tests.helpers.row_files import write_jsonl, write_parquet
 
 NAN = float("nan")
 EMPTY = [None, NAN, "", " \n", "nan", "NaN", "<NA>", [], {}]

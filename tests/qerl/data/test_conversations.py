@@ -1,12 +1,12 @@
 """Rows of conversations: the forms that are read, and what is left out or refused, in one line."""
 
 import pytest
-from row_files import write_jsonl
 
 from qerl.base.errors import DataError
 from qerl.config.recipe import load_recipe
 from qerl.data.conversations import Source, check_conversations, load_conversations
 from qerl.data.tasks import get_task, load_examples, messages_of
+from tests.helpers.row_files import write_jsonl
 
 ASKED = {"role": "user", "content": "hi"}
 SAID = {"role": "assistant", "content": "hello"}

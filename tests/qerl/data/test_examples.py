@@ -5,10 +5,10 @@ import logging
 from decimal import Decimal
 
 import pytest
-from row_files import GSM8K, ROWS, write, write_jsonl, write_parquet
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.data.tasks import for_episodes, get_task, load_examples
+from tests.helpers.row_files import GSM8K, ROWS, write, write_jsonl, write_parquet
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.ndjson", "a.json", "a.csv", "a.tsv", "a.parquet"])

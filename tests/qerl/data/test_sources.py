@@ -4,10 +4,10 @@ import gzip
 import json
 
 import pytest
-from row_files import GSM8K, ROWS, write_jsonl, write_parquet
 
 from qerl.base.errors import DataError
 from qerl.data.tasks import get_task, grade, load_examples
+from tests.helpers.row_files import GSM8K, ROWS, write_jsonl, write_parquet
 
 
 def test_the_layout_of_dapo_math_on_the_hub(tmp_path):

@@ -1,7 +1,6 @@
 """What a chat template does not write of a row is noticed, and what it writes in its own way is not."""
 
 import pytest
-from row_files import write_jsonl, write_parquet
 
 from qerl.base.errors import DataError
 from qerl.base.sandbox import render_text
@@ -9,6 +8,7 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.data.messages import Written, read_message
 from qerl.data.sequences import Renderer
 from qerl.data.tasks import load_examples, messages_of
+from tests.helpers.row_files import write_jsonl, write_parquet
 
 END = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 # As Qwen2.5's without tools: a role that it does not know is passed over.

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from bases import write_base
-from roundings import ROUNDING
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.experts import FUSED
@@ -12,6 +10,8 @@ from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
 from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear, adjacent, kernel_linears, place_in_kernel_layout_
+from tests.helpers.bases import write_base
+from tests.helpers.roundings import ROUNDING
 
 
 def linears_of(sizes, scale=64.0):

@@ -11,15 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import own_environments
 import pytest
-from scripted import run, scripted_environments
 
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
 from qerl.episodes import endpoint
 from qerl.episodes.driven import Action, BadEnvironmentError
 from qerl.episodes.endpoint import Programmed
+from tests.helpers import own_environments
+from tests.helpers.scripted import run, scripted_environments
 
 OWN = own_environments.__file__
 VERIFIERS = Path(OWN).with_name("verifiers_environment.py")

@@ -3,9 +3,7 @@
 import copy
 import time
 
-import own_environments
 import pytest
-from scripted import END, Scripted, run, scripted_environments, starts
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
@@ -15,6 +13,8 @@ from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import KNOWN, TOOLS, Source, UnfitError, build, register
 from qerl.episodes.driven import Start
 from qerl.episodes.play import episode_metrics, play
+from tests.helpers import own_environments
+from tests.helpers.scripted import END, Scripted, run, scripted_environments, starts
 
 OWN = own_environments.__file__
 

@@ -2,7 +2,6 @@
 
 import time
 
-import own_environments
 import pytest
 
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
@@ -13,6 +12,7 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.episodes.driven import Start
 from qerl.episodes.play import open_environments, play, row_of
+from tests.helpers import own_environments
 
 pytestmark = pytest.mark.gpu
 

@@ -6,13 +6,13 @@ import time
 from http.server import BaseHTTPRequestHandler
 
 import pytest
-from http_server import serving
-from scripted import run, scripted_environments
 
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
 from qerl.episodes.remote import check_reachable
+from tests.helpers.http_server import serving
+from tests.helpers.scripted import run, scripted_environments
 
 
 @pytest.fixture(scope="module")

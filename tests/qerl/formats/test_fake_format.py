@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import numbers, small_config
 
 from qerl import formats
 from qerl.base.errors import CheckpointError
@@ -23,6 +22,7 @@ from qerl.formats.base import Format, TensorSpec
 from qerl.formats.linear import PackedLinear
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.small_run import numbers, small_config
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

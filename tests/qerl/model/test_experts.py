@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from expert_layers import EXPERTS, HIDDEN, loop, random_factors, random_weights
-from layer_policies import difference
 from torch import nn
 
 from qerl.engine.interface import UNRECORDED
@@ -11,6 +9,8 @@ from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.experts import ExpertWeights
 from qerl.formats.linear import cached_weights
 from qerl.model.experts import ExpertBlock, Experts, Replay, Weights, choose, experts_of, sort_by_expert
+from tests.helpers.expert_layers import EXPERTS, HIDDEN, loop, random_factors, random_weights
+from tests.helpers.layer_policies import difference
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
 KINDS = ("none", "shared", "per_expert")

@@ -5,11 +5,11 @@ Last run on an H200 on 2026-11-23.
 
 import pytest
 import torch
-from layer_policies import difference
 
 from qerl.formats import BF16, NVFP4
 from qerl.formats.experts import ExpertWeights
 from qerl.model.experts import ExpertFactors, Weights, experts_of, grouped_outer, grouped_product, sort_by_expert
+from tests.helpers.layer_policies import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
 DEVICE = "cuda"

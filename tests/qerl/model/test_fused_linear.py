@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from layer_policies import TOKENS, policy_of, run, stock_
 
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
 from qerl.formats.nvfp4.linear import KernelLinear, adjacent, release_work_buffers
 from qerl.model import elementwise, lora, twins
 from qerl.model.lora import Part, lora_linear
+from tests.helpers.layer_policies import TOKENS, policy_of, run, stock_
 
 
 def humming_words(packed):

@@ -4,12 +4,12 @@ import weakref
 
 import pytest
 import torch
-from layer_policies import FAMILIES, TOKENS, difference, policy_of, run, stock_, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import attach_lora
 from qerl.model.costs import kept_bytes
 from qerl.model.layers import fuse_, recompute_by_
+from tests.helpers.layer_policies import FAMILIES, TOKENS, difference, policy_of, run, stock_, tiny_model
 from training.policy.train_memory import measure_layer
 
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from layer_policies import TOKENS, tiny_model
 from torch.utils.checkpoint import checkpoint
 
 from qerl.formats.fp8 import reference as fp8
@@ -14,6 +13,7 @@ from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.lora import Part, lora_linear, parts_of
 from qerl.model.master import add_gradient_, master_of, set_master_
+from tests.helpers.layer_policies import TOKENS, tiny_model
 
 
 class FakeQuantLinear(torch.nn.Linear):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bases import FAMILIES, write_base
 from torch import nn
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import attach_lora
 from qerl.checkpoint.load import load_model
 from qerl.model.norms import block_norms, set_norm_noise_
+from tests.helpers.bases import FAMILIES, write_base
 
 NORM = "model.layers.0.input_layernorm"
 

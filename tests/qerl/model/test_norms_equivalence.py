@@ -10,13 +10,13 @@ k and v, and another for gate and up. Biases do not change. In a linear with an 
 
 import pytest
 import torch
-from bases import FAMILIES, write_base
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.norms import block_norms
+from tests.helpers.bases import FAMILIES, write_base
 
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from layer_policies import TOKENS, tiny_model
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, base_linears, pack_in_
@@ -15,6 +14,7 @@ from qerl.model import master
 from qerl.model.layers import fuse_
 from qerl.model.lora import Part, lora_linear
 from qerl.model.master import LowRankSum
+from tests.helpers.layer_policies import TOKENS, tiny_model
 
 CPU = torch.device("cpu")
 SHARED = torch.tensor([256.0])

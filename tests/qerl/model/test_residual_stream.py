@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from layer_policies import FAMILIES, TOKENS, policy_of, tiny_model, twice_rounded
 
 from qerl.checkpoint.adapter import attach_lora
 from qerl.model import elementwise
 from qerl.model.layers import fuse_
 from qerl.model.norms import set_norm_noise_
+from tests.helpers.layer_policies import FAMILIES, TOKENS, policy_of, tiny_model, twice_rounded
 
 
 def test_a_norm_rounds_once():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from layer_policies import TOKENS, tiny_model
 
 from qerl.formats import NVFP4
 from qerl.formats.linear import swap_linears
@@ -11,6 +10,7 @@ from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.layers import fuse_
 from qerl.model.lora import Part, lora_linear, parts_of
 from qerl.model.master import set_master_
+from tests.helpers.layer_policies import TOKENS, tiny_model
 
 
 def rounded(x):

@@ -2,13 +2,13 @@
 
 import pytest
 from matplotlib.figure import Figure
-from report_factory import DYNAMIC, ROWS, write_run
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, constant_table, draw_panel, draw_time, panels
 from qerl.report.page import write_report
 from qerl.report.read import read_run
 from qerl.report.sections import stage_table, stages
+from tests.helpers.report_factory import DYNAMIC, ROWS, write_run
 
 
 def entropy_panel(run):

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from report_factory import DYNAMIC, ROWS, full_run, sample
 
 from qerl.cli.main import app
 from qerl.cli.terminal import run_command
+from tests.helpers.report_factory import DYNAMIC, ROWS, full_run, sample
 
 METRICS, SAMPLES, WARNINGS = "run/metrics.jsonl", "run/completions/step-000004.jsonl", "run/warnings.jsonl"
 GRADED, RESULT = "run/eval/after/completions.jsonl", "run/eval/after/result.json"

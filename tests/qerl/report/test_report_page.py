@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
-from report_factory import CONFIG, ROWS, full_run, sample, write_run
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import DRAWN, LINES, TEXT
 from qerl.report.page import LONGEST, extremes, render_page, shorten, write_report
 from qerl.report.read import read_evaluation, read_run, read_runs
 from qerl.report.sections import Judged, changes, differences, memory, phases
+from tests.helpers.report_factory import CONFIG, ROWS, full_run, sample, write_run
 
 HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}<a href='//evil.example'>"
 

@@ -4,7 +4,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from small_run import small_config
 
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_recipe
@@ -13,6 +12,7 @@ from qerl.plan.sizes import KNOWN, sizes_of
 from qerl.report.curves import panels
 from qerl.report.page import extremes
 from qerl.report.sections import changes
+from tests.helpers.small_run import small_config
 from training.preflight.advice import likely
 from training.preflight.plan import plan, validation_sentences
 from training.run_dir.progress import numbers

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from report_factory import write_run
 
 from qerl.report.page import write_report
 from qerl.report.read import read_evaluation, read_run
 from qerl.report.sections import Judged, mean_of, reward_sentence, rounded, student, verdict
+from tests.helpers.report_factory import write_run
 
 
 def steps(*rewards, **more):

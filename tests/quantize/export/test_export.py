@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_tensors import same_tensors, tensors_in
-from killed import killed_in
-from small_run import small_config
 
 import quantize.export.run
 from eval.run import run_checkpoints, run_eval
@@ -23,6 +20,9 @@ from qerl.formats import BF16
 from qerl.report.page import write_report
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.checkpoint_tensors import same_tensors, tensors_in
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import small_config
 from training.run import start
 
 QAT = (

@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from roundings import ROUNDING, rounding
-from started import make_adapter, small_bases
 
 from qerl.config.recipe import load_recipe, save_config
 from quantize.run import quantize_checkpoint
+from tests.helpers.roundings import ROUNDING, rounding
+from tests.helpers.started import make_adapter, small_bases
 
 DATA = Path(__file__).parents[2] / "data"
 

@@ -7,10 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_tensors import load_all
-from merged import random_adapter, random_expert_adapter
-from moe import make_moe
-from started import (
+
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.base_start import LORA_B, START, BaseStart, copy_start, read_start, start_of_adapter
+from qerl.checkpoint.folder import TRAINED_ON
+from qerl.checkpoint.resolve import resolve_model
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.merged import random_adapter, random_expert_adapter
+from tests.helpers.moe import make_moe
+from tests.helpers.started import (
     RANK,
     SCALING,
     assert_rounded_once,
@@ -25,15 +33,7 @@ from started import (
     product,
     with_peft,
 )
-from starts import give_start_
-
-from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.base_start import LORA_B, START, BaseStart, copy_start, read_start, start_of_adapter
-from qerl.checkpoint.folder import TRAINED_ON
-from qerl.checkpoint.resolve import resolve_model
-from quantize.options import QuantizeOptions
-from quantize.run import quantize_checkpoint
+from tests.helpers.starts import give_start_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,10 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint
-from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
-from merged import random_adapter
-from roundings import rounding
 from safetensors.torch import load_file, save_file
 
 import quantize.export.run
@@ -28,6 +24,10 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.export.weights import Sums, total
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
+from tests.helpers.merged import random_adapter
+from tests.helpers.roundings import rounding
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,6 @@ import json
 
 import pytest
 import torch
-from checkpoint_tensors import load_all
-from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
-from merged import random_expert_adapter
-from moe import make_moe
-from roundings import ROUNDING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
@@ -19,6 +14,11 @@ from qerl.checkpoint.source import read_source
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.run import quantize_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
+from tests.helpers.merged import random_expert_adapter
+from tests.helpers.moe import make_moe
+from tests.helpers.roundings import ROUNDING
 
 FORMAT = formats.DEFAULT
 KINDS = [("shared", 4), ("per_expert", 2)]

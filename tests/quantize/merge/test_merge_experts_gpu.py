@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
-from stock_vllm import stock_tokens
 
 from qerl.checkpoint.resolve import resolve_model
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
+from tests.helpers.stock_vllm import stock_tokens
 
 pytestmark = [
     pytest.mark.gpu,

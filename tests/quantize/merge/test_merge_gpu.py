@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
-from roundings import rounding
-from stock_vllm import stock_tokens
 
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.run import quantize_checkpoint
+from tests.helpers.greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
+from tests.helpers.roundings import rounding
+from tests.helpers.stock_vllm import stock_tokens
 
 pytestmark = [
     pytest.mark.gpu,

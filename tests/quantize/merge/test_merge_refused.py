@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from checkpoint_factory import make_checkpoint
 
 import quantize.export.run
 import quantize.export.weights
@@ -14,6 +13,7 @@ from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.output import FILES, list_files, write_weights
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.checkpoint_factory import make_checkpoint
 
 
 def refuse(*_):

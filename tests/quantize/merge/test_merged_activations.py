@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
-from checkpoint_tensors import load_all
-from merged import random_adapter
-from model_folders import with_activations
 
 from qerl.checkpoint.activations import kind_of_activations, read_activations
 from qerl.checkpoint.folder import TINY_FOLDER, format_of
 from qerl.formats import NVFP4
 from quantize.export.options import ONLY_QERL, ExportOptions, only_qerl_reads, serve_adapter_line
 from quantize.export.run import NO_LONGER_ROUNDED, export
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.merged import random_adapter
+from tests.helpers.model_folders import with_activations
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,9 +4,14 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_tensors import load_all, same_tensors, tensors_in
 from safetensors.torch import load_file, save_file
-from started import (
+
+from qerl.base.errors import CheckpointError
+from qerl.checkpoint.base_start import LORA_A, LORA_B, START
+from qerl.checkpoint.experts import fused
+from qerl.formats.nvfp4.reference import quantize, shared_global_scale
+from tests.helpers.checkpoint_tensors import load_all, same_tensors, tensors_in
+from tests.helpers.started import (
     RANK,
     SCALING,
     assert_rounded_once,
@@ -16,12 +21,7 @@ from started import (
     merged,
     name_start,
 )
-from starts import give_start_
-
-from qerl.base.errors import CheckpointError
-from qerl.checkpoint.base_start import LORA_A, LORA_B, START
-from qerl.checkpoint.experts import fused
-from qerl.formats.nvfp4.reference import quantize, shared_global_scale
+from tests.helpers.starts import give_start_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import small_config
 
+from tests.helpers.small_run import small_config
 from training.loss.advantages import rewards_differ
 from training.run import start
 from training.run_dir.log import read_metrics

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bases import write_base
-from small_run import small_config
-from trainer_factory import build_trainer, run_backward, with_plan
 
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.plan.micro_batch_plan import MicroBatchPlan
+from tests.helpers.bases import write_base
+from tests.helpers.small_run import small_config
+from tests.helpers.trainer_factory import build_trainer, run_backward, with_plan
 from training.loss.batch import Batch, LossInputs
 from training.loss.correction import importance_weights
 from training.loss.micro_batches import split

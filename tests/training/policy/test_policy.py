@@ -3,7 +3,6 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import small_config
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
@@ -15,6 +14,7 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import deliver
 from qerl.formats.nvfp4 import reference
+from tests.helpers.small_run import small_config
 from training.policy.policy import AdapterPolicy, WeightsPolicy, check_reference
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bases import write_base
 
 from qerl.checkpoint.load import load_model
 from qerl.engine.interface import UNRECORDED
 from qerl.engine.transformers.sampling import recorded_experts
 from qerl.model.packing import pack
 from qerl.plan.micro_batch_plan import MicroBatchPlan
+from tests.helpers.bases import write_base
 from training.loss.correction import Mismatch
 from training.policy.packed_policy import PackedPolicy
 

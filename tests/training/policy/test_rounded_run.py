@@ -4,11 +4,11 @@ same bits."""
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import numbers, small_config
 
 from qerl.checkpoint.folder import WEIGHTS
 from qerl.plan.engine_memory import CARDS
 from qerl.plan.sizes import KNOWN, sizes_of
+from tests.helpers.small_run import numbers, small_config
 from training.preflight.plan import plan, settled_for
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from small_run import small_config
 
 from qerl.base.errors import EngineError
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan
+from tests.helpers.small_run import small_config
 from training.policy.train_memory import (
     as_record,
     card_memory,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import small_config
 from transformers import AutoTokenizer
 
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
@@ -18,6 +17,7 @@ from qerl.checkpoint.resolve import ModelRef
 from qerl.config.recipe import load_recipe
 from qerl.engine.open import choose_engine
 from qerl.plan.sizes import KNOWN, read_sizes
+from tests.helpers.small_run import small_config
 from training import run as training_run
 from training.preflight import checks
 from training.preflight.checks import check_memory

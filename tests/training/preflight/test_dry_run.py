@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from small_run import small_config
 from typer.testing import CliRunner
 
 from qerl.base.errors import ConfigError, RewardError
@@ -15,6 +14,7 @@ from qerl.cli.main import app
 from qerl.cli.plan import show_plan_at
 from qerl.config.recipe import load_recipe
 from qerl.plan.sizes import read_sizes
+from tests.helpers.small_run import small_config
 from training.preflight.dry_run import dry_run
 from training.run import start
 

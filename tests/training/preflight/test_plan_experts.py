@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import pytest
-from moe import make_moe
 
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import attach_lora
@@ -13,6 +12,7 @@ from qerl.cli.plan import expert_sentences
 from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
+from tests.helpers.moe import make_moe
 from training.policy.train_memory import measure_layer, model_shapes
 from training.preflight.advice import advice
 from training.preflight.plan import CHOSEN, DECODED, check_experts, plan, trainee_of

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_run import small_config
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.folder import TRAINED_ON
+from tests.helpers.small_run import small_config
 from training import run as training_run
 from training.run import start
 

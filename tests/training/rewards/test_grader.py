@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from small_run import small_config
 
 from qerl.base.errors import ConfigError, DataError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, with_grader
+from tests.helpers.small_run import small_config
 from training.preflight.checks import check_config
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run import resume, start

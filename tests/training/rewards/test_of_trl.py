@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_run import small_config
 from trl.trainer.utils import nanstd
 
 import qerl
@@ -19,6 +18,7 @@ from qerl.config.recipe import save_config
 from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import grade_many
 from qerl.data.tasks import Example, get_task, with_grader
+from tests.helpers.small_run import small_config
 from training.loss.advantages import deviation, group_advantages, rewards_differ
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.log import read_metrics

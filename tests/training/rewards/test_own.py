@@ -7,12 +7,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from small_run import small_config
 
 from qerl.base.errors import ConfigError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
+from tests.helpers.small_run import small_config
 from training.rewards.grading import Grader
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run import resume, start

@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from http_server import serving
 
 from qerl.base.errors import ConfigError, RewardError
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
+from tests.helpers.http_server import serving
 from training.rewards.rewards import FAILED, build_rewards, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]

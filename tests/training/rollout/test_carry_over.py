@@ -6,11 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import ranks
 import torch
-from killed import Killed
 from make_random_checkpoint import end_by_chance
-from small_run import numbers, same_adapters, small_config
 
 import training.step
 from qerl.base.errors import ConfigError
@@ -18,6 +15,9 @@ from qerl.base.parallel import ALONE, Parallel
 from qerl.config.recipe import load_recipe, save_config
 from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers.engine import TransformersEngine
+from tests.helpers import ranks
+from tests.helpers.killed import Killed
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.rollout.carry_over import FILE, Begun, BegunGroup, CarryOver, Kept, due
 from training.rollout.prompts import rollout_rows
 from training.run import resume, start

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from killed import killed_in
-from small_run import numbers, same_adapters, small_config
 
 import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.config.data import CurriculumConfig
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.loss.groups import Prompt
 from training.rewards.rewards import Rewards
 from training.rollout.prompts import FILE, Curriculum, mixed_rows, rollout_rows

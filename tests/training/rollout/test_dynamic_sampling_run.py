@@ -6,11 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from killed import Killed
-from small_run import numbers, small_config
 
 import training.step
 from qerl.engine.transformers.engine import TransformersEngine
+from tests.helpers.killed import Killed
+from tests.helpers.small_run import numbers, small_config
 from training.rollout.prompts import rollout_rows
 from training.run import resume, start
 from training.run_dir.log import read_metrics

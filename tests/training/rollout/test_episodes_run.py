@@ -5,10 +5,10 @@ import shutil
 from itertools import islice
 
 import pytest
-from small_run import numbers, same_adapters
 
 from qerl.config.recipe import load_recipe
 from qerl.data.tasks import get_task
+from tests.helpers.small_run import numbers, same_adapters
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 

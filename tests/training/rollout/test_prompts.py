@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from bases import TINY
 
 from qerl.base.errors import DataError
 from qerl.base.philox import derive_seed
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
 from qerl.data.tasks import build_messages, render_prompt
+from tests.helpers.bases import TINY
 from training.loss.groups import Prompt
 from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
 

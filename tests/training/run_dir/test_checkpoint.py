@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from small_run import numbers, small_config
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.folder import CHECKSUMS
+from tests.helpers.small_run import numbers, small_config
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
 from training.run_dir.checkpoint import FILES, checkpoint_step, checkpoints, newest_checkpoint, write_checkpoint

@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_run import same_adapters, small_config
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.folder import CHECKSUMS
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
 from qerl.report.read import read_run
+from tests.helpers.small_run import same_adapters, small_config
 from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,12 +5,12 @@ import re
 import shutil
 
 import pytest
-from roundings import ROUNDING, rounding
-from small_run import numbers, same_adapters, small_config
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.recipe import load_config, save_config
 from quantize.run import quantize_checkpoint
+from tests.helpers.roundings import ROUNDING, rounding
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.folder import new_run_dir

@@ -4,10 +4,10 @@ import json
 import shutil
 
 import pytest
-from small_run import numbers, small_config
 
 import training.run_dir.inputs
 from qerl.base.errors import ConfigError
+from tests.helpers.small_run import numbers, small_config
 from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

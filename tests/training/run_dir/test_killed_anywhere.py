@@ -9,11 +9,11 @@ import shutil
 
 import pytest
 import torch
-from kill_process import run_and_die
-from run_process import forked
-from small_run import numbers, same_adapters, small_config
 
 from qerl.config.recipe import save_config
+from tests.helpers.kill_process import run_and_die
+from tests.helpers.run_process import forked
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.run import resume, start
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(7200)]

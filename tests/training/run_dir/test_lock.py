@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_run import small_config
 
 import training.run
 from qerl.base.errors import ConfigError, EngineError
 from qerl.config.recipe import save_config
+from tests.helpers.small_run import small_config
 from training.run import resume, start
 from training.run_dir.folder import only_writer, written
 

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from small_run import small_config
-from small_sft import small_sft
 
 from qerl.report.metrics import is_own
+from tests.helpers.small_run import small_config
+from tests.helpers.small_sft import small_sft
 from training.run import start
 from training.run_dir.log import read_metrics
 

@@ -6,8 +6,6 @@ import shutil
 
 import pytest
 import torch
-from small_run import small_config
-from starts import decoded_weights, give_start_
 from transformers import AutoTokenizer
 
 import qerl.checkpoint.resolve
@@ -21,6 +19,8 @@ from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
+from tests.helpers.small_run import small_config
+from tests.helpers.starts import decoded_weights, give_start_
 from training.run import resume, start
 from training.run_dir.result import settle_best, settle_result
 from training.run_dir.verdict import Best

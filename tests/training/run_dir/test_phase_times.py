@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 import torch
-from small_run import small_config
 
 import qerl.model.packed_attention
 from qerl.engine.transformers.engine import TransformersEngine
+from tests.helpers.small_run import small_config
 from training.rewards.grading import Grader
 from training.run import opened_set_aside, start
 from training.run_dir.log import read_metrics

@@ -12,14 +12,14 @@ import threading
 
 import pytest
 from rich.console import Console
-from run_process import ended, forked, run_cli, wait_for
-from small_run import small_config
 
 import training.run
 import training.trainer
 from qerl.cli.main import app
 from qerl.cli.terminal import run_command
 from qerl.config.recipe import save_config
+from tests.helpers.run_process import ended, forked, run_cli, wait_for
+from tests.helpers.small_run import small_config
 from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints

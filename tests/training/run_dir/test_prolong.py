@@ -4,14 +4,14 @@ import json
 import shutil
 
 import pytest
-from killed import killed_in
-from small_run import numbers, same_adapters, small_config
 from transformers import TrainerState
 
 import training.run_dir.resume
 import training.trainer
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_config, save_config
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.preflight.checks import check_resumed
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints

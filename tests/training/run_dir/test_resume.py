@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from killed import killed_in
-from small_run import small_config
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.train import TrainOptions, find_resumed, moved_files, with_resume_value
 from qerl.config.recipe import load_recipe, save_config
 from qerl.report.metrics import deterministic
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import small_config
 from training.preflight.checks import check_resumed
 from training.rollout.sampler import Sampler
 from training.run import resume, start

@@ -6,10 +6,10 @@ import re
 import signal
 
 import pytest
-from run_process import ended, forked, go, hold_in, run_cli, wait_for
-from small_run import numbers, same_adapters, small_config
 
 from qerl.config.recipe import save_config
+from tests.helpers.run_process import ended, forked, go, hold_in, run_cli, wait_for
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import read_metrics

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from bases import TINY
-from small_sft import TALKS, small_sft
 
 from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.shards import read_json
 from qerl.plan.sizes import sizes_of
+from tests.helpers.bases import TINY
+from tests.helpers.small_sft import TALKS, small_sft
 from training.sft.marking import Marker
 from training.sft.rows import marked_rows
 

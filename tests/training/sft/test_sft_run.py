@@ -6,13 +6,9 @@ import signal
 
 import pytest
 import torch
-from bases import write_base
 from datasets import Dataset
-from killed import killed_in
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from small_run import numbers, same_adapters
-from small_sft import TALKS, small_sft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -25,6 +21,10 @@ from qerl.cli.plan import show_plan_at
 from qerl.config.recipe import load_config, load_recipe
 from qerl.report.page import render_text
 from qerl.report.read import read_run
+from tests.helpers.bases import write_base
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters
+from tests.helpers.small_sft import TALKS, small_sft
 from training.parts import SftParts
 from training.preflight.dry_run import dry_run
 from training.run import resume, start

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from validated_run import QUESTIONS, validated_config
 
 import training.run
 from qerl.base.errors import ConfigError, DataError, QerlError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from tests.helpers.validated_run import QUESTIONS, validated_config
 from training.preflight.checks import check_config, sizes_at
 from training.rollout.prompts import load_all_prompts, load_prompts
 from training.validation.questions import read_questions

@@ -6,9 +6,6 @@ import signal
 
 import pytest
 import torch
-from killed import killed_in
-from small_run import numbers, same_adapters, small_config
-from validated_run import validated_config, validated_steps, without_validation
 
 import training.validate
 from qerl.base.errors import ConfigError
@@ -17,6 +14,9 @@ from qerl.engine.transformers.engine import TransformersEngine
 from qerl.report.page import render_page, render_text
 from qerl.report.read import read_run
 from qerl.report.sections import validation_table
+from tests.helpers.killed import killed_in
+from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.validated_run import validated_config, validated_steps, without_validation
 from training.parts import Parts
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from row_files import write_jsonl
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.isolate import ReturnedError
@@ -11,6 +10,7 @@ from qerl.base.own_function import LateError, OwnFunctionError
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader
 from qerl.data.tasks import get_task, grade, grade_many, load_examples, messages_of, with_grader
+from tests.helpers.row_files import write_jsonl
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bases import write_base
 
 from qerl.engine.interface import UNRECORDED, Completion, Request, SamplingParams, Source, extended, joined, of_length
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.transformers.sampling import recorded_experts
+from tests.helpers.bases import write_base
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]

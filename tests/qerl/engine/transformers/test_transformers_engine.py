@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from bases import write_base
 
 from qerl.base.errors import ConfigError, EngineError
 from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, save_adapter
@@ -15,6 +14,7 @@ from qerl.engine.open import choose_engine, open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.model.norms import block_norms
+from tests.helpers.bases import write_base
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)

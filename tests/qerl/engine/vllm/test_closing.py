@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
-from vllm_stand_in import no_vllm, opened_engine, vllm_parts
 
 from qerl.base.errors import EngineError
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import closing
 from qerl.engine.vllm.engine import VLLMEngine
+from tests.helpers.vllm_stand_in import no_vllm, opened_engine, vllm_parts
 
 
 class Thing:

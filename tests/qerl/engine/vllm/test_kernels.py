@@ -9,13 +9,13 @@ import os
 
 import pytest
 import torch
-from expert_layers import EXPERTS, HIDDEN, RANK, WIDTH, loop, random_factors
 
 from qerl.base.errors import EngineError
 from qerl.base.philox import WORD, Words, philox
 from qerl.engine.vllm import twins
 from qerl.engine.vllm.sync import ExpertBuffers, copy_to_experts_, expert_slots, of_experts
 from qerl.engine.vllm.twins import BLOCK, QUARTER, gumbel, reference_draw, row_keys
+from tests.helpers.expert_layers import EXPERTS, HIDDEN, RANK, WIDTH, loop, random_factors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

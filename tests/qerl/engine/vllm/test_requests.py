@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_stand_in import opened_engine, vllm_parts
 
 from qerl.base.errors import EngineError
 from qerl.engine.interface import UNRECORDED, Request, SamplingParams, Source
@@ -27,6 +26,7 @@ from qerl.engine.vllm.requests import (
     serve,
     slots_of,
 )
+from tests.helpers.vllm_stand_in import opened_engine, vllm_parts
 
 
 def test_garbage_collection_is_rare_inside_and_restored_afterwards_even_after_an_error():

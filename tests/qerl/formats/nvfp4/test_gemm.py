@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gemm_cases import IN_ALL_LAYOUTS, error, random_adapter, random_weight
 
 from qerl.base.errors import EngineError
 from qerl.formats.cuda import nvrtc
@@ -15,6 +14,7 @@ from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout, ways
 from qerl.formats.nvfp4.decode import WARP_COLUMNS, WARP_ROWS, decode_, dequantize_by_twin_, reference_decoded
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelWeight, dequantize
 from qerl.formats.nvfp4.lora import Adapter
+from tests.helpers.gemm_cases import IN_ALL_LAYOUTS, error, random_adapter, random_weight
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 

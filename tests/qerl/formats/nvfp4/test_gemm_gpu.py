@@ -5,12 +5,12 @@ Each run has fresh random weights of every layout and odd sizes.
 
 import pytest
 import torch
-from gemm_cases import IN_ALL_LAYOUTS, assert_rounded, error, random_adapter, random_weight
 
 from qerl.formats.nvfp4 import gemm, lora, ways
 from qerl.formats.nvfp4.decode import decode_, reference_decoded
 from qerl.formats.nvfp4.kernel_layout import dequantize
 from qerl.formats.nvfp4.lora import Adapter
+from tests.helpers.gemm_cases import IN_ALL_LAYOUTS, assert_rounded, error, random_adapter, random_weight
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 SIZES = [

@@ -7,9 +7,9 @@ import os
 
 import pytest
 import torch
-from marlin import marlin_experts
 
 from qerl.formats.nvfp4.linear import expected_shapes, marlin_takes
+from tests.helpers.marlin import marlin_experts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from marlin import marlin_scales, marlin_words
 
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.kernel_layout import (
@@ -15,6 +14,7 @@ from qerl.formats.nvfp4.kernel_layout import (
     dequantize,
     scales_marlin_drops,
 )
+from tests.helpers.marlin import marlin_scales, marlin_words
 
 ROWS, COLUMNS = 128, 96
 

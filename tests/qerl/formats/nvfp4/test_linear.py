@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from linear_twins import IN, OUT, assert_same_bits, buffers, output_and_gradient, packed_and_twin
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -16,6 +15,7 @@ from qerl.formats.linear import cached_weights
 from qerl.formats.nvfp4 import linear as nvfp4_linear
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
+from tests.helpers.linear_twins import IN, OUT, assert_same_bits, buffers, output_and_gradient, packed_and_twin
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from linear_twins import IN, OUT, output_and_gradient, packed_and_twin
 from torch import nn
 
 from qerl.formats.linear import cached_weights
 from qerl.formats.nvfp4 import linear as nvfp4_linear
 from qerl.formats.nvfp4 import reference
+from tests.helpers.linear_twins import IN, OUT, output_and_gradient, packed_and_twin
 
 DTYPES = [torch.float32, torch.bfloat16]
 

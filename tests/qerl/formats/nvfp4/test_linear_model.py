@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from linear_twins import assert_same_bits
 from torch import nn
 
 from qerl.base.errors import CheckpointError, QerlError
@@ -12,6 +11,7 @@ from qerl.formats import NVFP4
 from qerl.formats.linear import cached_weights, swap_linears
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
+from tests.helpers.linear_twins import assert_same_bits
 
 DTYPES = [torch.float32, torch.bfloat16]
 

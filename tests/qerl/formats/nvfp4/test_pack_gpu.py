@@ -5,7 +5,6 @@ All but those that say so last passed on an H200 on 2026-11-22.
 
 import pytest
 import torch
-from gemm_cases import assert_rounded
 
 from qerl.engine.update import pack_weights_
 from qerl.formats.nvfp4 import gemm, pack, reference, slab_layout
@@ -13,6 +12,7 @@ from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
 from qerl.formats.nvfp4.linear import KernelLinear
 from qerl.model import master
 from qerl.model.master import LowRankSum
+from tests.helpers.gemm_cases import assert_rounded
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 SIZES = [(256, 64), (16, 16), (48, 176), (272, 880), (24, 48), (1152, 3584)]  # 24 rows end inside a slab
