@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
+from qerl.base.program import PYTHON, source_of
 from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.config.environment import EnvironmentConfig
@@ -71,8 +72,11 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
 
 
 def identity_of(config: EnvironmentConfig, environments: Environments) -> list[Any]:
-    """What decides the episodes, beside the model: the settings and the files of the user's code."""
-    return [config.model_dump(mode="json"), [_digest(Path(file)) for file in environments.runner.files]]
+    """What decides the episodes, beside the model: the settings, the files of the user's code, a program's objects."""
+    given = [name for name in (config.name, *config.tools) if (name or "").startswith(f"{PYTHON}:")]
+    texts = [hashlib.sha256(source_of(KNOWN[name])).hexdigest() for name in given]
+    files = [_digest(Path(file)) for file in environments.runner.files]
+    return [config.model_dump(mode="json"), files, *([texts] if texts else [])]
 
 
 def _digest(file: Path) -> str:

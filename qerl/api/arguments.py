@@ -181,7 +181,7 @@ def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
 
     Raises DataError for what is not a table of JSON values.
     """
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas table, which would give its columns' names
+    if hasattr(data, "notna") and hasattr(data, "columns"):  # a pandas table, which would give its columns' names
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     rows, size = [], 0
     try:
@@ -271,8 +271,8 @@ Given = str | Callable[..., Any]
 
 def environment_keys(environment: Given | None, tools: Sequence[Given]) -> dict[str, Any]:
     """What a recipe says for them: the objects by their names."""
-    found: dict[str, Any] = {} if environment is None else {"environment.name": _name(environment)}
-    return found | ({"environment.tools": [_name(tool) for tool in tools]} if tools else {})
+    found: dict[str, Any] = {} if environment is None else {"environment.name": environment_name(environment)}
+    return found | ({"environment.tools": [environment_name(tool) for tool in tools]} if tools else {})
 
 
 @contextmanager
@@ -283,9 +283,12 @@ def given_environments(environment: Given | None, tools: Sequence[Given]) -> Ite
         for one, is_tool in ((environment, False), *((tool, True) for tool in tools)):
             if one is None or isinstance(one, str):
                 continue
-            if KNOWN.get(_name(one), one) is not one:
-                raise ConfigError(f"{_name(one)!r} is the name of another environment or tool here: rename this one")
-            register(_name(one), one, tool=is_tool)
+            name = environment_name(one)
+            plain = name.removeprefix(f"{PYTHON}:")
+            if KNOWN.get(plain, one) is not one:
+                raise ConfigError(f"{plain!r} is the name of another environment or tool here: rename this one")
+            for each in (name, plain):  # the latter in runs of earlier versions
+                register(each, one, tool=is_tool)
         yield
     finally:
         KNOWN.clear()
@@ -296,7 +299,8 @@ def given_environments(environment: Given | None, tools: Sequence[Given]) -> Ite
         TOOLS.update(before[1])
 
 
-def _name(given: Given) -> str:
+def environment_name(given: Given) -> str:
+    """The name of an environment or a tool for a recipe, `python:NAME` for an object. Raises ConfigError."""
     if isinstance(given, str):
         return given
     own = getattr(given, "func", given)  # of a functools.partial
@@ -305,7 +309,12 @@ def _name(given: Given) -> str:
         raise ConfigError(
             f"{given!r:.60} is no environment and no tool: give a class or a function with a name, or write its name"
         )
-    return name
+    return f"{PYTHON}:{name}"
+
+
+def listed_tools(tools: Given | Sequence[Given]) -> tuple[Given, ...]:
+    """One tool or several, as a tuple."""
+    return (tools,) if isinstance(tools, str) or callable(tools) else tuple(tools)
 
 
 SOURCE_KEYS = (

@@ -19,10 +19,12 @@ from qerl.api.arguments import (
     brings_prompts,
     check_keywords,
     environment_keys,
+    environment_name,
     given_environments,
     grader_of,
     is_path,
     is_sources,
+    listed_tools,
     model_name,
     one_at_a_time,
     plain_rows,
@@ -58,6 +60,8 @@ def evaluate(
     *,
     data: str | os.PathLike | Rows | None = None,
     grader: str | Function | None = None,
+    environment: str | Function | None = None,
+    tools: str | Function | Sequence[str | Function] = (),
     gpu: int | None = None,
     **settings: Any,
 ) -> EvalResult:
@@ -78,13 +82,16 @@ def evaluate(
         "model": None if model is None else model_name(model),
         "data": ROWS if rows is not None else data,
         "grader": grader_of(grader, functions),
+        "environment": None if environment is None else environment_name(environment),
+        "tools": tuple(map(environment_name, listed_tools(tools))),
         **settings,
     }
     if settings.get("adapter") is not None:
         asked["adapter"] = model_name(settings["adapter"])
     asked = typed(EvalSettings, asked, "qerl.evaluate")
     chosen = EvalSettings(**{**asked, "pass_k": tuple(sorted(set(asked.get("pass_k", ()))))})
-    with given(functions, {} if rows is None else {ROWS: rows}), as_before():
+    played = given_environments(environment, listed_tools(tools))
+    with given(functions, {} if rows is None else {ROWS: rows}), played, as_before():
         return _evaluated(chosen, gpu)
 
 
@@ -224,8 +231,7 @@ def train(
 
     known = ["reward", "data", "resume", *TrainArguments.__annotations__]
     check_keywords(arguments, known, "qerl.train")
-    tools = arguments.pop("tools", ())
-    played = arguments.pop("environment", None), (tools,) if isinstance(tools, str) or callable(tools) else tuple(tools)
+    played = arguments.pop("environment", None), listed_tools(arguments.pop("tools", ()))
     functions = Functions()
     grader = grader_of(arguments.pop("grader", None), functions)
     rewards = None if reward is None else rewards_of(reward, functions)

@@ -49,6 +49,16 @@ def rows_file(source: str) -> str:
     return f"given-rows-{source}.jsonl"
 
 
+def source_of(given: Callable[..., Any]) -> bytes:
+    """What tells a function or a class from another: its text, or where Python does not have that its compiled code."""
+    try:
+        return inspect.getsource(given).encode()
+    except (OSError, TypeError):
+        parts = [given, *vars(given).values()] if isinstance(given, type) else [given]
+        codes = [code for part in parts if (code := getattr(part, "__code__", None)) is not None]
+        return b"".join(code.co_code + repr(code.co_consts).encode() for code in codes)
+
+
 class GivenFunction:
     """A function of the program, called as an OwnFunction is, in the thread that asks."""
 
@@ -104,12 +114,8 @@ class GivenFunction:
 
     @property
     def source(self) -> bytes:
-        """What tells this function from another: its text, or where Python does not have that its compiled code."""
-        try:
-            return inspect.getsource(self._function).encode()
-        except (OSError, TypeError):
-            code = getattr(self._function, "__code__", None)
-            return b"" if code is None else code.co_code + repr(code.co_consts).encode()
+        """What tells this function from another."""
+        return source_of(self._function)
 
     def __str__(self) -> str:
         return f"{PYTHON}:{self.__name__}"

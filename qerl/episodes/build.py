@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qerl.base.program import PYTHON
 from qerl.config.names import ENVIRONMENTS
 from qerl.episodes.driven import Driven, Schema, Stepped, Tooled, methods_of
 from qerl.episodes.endpoint import Programmed, is_program, schemas_of
@@ -152,6 +153,11 @@ def _found(name: str, files: list[str]) -> Callable[..., Any]:
         raise UnfitError(
             f"{name!r} names no environment and no tool: write {', '.join(KNOWN)}, path/to/file.py:Name, or "
             "package.module:Name"
+        )
+    if place == PYTHON:
+        raise UnfitError(
+            f"{name} is an object of the Python program that began the run: go on there, with environment={attribute} "
+            f"or tools=[{attribute}], or name it by its file, path/to/file.py:{attribute}"
         )
     module = _module(place)
     found = getattr(module, attribute, None)

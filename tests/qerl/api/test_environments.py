@@ -28,6 +28,10 @@ def counted(environments, **columns):
     return [one.goal + one.count for one in environments]
 
 
+def began(completion, turns):
+    return len(turns) > 0
+
+
 def test_a_class_in_the_form_of_trl_trains_and_resumes(tiny_turns_recipe):
     known = dict(KNOWN), set(TOOLS)
     given = {"environment": own_environments.Chosen, "tools": [double]}
@@ -39,8 +43,13 @@ def test_a_class_in_the_form_of_trl_trains_and_resumes(tiny_turns_recipe):
     assert row["rewards/counted"] >= 2  # the goal
     assert row["environment/failed_share"] == 0
     assert (dict(KNOWN), set(TOOLS)) == known
-    with pytest.raises(ConfigError, match="Chosen"):
-        qerl.train(resume=run, steps=2)
+    assert run.recipe.config.environment.name == "python:Chosen"
+    with pytest.raises(ConfigError, match=r"python:double is an object of the Python program that began the run"):
+        qerl.train(resume=run, steps=2, reward=rewards)
+    with pytest.raises(ConfigError, match="or --environment none for completions of one turn"):
+        qerl.evaluate("environment", run, limit=1, max_new_tokens=4)
+    measured = qerl.evaluate("environment", run, limit=1, max_new_tokens=4, grader=began, **given)
+    assert (measured.summary.accuracy.value, dict(KNOWN)) == (1.0, known[0])
     assert qerl.train(resume=run, steps=2, reward=rewards, **given).steps == 2
 
 
