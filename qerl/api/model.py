@@ -102,8 +102,12 @@ def load(
     from qerl.cli.options import options_named
     from qerl.engine.options import EngineOptions
 
-    if context < 2:
-        raise ConfigError(f"context {context} has no room for a prompt and its completion: write 2 or more")
+    if not isinstance(context, int) or context < 2:
+        raise ConfigError(
+            f"context {context!r} has no room for a prompt and its completion: write 2 or more, in tokens"
+        )
+    if not isinstance(memory, int | float | None):
+        raise ConfigError(f"memory is {memory!r}: write GiB, or a share of the card up to 1, such as 0.9")
     name = model_name(model)
     with as_before(), options_named(OPTIONS):
         choose_card(gpu=gpu)

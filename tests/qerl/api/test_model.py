@@ -39,3 +39,16 @@ def test_what_is_no_model_is_refused(model):
         model_name(model)
     with pytest.raises(qerl.QerlError):
         qerl.load(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"context": "long"}, "context 'long' has no room for a prompt and its completion: write 2 or more"),
+        ({"context": 1}, "context 1 has no room"),
+        ({"memory": "half"}, "memory is 'half': write GiB"),
+    ],
+)
+def test_a_model_is_not_opened_with_other_values(given, line):
+    with pytest.raises(ConfigError, match=line):
+        qerl.load("tiny", **given)
