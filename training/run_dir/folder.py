@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ IDS = ".trackers.json"  # in the run directory: by which a resumed run continues
 LOCK = ".lock"
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
 UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "tensorboard"}
-UNBEGUN |= {ROWS, Path(ROWS).with_suffix(".partial").name}
+GIVEN = re.compile(rf"{Path(ROWS).stem}(-.*)?\.(jsonl|partial)")  # rows that a program gave, also of several sources
 
 
 def new_run_dir(out: str | None, name: str) -> Path:
@@ -40,7 +41,8 @@ def new_run_dir(out: str | None, name: str) -> Path:
         raise ConfigError(f"--out {str(run_dir)!r} holds characters that cannot be printed: write another")
     try:
         taken = run_dir.exists() and (
-            not run_dir.is_dir() or any(path.name not in UNBEGUN for path in run_dir.iterdir())
+            not run_dir.is_dir()
+            or not all(path.name in UNBEGUN or GIVEN.fullmatch(path.name) for path in run_dir.iterdir())
         )
         above = next(parent for parent in run_dir.absolute().parents if parent.exists())
     except OSError as error:

@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from qerl.base.errors import ConfigError, DataError
+from qerl.base.program import ROWS, rows_file
 from qerl.config.recipe import load_config, save_config
 from quantize.run import quantize_checkpoint
 from tests.helpers.roundings import ROUNDING, rounding
@@ -109,6 +111,15 @@ def test_a_base_that_was_quantized_again_is_refused(base, tmp_path):
 def test_a_directory_that_holds_only_a_lock_counts_as_new(tmp_path):
     (tmp_path / ".lock").touch()
     assert new_run_dir(str(tmp_path), "tiny") == tmp_path
+
+
+def test_a_directory_that_was_left_before_its_recipe_counts_as_new(tmp_path):
+    for name in (ROWS, rows_file("a"), Path(rows_file("b-c")).with_suffix(".partial").name):
+        (tmp_path / name).touch()
+    assert new_run_dir(str(tmp_path), "tiny") == tmp_path
+    (tmp_path / "given-rows-of-mine.txt").touch()
+    with pytest.raises(ConfigError, match="already exists and is no run"):
+        new_run_dir(str(tmp_path), "tiny")
 
 
 def test_a_tilde_means_the_home_folder(monkeypatch, tmp_path):
