@@ -51,12 +51,17 @@ def rows_file(source: str) -> str:
 
 def source_of(given: Callable[..., Any]) -> bytes:
     """What tells a function or a class from another: its text, or where Python does not have that its compiled code."""
+    if isinstance(given, type):  # the text of a class is looked up by its name, which a notebook gives again and again
+        parts = {name: getattr(each, "__func__", each) for name, each in vars(given).items()}
+        texts = {name: source_of(each).decode("latin-1") for name, each in parts.items() if inspect.isfunction(each)}
+        plain = {name: each for name, each in parts.items() if isinstance(each, str | int | float | list | tuple)}
+        own = {name: each for name, each in plain.items() if not name.startswith("__")}
+        return json.dumps([texts, own], skipkeys=True, default=lambda each: type(each).__name__).encode()
     try:
-        return inspect.getsource(given).encode()
+        return inspect.getsource(given).encode(errors="replace")
     except (OSError, TypeError):
-        parts = [given, *vars(given).values()] if isinstance(given, type) else [given]
-        codes = [code for part in parts if (code := getattr(part, "__code__", None)) is not None]
-        return b"".join(code.co_code + repr(code.co_consts).encode() for code in codes)
+        code = getattr(given, "__code__", None)
+        return b"" if code is None else code.co_code + repr(code.co_consts).encode()
 
 
 class GivenFunction:

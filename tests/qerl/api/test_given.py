@@ -15,7 +15,7 @@ import torch
 from qerl.base.errors import ConfigError, RewardError
 from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import LateError, OwnFunctionError
-from qerl.base.program import GivenFunction, given, given_function, given_rows, write_given_rows
+from qerl.base.program import GivenFunction, given, given_function, given_rows, source_of, write_given_rows
 from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
 from training.run_dir.inputs import inputs_of
@@ -172,3 +172,29 @@ def test_given_rows_may_hold_half_a_character(tmp_path):
     lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert "é" in lines[1]
+
+
+def test_a_class_is_known_by_its_methods_and_not_by_its_name():
+    def made(step, most=3):
+        return type("Env", (), {"step": step, "most": most})
+
+    def first(self, action):
+        return action, 1.0, True
+
+    def second(self, action):
+        return action, 2.0, True
+
+    assert source_of(made(first)) == source_of(made(first))
+    assert len({source_of(made(first)), source_of(made(second)), source_of(made(first, 4))}) == 3
+
+    class Env:
+        def step(self, action):
+            return action, 1.0, True
+
+    before = source_of(Env)
+
+    class Env:
+        def step(self, action):
+            return action, 2.0, True
+
+    assert source_of(Env) != before
