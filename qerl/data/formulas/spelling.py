@@ -122,7 +122,7 @@ _REPLACEMENTS = (
 )
 _REPLACE = tuple((re.compile(pattern), new) for pattern, new in _REPLACEMENTS)
 LABEL = re.compile(
-    r"^(?:\\text(?:bf)?\s*\{)?\s*(?:the\s+)?(?:final\s+)?(?:answers?|solutions?)(?:\s+is)?\s*(?:[:=]\s*\}?|\}?\s*[:=]|(?<=is)\s)\s*",
+    r"^(?:\\text(?:bf)?\s*\{)?\s*(?:the\s+)?(?:final\s+)?(?:answers?|solutions?)(?:\s+is)?\s*(?:[:=]\s*\}?|\}?\s*[:=]|(?<=is)\s+\}?)\s*",
     re.IGNORECASE,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(.*)\}$", re.DOTALL)

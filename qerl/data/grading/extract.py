@@ -26,6 +26,8 @@ MAX_ANSWER_CHARS = 1000
 _MAX_LINE_CHARS = 300
 _MAX_MENTIONS = 20
 _MAX_BOXES = 1000
+_SIGN = re.compile(r"(?<=\d)\s*(?:->|→|=>|</|<\|)")
+_TAKEN_BACK = re.compile(r"\d|\b(?:no|not|wrong|incorrect|mistake|wait|or|plus|minus|times)\b", re.IGNORECASE)
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t\n]*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -40,7 +42,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _DELIMITED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SENTENCE_END = re.compile(
+_STATED_END = re.compile(
     r"\n|[.。](?=\s|$|\*|\")|[;；]|[,，]\s*(?!and\b|or\b)(?=[A-Za-z]{2})|\s(?:because|since|which|so)\b"
 )
 _NUMBER = re.compile(r"(?:(?<=^)|(?<=[\s(=$:*]))[-−]?\s?[$€£]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
@@ -134,12 +136,23 @@ def _last_hashes(text: str, kind: str) -> str | None:
         start = text.rfind("####", 0, end)
         if start < 0:
             return None
-        line = text[start + 4 : start + 4 + _MAX_LINE_CHARS].split("\n", 1)[0].strip(" #*\t")
-        for stated in (line, without_remark(line)):
+        line = text[start + 4 : start + 4 + _MAX_LINE_CHARS].lstrip().split("\n", 1)[0].strip(" #*\t")
+        alone = _before_sign(line.replace("**", ""))
+        for stated in (line, without_remark(line), alone, without_remark(alone)):
             if _is_answer(stated, kind):
                 return stated
         end = start
     return None
+
+
+def _before_sign(line: str) -> str:
+    """The line up to an arrow or a tag behind a number, unless what follows takes it back or holds another.
+
+    A point ends nothing: "#### 18. Add the numbers" is the heading of a step.
+    """
+    end = _SIGN.search(line)
+    rest = "" if end is None else line[end.start() :]
+    return line if end is None or _TAKEN_BACK.search(rest) else line[: end.start()].strip()
 
 
 def without_remark(text: str) -> str:
@@ -196,7 +209,7 @@ def _statement(rest: str, kind: str) -> str:
     matrix = _MATRIX.match(rest)
     if matrix:
         return matrix[0]
-    return _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`!\t")
+    return _STATED_END.split(rest, maxsplit=1)[0].strip(" *_`!\t")
 
 
 def _reads_as_math(text: str) -> bool:

@@ -74,3 +74,25 @@ def test_a_fraction_without_its_zero_is_not_its_digits(form):
         assert not grade(task, form.format(a=".5"), "5").correct
         assert not grade(task, form.format(a="5"), ".5").correct
     assert grade(OWN, form.format(a=".5"), "0.5").correct
+
+
+@pytest.mark.parametrize(
+    "line", ["#### **36** apples", "#### 36 -> done", "#### 36</s>", "#### 36 <|im_end|>", "####\n36 and so"]
+)
+def test_a_number_that_begins_the_line_of_hashes_is_the_answer(line):
+    assert grade("gsm8k", f"6 times 6.\n{line}", "36").correct
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("#### 36 + 4", "#### 36 or 37", "#### 36 to 40", "#### 36k", "#### 36. It is 37", "#### 36 < 37"),
+        *("#### 36 and a half", "#### 36 is wrong, it is 37", "#### not 36", "#### 36 -> no", "#### 36 -> 37"),
+    ],
+)
+def test_a_number_that_is_changed_or_taken_back_is_not(line):
+    assert not grade("gsm8k", f"6 times 6.\n{line}", "36").correct
+
+
+def test_a_label_in_text_leaves_no_brace_behind():
+    assert grade("math500", r"\boxed{\text{the answer is }5}", "5").correct
