@@ -212,6 +212,9 @@ def nearest_key(path: Path) -> str | None:
 
 def drop_removed_(data: dict) -> None:
     """Drop removed keys from a saved recipe, where the run did not use them. The validation refuses the others."""
+    validation, rows = data.get("validation"), data.get("data")
+    if isinstance(validation, dict) and isinstance(rows, dict) and validation.get("columns") == rows.get("columns"):
+        validation.pop("columns", None)
     for dotted, removed in REMOVED.items():
         *parents, key = dotted.split(".")
         sections: list[object] = [data]

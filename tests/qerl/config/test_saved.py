@@ -1,6 +1,7 @@
 """The configuration of a run is read back as plain data, after what reports read of it has been checked."""
 
 import pytest
+import yaml
 
 from qerl.base.errors import ConfigError
 from qerl.config.recipe import load_config, load_recipe, read_config, save_config
@@ -60,3 +61,16 @@ def test_a_removed_key_that_a_run_did_not_use_is_left_out(tmp_path, section, unu
     path.write_text("\n".join([*lines[:at], used, *lines[at:]]))
     with pytest.raises(ConfigError, match=said):
         load_config(path)
+
+
+def test_columns_of_the_validation_that_are_those_of_the_rows_are_read(tmp_path):
+    config, saved = load_recipe("tiny", ["data.source=rows.jsonl"]), tmp_path / "config.yaml"
+    data = config.model_dump(mode="json")
+    for columns, same in (({"question": "q"}, True), ({"question": "other"}, False)):
+        data["data"]["columns"], data["validation"]["columns"] = {"question": "q"}, columns
+        saved.write_text(yaml.safe_dump(data))
+        if same:
+            assert load_config(saved).data.columns == columns
+        else:
+            with pytest.raises(ConfigError, match="write data.columns"):
+                load_config(saved)
