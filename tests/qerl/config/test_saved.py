@@ -72,5 +72,5 @@ def test_columns_of_the_validation_that_are_those_of_the_rows_are_read(tmp_path)
         if same:
             assert load_config(saved).data.columns == columns
         else:
-            with pytest.raises(ConfigError, match="write data.columns"):
+            with pytest.raises(ConfigError, match=r"write data\.columns"):
                 load_config(saved)
