@@ -77,8 +77,6 @@ class Plan:
 def make_plan(settings: EvalSettings) -> Plan:
     """Read everything but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
     from qerl.checkpoint.load import load_tokenizer, local_folder
-    from training.rollout.asking import Asking  # it imports torch
-    from training.rollout.prompts import prompts_of
 
     settings, asked = find_task(settings)
     check_grader(asked)
@@ -96,6 +94,9 @@ def make_plan(settings: EvalSettings) -> Plan:
     examples, dropped = load_examples(task if environment is None else for_episodes(task), *rows)
     check_answers(task, examples)
     check_grader(task, examples, EPISODE_COLUMNS if environment is not None else ())
+    from training.rollout.asking import Asking  # it imports torch
+    from training.rollout.prompts import prompts_of
+
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
     switches = switches_for(run, settings.chat_template_kwargs)

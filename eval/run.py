@@ -37,7 +37,6 @@ from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from training.rewards.grading import Grader
 from training.rewards.rewards import GuardedReward, Rewards, Rows, fixed_columns
 
 if TYPE_CHECKING:
@@ -187,6 +186,8 @@ def complete(
     total, step = sum(map(len, plan.batches)), plan.settings.step or 0
     decode = text_of_engine(plan.tokenizer, engine).batch
     on_batch(len(rows), total, _correct(rows))
+    from training.rewards.grading import Grader  # it imports torch
+
     done = 0
     for number, batch in enumerate(plan.batches):
         done += len(batch)

@@ -11,6 +11,7 @@ import os
 import pytest
 
 from qerl.checkpoint.folder import seal
+from qerl.checkpoint.output import list_files
 from qerl.config.recipe import load_recipe, save_config
 from tests.helpers.bases import write_base
 from tests.helpers.eval_factory import make_adapter
@@ -61,6 +62,7 @@ def write_corpus(folder):
     seal(checkpoint)
     (folder / "written").mkdir()
     (folder / "written" / "quantize_report.json").write_text(json.dumps({"format": "x", "source": "tiny"}))
+    list_files(folder / "written")
     (folder / "data").mkdir()
     rows = [{"question": f"What is {n}+1?", "answer": str(n + 1), "completion": f"#### {n}"} for n in range(5)]
     for kind in KINDS:

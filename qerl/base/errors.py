@@ -8,7 +8,7 @@ no recipe, and these show their option in its place (`qerl.cli.options`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -62,14 +62,14 @@ class ConfigError(QerlError):
     """A recipe or `--set` that cannot be used: unknown key, wrong type, impossible combination."""
 
 
-def check_choices(options: object) -> None:
-    """Raise ConfigError for a field of a command's options that has none of the values of its `Literal`.
+def check_choices(options: object, **more: Collection[str]) -> None:
+    """Raise ConfigError for a field of a command's options that has no value of its `Literal`, nor one of `more`.
 
     The command line checks this by itself; Python programs make such options too.
     """
     for name, hint in get_type_hints(type(options)).items():
         allowed = [value for each in (hint, *get_args(hint)) if get_origin(each) is Literal for value in get_args(each)]
-        value = getattr(options, name)
+        value, allowed = getattr(options, name), [*dict.fromkeys([*allowed, *(more.get(name, ()) if allowed else ())])]
         if allowed and value is not None and value not in allowed:
             raise ConfigError(f"--{name.replace('_', '-')} {value!r} is not known: write {', '.join(allowed)}")
 

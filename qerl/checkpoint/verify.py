@@ -106,7 +106,7 @@ def _check_headers(folder: Path, source: Source, tensors: Mapping[str, TensorInf
 
 
 def _check_config(folder: Path, source: Source) -> None:
-    if format_of(folder) != source.format:
+    if not format_of(folder).is_kind_of(source.format):
         raise FailedCheck(f"config.json does not say that it is {source.format.label}")
     found, kept = read_json(folder / "config.json")["quantization_config"].get("ignore"), source.unquantized()
     if found != kept:

@@ -65,6 +65,10 @@ class Format:
         """Whether linears are packed in tensors of their own."""
         return bool(self.tensors)
 
+    def is_kind_of(self, other: Format) -> bool:
+        """Whether both are one format, which may have other scales or limits."""
+        return self.name == other.name
+
     @property
     def folder_suffix(self) -> str:
         """What `qerl quantize` adds to a model's name for the default name of its folder."""

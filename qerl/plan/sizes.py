@@ -255,9 +255,10 @@ def read_sizes(base: str) -> ModelSizes:
         )
     folder = Path(local_folder(base))
     config = read_json(folder / "config.json")
+    sizes = sizes_of(config, base)
     if any(folder.glob("*.safetensors")):
-        config = with_own_head(config, read_tensors(folder))
-    return sizes_of(config, base)
+        sizes = sizes_of(with_own_head(config, read_tensors(folder)), base)
+    return sizes
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:

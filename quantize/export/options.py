@@ -78,8 +78,8 @@ class ExportOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
-        check_choices(self)
         names = [each.name for each in formats.writable()]
+        check_choices(self, to=names)
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
             raise ConfigError(
                 f"--dtype and --base-name go with --to adapter: a merged model is {formats.BF16.name} and has no base"

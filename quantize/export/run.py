@@ -186,7 +186,7 @@ def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
             f"that has steps left makes it again, `qerl train --resume {run}`"
         )
     masters = read_trained(run, checkpoint)
-    if options.to and formats.get(options.to).quantized and formats.get(options.to) != masters.format:
+    if options.to and formats.get(options.to).quantized and not masters.format.is_kind_of(formats.get(options.to)):
         raise ConfigError(
             f"--to {options.to}: {run} trains {masters.format.label} weights: write {masters.format.name}"
         )
@@ -284,10 +284,10 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
     check_target(out, base.folder, options.overwrite, options.force)
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
-    alone = to.quantized and trained.format == to and only_qerl_reads(trained.folder)
+    alone = to.quantized and trained.format.is_kind_of(to) and only_qerl_reads(trained.folder)
     if alone:
         notes = (*notes, ONLY_QERL)
-    elif trained.format != to and rounds_to_four_bits(trained.folder, trained.format):
+    elif not trained.format.is_kind_of(to) and rounds_to_four_bits(trained.folder, trained.format):
         notes = (*notes, NO_LONGER_ROUNDED)
     if start is not None and to.takes_start:
         notes = (*notes, NO_START.format(shlex.quote(options.adapter)))

@@ -106,13 +106,13 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, source, merge.adapter, device)
         if source.format.quantized:
-            like = merge.reference if merge.reference.format == source.format else merge.base
+            like = merge.reference if merge.reference.format.is_kind_of(source.format) else merge.base
             config["quantization_config"] = source.format.quantization_config_like(
                 like.config.get("quantization_config"), source.unquantized()
             )
             earlier = power_of_two_scales(merge.reference, source.format)
             # As `qerl quantize` has it for experts, unless the base was quantized in another way.
-            pow2 = earlier or (source.decoder.has_experts and merge.reference.format != source.format)
+            pow2 = earlier or (source.decoder.has_experts and not merge.reference.format.is_kind_of(source.format))
             groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if pow2 else None)
             groups = with_input_scales(groups, _static_scales(like))
         else:
@@ -144,7 +144,7 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
         read = MergedReader(base, merge.source, merge.adapter, device)
         if merge.source.format.quantized:
             verify(folder, merge.source, read, device)
-            if merge.reference.format == merge.source.format:
+            if merge.reference.format.is_kind_of(merge.source.format):
                 check_input_scales(folder, _static_scales(merge.reference))
         else:
             _check_bf16(merge.source, folder, read)

@@ -98,7 +98,7 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path):
 def test_a_run_with_a_damaged_config_is_refused(tmp_path, text):
     run = make_run(tmp_path, make_nvfp4())
     (run / "config.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.yaml names no model\.base"):
+    with pytest.raises(CheckpointError, match=r"config\.yaml (names no model\.base|cannot be read)"):
         resolve_model(str(run))
 
 

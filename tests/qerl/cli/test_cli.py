@@ -80,7 +80,7 @@ MISTAKES = {  # arguments -> what the error says
     "train --resume 30": "no checkpoint of step 30: there are steps 20",
     "train --resume --out runs/nothing": "no folder runs/nothing",
     "train --resume runs/old": "no folder ./gone",
-    "train --resume runs/lost": "'lost.jsonl'",
+    "train --resume runs/lost": r"data\.source lost\.jsonl, which is not here",
     "eval arith --model tiny --data none.jsonl": "'none.jsonl'",
     "eval arith --model tiny --data rows.jsonl": "no column 'question'",
     "eval arith --run runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
@@ -222,7 +222,7 @@ REFUSALS = {
     "resume nothing": (["train", "--resume", "nowhere"], "no folder nowhere"),
     "resume and more": (
         ["train", "--resume", "x", "--seed", "3"],
-        "for a base that has moved: leave the others",
+        "for what has moved",
     ),
     "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
     "awq without rows": (
