@@ -198,14 +198,25 @@ def test_a_recipe_does_not_travel():
     assert importers
 
 
-def test_importing_the_formats_loads_no_torch():
-    code = "import sys, qerl.formats; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "False\n"
+HEAVY = (
+    *("torch", "transformers", "numpy", "datasets", "pyarrow", "peft", "trl", "vllm", "safetensors", "pandas"),
+    *("matplotlib", "sympy", "math_verify"),
+)
+LIGHT = {  # what is imported -> what else it must not load
+    "import qerl.cli.main": ("pydantic", "httpx"),
+    "import qerl.formats, qerl.formats.nvfp4.layout": (),
+    "import qerl.checkpoint.resolve": ("huggingface_hub", "yaml"),
+    "import quantize.run": ("llmcompressor", "compressed_tensors"),
+    "from qerl.config.recipe import load_recipe, recipe_names; [load_recipe(name) for name in recipe_names()]": (),
+    "import qerl.data.examples, qerl.data.grading.grade_file; "
+    "from qerl.data.tasks import grade; grade('gsm8k', '#### 18', '18')": ("pydantic",),
+}
 
 
-def test_the_command_line_loads_nothing_heavy():
-    heavy = ("torch", "transformers", "datasets", "numpy", "pydantic", "peft", "trl", "vllm", "httpx")
-    code = f"import sys, qerl.cli.main; print([name for name in {heavy!r} if name in sys.modules])"
+@pytest.mark.parametrize("code", LIGHT)
+def test_what_answers_at_once_loads_nothing_heavy(code):
+    unwanted = [*HEAVY, *LIGHT[code]]
+    code += f"; import sys; print([name for name in {unwanted!r} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert printed.stdout.strip() == "[]"
 

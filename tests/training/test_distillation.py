@@ -125,7 +125,7 @@ def test_an_adapter_on_a_4_bit_base_learns_from_the_model_that_was_quantized(nvf
 def test_episodes_of_a_student_with_4_bit_activations_are_taught_at_its_own_tokens(tmp_path):
     """The teacher reads what the calculator wrote, too, and nothing of it is in the loss."""
     keys = ("qat.mode=weights", "qat.quant_cfg=nvfp4_w4a4", "rollout.prompts_per_step=2", "rollout.group_size=2")
-    more = ("model.base=tiny_turns", *DISTILL[:2], "run.steps=1", f"run.out={tmp_path / 'run'}")
+    more = ("model.base=tiny_turns", *DISTILL[:2], "data.limit=8", "run.steps=1", f"run.out={tmp_path / 'run'}")
     (row,) = numbers(start(load_recipe("calculator", [*keys, *more]), "calculator").run_dir)
     assert row["mismatch_kl"] < 1e-6
     assert row["loss"] == pytest.approx(row["kl_to_teacher/reverse"])

@@ -10,14 +10,12 @@ from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.cli.next_step import after_evaluating, after_quantizing, after_training
 from qerl.config.recipe import load_recipe, recipe_names, save_config
 from qerl.data.tasks import TASKS
-from tests.helpers.cli_shell import Shell
 from tests.helpers.parsed import check_parses
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def quantized(folder, source):
@@ -46,13 +44,13 @@ def run(folder, *overrides, recipe="tiny", **flags):
         ("my own", "/models/another", "qerl train --recipe first_evening --model 'my own'"),
     ],
 )
-def test_after_quantizing_comes_training_on_that_folder(here, folder, source, said):
+def test_after_quantizing_comes_training_on_that_folder(folder, source, said):
     assert after_quantizing(quantized(folder, source)) == said
     check_parses(said)
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
-def test_after_training_comes_evaluation_on_rows_that_were_not_trained_on(here, recipe):
+def test_after_training_comes_evaluation_on_rows_that_were_not_trained_on(recipe):
     command = after_training(run("runs/a b", recipe=recipe))
     check_parses(command)
     program, verb, task, *rest = shlex.split(command)
@@ -65,7 +63,7 @@ def test_after_training_comes_evaluation_on_rows_that_were_not_trained_on(here, 
     )
 
 
-def test_after_training_on_ones_own_rows_comes_the_report(here):
+def test_after_training_on_ones_own_rows_comes_the_report():
     command = after_training(run("runs/own", data="rows.jsonl", task="gsm8k"))
     assert command == "qerl report runs/own"
     check_parses(command)
@@ -92,14 +90,14 @@ def test_after_training_on_ones_own_rows_comes_the_report(here):
         ),
     ],
 )
-def test_after_training_on_ones_own_rows_all_that_is_needed_is_named(here, settings, words):
+def test_after_training_on_ones_own_rows_all_that_is_needed_is_named(settings, words):
     given = ("data.source=rows.jsonl", "data.task=own", "data.grader=my own/grader.py", "validation.every=2")
     command = after_training(run("runs/own", *given, *settings))
     assert command == f"qerl {words}"
     check_parses(command)
 
 
-def test_after_training_on_several_sources_one_with_rows_of_its_own_for_it_is_named(here):
+def test_after_training_on_several_sources_one_with_rows_of_its_own_for_it_is_named():
     sources = (
         "data.sources=[{name: a, task: own, source: a.jsonl}, "
         "{name: b, task: own, source: b.jsonl, grader: g.py, validation: {source: c.jsonl}}, {name: c, task: gsm8k}]"
@@ -114,40 +112,42 @@ def test_after_training_on_several_sources_one_with_rows_of_its_own_for_it_is_na
     assert after_training(run("runs/d", none)) == "qerl report runs/d"
 
 
-def test_after_evaluating_an_adapter_that_is_merged_already_comes_talking_to_it(here):
+def test_after_evaluating_an_adapter_that_is_merged_already_comes_talking_to_it():
     run("runs/demo")
     Path("merged/demo-nvfp4").mkdir(parents=True)
     Path("runs/demo/adapter").mkdir()
     assert after_evaluating("base", "runs/demo/adapter", "nvfp4") == "qerl chat --model merged/demo-nvfp4"
 
 
-def test_each_printed_line_works_as_it_is(tmp_path):
+def test_each_printed_line_works_as_it_is(tmp_path, here):
     """The run is of two sources of one's own rows, with a grader, and begins with `qerl init`."""
-    shell = Shell(tmp_path)
     rows = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(40)]
     for name, own in (("rows", rows), ("more", rows[20:]), ("test", rows[:3])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
 
-    def printed(name, *words):
-        return shlex.split(shell.run(name, *words).rpartition("Next: qerl ")[2].splitlines()[0])
+    def printed(*words):
+        code, out, err = here(*words)
+        assert code == 0, err
+        return shlex.split((out + err).rpartition("Next: qerl ")[2].splitlines()[0])
 
-    line = printed("init", "init", "rows.jsonl", "--out", "my own", "--recipe", "tiny")
-    shell.run("dry", *line)
+    line = printed("init", "rows.jsonl", "--out", "my own", "--recipe", "tiny")
+    code, _, err = here(*line)
+    assert code == 0, err
     sources = (
         "data.sources=[{name: a, source: rows.jsonl, validation: {source: test.jsonl}}, {name: b, source: more.jsonl}]"
     )
     few = ("run.steps=1", "noise.enabled=false", "rollout.max_new_tokens=8", "rollout.prompts_per_step=2")
     asked = ("data.source=null", sources, *few)
     settings = [word for key in asked for word in ("--set", key)]
-    line = printed("train", "train", *line[1:3], "--quantize", "--out", "runs/own", *settings)
+    line = printed("train", *line[1:3], "--quantize", "--out", "runs/own", *settings)
     assert line[:2] == ["eval", "own"]
-    line = printed("eval", *line, "--max-new-tokens", 8)
-    line = printed("merge", *line)
+    line = printed(*line, "--max-new-tokens", 8)
+    line = printed(*line)
     assert line == ["chat", "--model", "merged/own-nvfp4"]
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
-def test_after_evaluating_an_adapter_comes_its_merge(here, format):
+def test_after_evaluating_an_adapter_comes_its_merge(format):
     folder = run("runs/demo") / "adapter"
     folder.mkdir()
     commands = [after_evaluating("base", str(adapter), format) for adapter in (folder, "runs/demo/checkpoints/step-4")]
@@ -167,7 +167,7 @@ def test_after_evaluating_an_adapter_comes_its_merge(here, format):
         ("other", "/models/x", "qerl train --recipe first_evening --model other --set model.format=fp8_block"),
     ],
 )
-def test_an_fp8_folder_is_trained_in_its_format(here, folder, source, said):
+def test_an_fp8_folder_is_trained_in_its_format(folder, source, said):
     made = quantized(folder, source)
     config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
     (made / "config.json").write_text(json.dumps(config))
@@ -175,7 +175,7 @@ def test_an_fp8_folder_is_trained_in_its_format(here, folder, source, said):
     check_parses(said)
 
 
-def test_after_evaluating_weights_that_were_trained_comes_a_chat(here):
+def test_after_evaluating_weights_that_were_trained_comes_a_chat():
     model = run("runs/demo", recipe="qat_tiny") / "model"
     exported = Path("exported/demo-nvfp4")
     for folder in (model, exported):
@@ -187,7 +187,7 @@ def test_after_evaluating_weights_that_were_trained_comes_a_chat(here):
         check_parses(command)
 
 
-def test_after_evaluating_a_base_comes_training(here):
+def test_after_evaluating_a_base_comes_training():
     folder = quantized("checkpoints/tiny-NVFP4A16", "tiny")
     before = {
         str(folder): "qerl train --recipe tiny",
@@ -200,7 +200,7 @@ def test_after_evaluating_a_base_comes_training(here):
         check_parses(command)
 
 
-def test_after_evaluating_a_merged_model_comes_talking_to_it(here):
+def test_after_evaluating_a_merged_model_comes_talking_to_it():
     Path("merged").mkdir()
     Path("merged/merge_report.json").write_text("{}")
     command = after_evaluating("merged", None, "bf16")

@@ -21,10 +21,10 @@ from training.run import start
 
 def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    command = ["train", "--recipe", "tiny", "--model", str(nvfp4_base), "--dry-run"]
+    command = ["train", "--recipe", "tiny", "--model", str(nvfp4_base), "--set", "data.limit=24", "--dry-run"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "8192 prompts" in done.stdout
+    assert "24 prompts" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("arith-train-0-")]
     assert len(rows) == 5
     assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, an empty completion does not
@@ -48,7 +48,7 @@ def test_it_shows_a_whole_prompt(nvfp4_base, tmp_path):
 
 
 def test_with_an_environment_episodes_are_played(nvfp4_base, tmp_path):
-    config = load_recipe("word_game", (), base=str(nvfp4_base), out=str(tmp_path / "run"))
+    config = load_recipe("word_game", ("data.limit=24",), base=str(nvfp4_base), out=str(tmp_path / "run"))
     text = shown(config)
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("word_game-train-")]
     assert [row[-3:] for row in rows] == [["1", "/", "0"]] * 5
@@ -59,7 +59,7 @@ def test_an_environment_that_fails_is_seen(nvfp4_base, tmp_path):
     code = "class Game:\n    def reset(self):\n        return 'go'\n"
     code += "    def step(self, text):\n        raise ValueError('no')\n"
     (tmp_path / "game.py").write_text(code, encoding="utf-8")
-    given = (f"environment.name={tmp_path / 'game.py'}:Game",)
+    given = (f"environment.name={tmp_path / 'game.py'}:Game", "data.limit=24")
     text = shown(load_recipe("word_game", given, base=str(nvfp4_base), out=str(tmp_path / "run")))
     assert "in each turn (failed: its environment step raised ValueError: no (game.py, line 5)):" in text
 

@@ -1,7 +1,5 @@
 """The registry of tasks, and the prompt that training and evaluation both use."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -150,15 +148,3 @@ def test_a_template_that_refuses_the_system_role_says_what_to_write():
     assert render_prompt(tokenizer, build_messages("gsm8k", "2+2?"))
     with pytest.raises(CheckpointError, match=r"no system role.*data\.system_prompt"):
         render_prompt(tokenizer, build_messages("gsm8k", "2+2?", TAGS_SYSTEM_PROMPT))
-
-
-def test_importing_the_registry_loads_nothing_heavy():
-    heavy = ("torch", "transformers", "datasets", "sympy", "math_verify", "pyarrow", "numpy", "pydantic")
-    code = (
-        "import sys; from qerl.data.tasks import *; "
-        "import qerl.data.examples, qerl.data.grading.grade, qerl.data.grading.grade_file;"
-        "from qerl.data.tasks import get_task, grade; grade('gsm8k', '#### 18', '18');"
-        f"print([name for name in {heavy!r} if name in sys.modules])"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert printed.stdout.strip() == "[]"
