@@ -68,7 +68,7 @@ def start(arguments: argparse.Namespace) -> dict:
         max_sequences=arguments.sequences,
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
-    return {"startup_s": engine.startup_s, "compiled_from_cache": engine.compiled_from_cache, "kernel": engine.kernel}
+    return {"startup_s": engine.startup_s, "kernel": engine.kernel}
 
 
 def run(environment: dict[str, str]) -> dict:

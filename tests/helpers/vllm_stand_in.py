@@ -36,7 +36,7 @@ def no_vllm(monkeypatch, folder, open_llm, find):
 
 def vllm_parts():
     """The `llm_engine` of a stand-in for vLLM's LLM."""
-    worker = SimpleNamespace(startup_seconds=dict, compiled_from_cache=lambda: True, reader=lambda: None)
+    worker = SimpleNamespace(startup_seconds=dict, reader=lambda: None)
     cache = SimpleNamespace(num_gpu_blocks=10, block_size=100)
     return SimpleNamespace(
         model_executor=SimpleNamespace(driver_worker=worker), vllm_config=SimpleNamespace(cache_config=cache)

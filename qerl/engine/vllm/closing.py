@@ -6,8 +6,7 @@ vLLM expects the process to end with its engine. After `EngineCore.shutdown` the
 2. The KV cache, through the attention layers: `drop_kv_cache_`; what is left is unmapped (`worker.give_back_closed`).
 3. The model, through the arguments of the finalizer of LLMEngine: `run_finalizer_`, and more than one `collect_`.
 4. The runner, whose buffers live as long as anything refers to the worker: `drop_runner_`.
-5. The model again, through a hook on compiled bytecode that vLLM registers twice and removes once: `drop_hooks_`.
-6. Buffers of modules, compiled code and the work space of cuBLAS: `drop_caches_`.
+5. Buffers of modules and the work space of cuBLAS: `drop_caches_`.
 
 Loaded kernels, the CUDA context and a policy model that the caller holds stay. Remove each step once vLLM does it.
 """
@@ -83,42 +82,23 @@ def drop_runner_(worker: Any) -> None:
     worker.model_runner = worker.chosen = None
 
 
-def drop_hooks_(owner: type) -> None:
-    """Drop all of Dynamo's bytecode hooks in this process that are methods of an `owner`.
-
-    vLLM 0.25.1 decorates both Qwen3Model and the Qwen2Model that it is derived from. So it sets up
-    `TorchCompileWithNoGuardsWrapper` twice, and loses the handle of the first hook before `cleanup` removes the second.
-    The hook is needed only while the model compiles, and does not change the bytecode. VLLM_USE_BYTECODE_HOOK=0 would
-    avoid it, but is part of the compile cache's key and also disables a check of vLLM. Remove with vllm-project/vllm
-    pull request 45195. The test of what is alive after a close (tests/qerl/engine/vllm/test_vllm_engine_gpu.py) shows
-    whether this takes effect.
-    """
-    from torch._dynamo.convert_frame import _bytecode_hooks
-
-    for key in [key for key, hook in _bytecode_hooks.items() if isinstance(getattr(hook, "__self__", None), owner)]:
-        del _bytecode_hooks[key]
-
-
 def drop_caches_() -> None:
     """Drop what modules cache.
 
-    These are decoded weights, linears by address, vLLM's table of what each layer needs for reloading weights (whose
-    entries stay if one of their tensors refers to the layer), top-k buffers, compiled code, and cuBLAS's work space.
+    These are decoded weights, our list of linears, vLLM's table of what each layer needs for reloading weights (whose
+    entries stay if one of their tensors refers to the layer), top-k buffers, and cuBLAS's work space.
     """
     import torch
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
     from qerl.engine.vllm import linear
     from qerl.formats.nvfp4.linear import release_work_buffers
 
-    drop_hooks_(TorchCompileWithNoGuardsWrapper)
     linear.forget_bases()
     release_work_buffers()
     LAYERWISE_INFO.clear()
     reset_buffer_cache()
-    torch.compiler.reset()  # compiled code refers to the model that it was compiled from
     torch._C._cuda_clearCublasWorkspaces()  # there is one per handle and stream, including vLLM's side streams
 
 

@@ -115,10 +115,8 @@ class VLLMEngine(Engine):
         worker = self.llm.llm_engine.model_executor.driver_worker
         self._reader = worker.reader()
         self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
-        self.compiled_from_cache = worker.compiled_from_cache()
         logger.info("vllm engine open: %s, kernel %s, attention %s", settings.base, self.kernel, self.attention)
-        compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
-        logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
+        logger.info("start took %.0f s: %s", sum(self.startup_s.values()), line(self.startup_s))
 
     def run(self, source: Source, seed: int | None = None) -> dict[int, Completion]:
         """Each request begins as soon as `source` has it. Earlier turns of a conversation are in the prefix cache."""

@@ -15,13 +15,11 @@ Weights whose activations stay in 16 bits are decoded for each product. VLLM_USE
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import library
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
@@ -41,7 +39,6 @@ from qerl.formats.fp8 import linear as trainer
 from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.fp8.reference import FP8Tensor, ScaleKind
 from qerl.formats.nvfp4 import lora
-from qerl.formats.nvfp4.lora import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -96,32 +93,15 @@ class FP8BlockMethod(LinearMethodBase):
             _CHECKED.add(codes.shape)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.qerl.fp8_linear(x, layer.weight, layer.weight_scale, bias)
+        inputs = layer.qerl_scales if self.rounds_input else None
+        return linear_product(x, FP8Tensor(layer.weight, layer.weight_scale), inputs, bias)
 
     def apply_with_adapter(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same and the adapter's product, for a layer with its buffers."""
-        weights = layer.weight, layer.weight_scale, bias
-        return torch.ops.qerl.fp8_lora_linear(x, *weights, layer.lora_a, layer.lora_b)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a product needs to know of a weight, besides its arguments."""
-
-    inputs: ScaleKind | None  # the kind of the input's scales; None: the input stays in 16 bits
-    adapter: Adapter | None
-
-
-# By the address of the codes, as `linear.BASES`, and for the same reason.
-HELD: dict[int, Held] = {}
-
-
-def hold(layer: LinearBase, adapter: Adapter | None) -> None:
-    """Let the products find what they need of a loaded layer."""
-    inputs = layer.qerl_scales if layer.quant_method.inner.rounds_input else None
-    HELD[layer.weight.data_ptr()] = Held(inputs, adapter)
+        """The same and the adapter's product, which reads x as it is, for a layer with its buffers."""
+        x = x.contiguous()
+        return lora.product_with_adapter(lambda: self.apply(layer, x), x, layer.qerl_adapter, bias)
 
 
 def view(layer: LinearBase, start: int, rows: int, bias: torch.Tensor | None) -> FP8Linear:
@@ -206,42 +186,13 @@ def _other_kernel() -> str:
     return "cutlass" if cutlass_block_fp8_supported() else "triton"
 
 
-@library.custom_op("qerl::fp8_linear", mutates_args=())
-def fp8_linear(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + bias, (tokens, in) -> (tokens, out). Compilers do not look inside."""
-    return _product(x, codes, scale, bias)
-
-
-@fp8_linear.register_fake
-def _(x, codes, scale, bias):
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-@library.custom_op("qerl::fp8_lora_linear", mutates_args=())
-def fp8_lora_linear(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
+def linear_product(
+    x: torch.Tensor, weight: FP8Tensor, inputs: ScaleKind | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T, where the adapter reads x as it is. A and B are the ones in `HELD`."""
-    x = x.contiguous()
-    adapter = HELD[codes.data_ptr()].adapter
-    return lora.product_with_adapter(lambda: _product(x, codes, scale, None), x, adapter, bias)
-
-
-@fp8_lora_linear.register_fake
-def _(x, codes, scale, bias, lora_a, lora_b):
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-def _product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    inputs = HELD[codes.data_ptr()].inputs
+    """x W^T + bias, (tokens, in) -> (tokens, out). `inputs` is the kind of x's scales; None: x stays in 16 bits."""
     if inputs is None:
-        return F.linear(x, trainer.decode(codes, scale, x.dtype), bias)
-    out = product(x, codes, scale, inputs)
+        return F.linear(x, trainer.decode(*weight, x.dtype), bias)
+    out = product(x, *weight, inputs)
     return out if bias is None else out.add_(bias)
 
 

@@ -1,4 +1,6 @@
-"""Triton kernels: the adapter on experts, between the two base products, and the draw of tokens. `twins.py` has twins.
+"""Triton kernels: the adapter on experts, the draw of tokens, and what stands between a layer's products.
+
+`twins.py` has their twins.
 
 Rows of the adapter's kernels are pairs of a token and one of its experts, in the order of tokens. `Routing` says in
 which blocks of pairs, each of one expert, the base products work, and the kernels use the same blocks. Two of the
@@ -8,11 +10,14 @@ experts.
 `draw` draws one token per row with its logprob, reading the logits once. Each program of the first launch keeps the
 maximum, the sum of exponentials and the best noisy logit of its block; then one program per row combines them. `rows`
 is not specialized, because an odd number of sequences would recompile.
+
+`add_norm`, `swiglu` and `rotate_` are one launch each; nothing is compiled for the sake of fusing them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -20,6 +25,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from qerl.engine.vllm.twins import BLOCK, QUARTER
+from qerl.formats.cuda.nvrtc import has_kernels
 
 COLUMNS = 64  # of the output, per program
 STEP = 128  # columns of a sum that are read at once
@@ -362,3 +368,165 @@ def _row_kernel(
     logit = tl.load(logits_ptr + row * stride + token).to(tl.float32) * inverse
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logprobs_ptr + row, logit - log_total)
+
+
+@cache
+def _early(device: torch.device) -> dict[str, bool]:
+    """Let a launch start before the one before it has ended, and wait for its results, on cards that can."""
+    return {"EARLY": True, "launch_pdl": True} if has_kernels(device) else {"EARLY": False}
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    gain_ptr,
+    out_ptr,
+    wide_ptr,
+    columns,
+    heads,
+    stride,
+    eps,
+    ADDS: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    gain = tl.load(gain_ptr + column, mask=inside, other=0.0)  # no launch of a step writes it
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + (row // heads) * stride + (row % heads) * columns + column, mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if ADDS:
+        x += tl.load(residual_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if ADDS:
+        tl.store(wide_ptr + row * columns + column, x, mask=inside)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
+    tl.store(out_ptr + row * columns + column, (x * scale * gain).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(gain * wide / sqrt(mean(wide^2) + eps) in x's dtype, wide = x + residual in float32 or None without one).
+
+    x is (tokens, columns), or (tokens, heads, columns) of which each head has a norm of its own; tokens may be strided.
+    `residual` has x's shape, `gain` is float32 (columns,).
+    """
+    columns, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = None if residual is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    if x.shape[0]:
+        _add_norm_kernel[(x.shape[0] * heads,)](
+            x,
+            x if residual is None else residual,
+            gain,
+            out,
+            out if wide is None else wide,
+            columns,
+            heads,
+            x.stride(0),
+            eps,
+            ADDS=residual is not None,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **_early(x.device),
+        )
+    return out, wide
+
+
+@triton.jit
+def _swiglu_kernel(x_ptr, out_ptr, columns, EARLY: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(x_ptr + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (tokens, columns) for x (tokens, 2 columns), gate before up, contiguous; rounded once."""
+    columns, width = x.shape[1] // 2, 2048
+    out = x.new_empty(x.shape[0], columns)
+    if x.shape[0]:
+        grid = (x.shape[0], triton.cdiv(columns, width))
+        _swiglu_kernel[grid](x, out, columns, WIDTH=width, num_warps=4, **_early(x.device))
+    return out
+
+
+@triton.jit
+def _rotate_kernel(
+    positions_ptr,
+    q_ptr,
+    k_ptr,
+    angles_ptr,
+    q_heads,
+    k_heads,
+    q_stride,
+    k_stride,
+    head_dim,
+    half,
+    EARLY: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    angle = tl.load(positions_ptr + token) * 2 * half + column
+    cos = tl.load(angles_ptr + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles_ptr + angle + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    of_q = (head < q_heads)[:, None] & (column < half)[None, :]
+    of_k = ((head >= q_heads) & (head < q_heads + k_heads))[:, None] & (column < half)[None, :]
+    q_at = q_ptr + token * q_stride + head[:, None] * head_dim + column[None, :]
+    k_at = k_ptr + token * k_stride + (head - q_heads)[:, None] * head_dim + column[None, :]
+    first = tl.load(q_at, mask=of_q, other=0.0).to(tl.float32) + tl.load(k_at, mask=of_k, other=0.0).to(tl.float32)
+    second = tl.load(q_at + half, mask=of_q, other=0.0).to(tl.float32)
+    second += tl.load(k_at + half, mask=of_k, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    low = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
+    high = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
+    tl.store(q_at, low, mask=of_q)
+    tl.store(q_at + half, high, mask=of_q)
+    tl.store(k_at, low, mask=of_k)
+    tl.store(k_at + half, high, mask=of_k)
+
+
+def rotate_(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, head_dim: int) -> None:
+    """Rotate the heads of q and k (tokens, heads * head_dim) in place; tokens may be strided.
+
+    `positions` (tokens,) int64 says which row of `angles` (positions, 2 half: cosines, then sines) a token has. The
+    first `half` columns of a head are rotated with the second, and any others stay.
+    """
+    heads = q.shape[1] // head_dim, k.shape[1] // head_dim
+    half, together = angles.shape[1] // 2, 8
+    if q.shape[0]:
+        _rotate_kernel[(q.shape[0], triton.cdiv(sum(heads), together))](
+            positions,
+            q,
+            k,
+            angles,
+            *heads,
+            q.stride(0),
+            k.stride(0),
+            head_dim,
+            half,
+            HEADS=together,
+            BLOCK=triton.next_power_of_2(half),
+            num_warps=2,
+            **_early(q.device),
+        )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -20,8 +21,11 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from qerl.base.errors import EngineError
+from qerl.engine.vllm import kernels, twins
 from qerl.engine.vllm.experts import DenseExpertsMethod, NVFP4ExpertsMethod
 from qerl.engine.vllm.fp8 import FP8BlockMethod
 from qerl.engine.vllm.linear import AdapterLinearMethod, Options, QerlNvFp4LinearKernel, RouterMethod, is_router
@@ -185,9 +189,44 @@ class NoisyRMSNorm(RMSNorm):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.variance_size_override is not None:
             raise NotImplementedError("an RMSNorm over a part of the hidden size is not supported")
-        wide = x.float() if residual is None else x.float() + residual.float()
-        scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.variance_epsilon)
-        out = (wide * scale * self.gain).to(x.dtype)
+        out, wide = twins.add_norm(x, residual, self.gain, self.variance_epsilon)
         return out if residual is None else (out, wide)
 
-    forward_cuda = forward_native
+    def forward_cuda(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self.variance_size_override is not None or x.dim() > 3:
+            return self.forward_native(x, residual)
+        out, wide = kernels.add_norm(x, residual, self.gain, self.variance_epsilon)
+        return out if residual is None else (out, wide)
+
+
+@SiluAndMul.register_oot
+class OneLaunchSiluAndMul(SiluAndMul):
+    """The activation between the products of an MLP."""
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.swiglu(x) if x.dim() == 2 and x.is_contiguous() else super().forward_cuda(x)
+
+
+class _OneLaunch(RotaryEmbedding):
+    """The rotation of queries and keys."""
+
+    def forward_cuda(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        plain = key is not None and self.is_neox_style and positions.dim() == 1 and query.dim() == 2
+        if not plain:
+            return super().forward_cuda(positions, query, key)
+        kernels.rotate_(positions, query, key, self._match_cos_sin_cache_dtype(query), self.head_size)
+        return query, key
+
+
+@RotaryEmbedding.register_oot
+class OneLaunchRotaryEmbedding(_OneLaunch):
+    """Replaces vLLM's plain rotation."""
+
+
+@Llama3RotaryEmbedding.register_oot
+class OneLaunchLlama3RotaryEmbedding(_OneLaunch, Llama3RotaryEmbedding):
+    """Replaces vLLM's rotation with the frequencies of Llama 3, which are in its table."""

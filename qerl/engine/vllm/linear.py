@@ -31,8 +31,8 @@ from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from qerl.base.errors import KERNEL
 from qerl.checkpoint.activations import INPUT_SCALE, check_served
-from qerl.engine.vllm import CONFIG_KEY, fp8
-from qerl.engine.vllm.fp8 import HELD, FP8BlockMethod
+from qerl.engine.vllm import CONFIG_KEY
+from qerl.engine.vllm.fp8 import FP8BlockMethod
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.nvfp4 import gemm, lora, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
@@ -105,26 +105,21 @@ class AdapterLinearMethod(LinearMethodBase):
             layer.compute_config = json.dumps({**json.loads(layer.compute_config), "use_batch_invariant": True})
         if self.options.max_rank:
             _add_adapter_buffers(layer, self.options.max_rank)
+        layer.qerl_adapter = adapter_of(layer)
         layer.qerl_quantized = global_scale is not None
         if layer.qerl_quantized:
-            base = Base(self.inner, layer, kernel_weight(layer), adapter_of(layer), layer.qerl_activations)
-            BASES[layer.weight.data_ptr()] = base
-        elif isinstance(self.inner, FP8BlockMethod):
-            fp8.hold(layer, adapter_of(layer))
+            layer.qerl_base = Base(self.inner, layer, kernel_weight(layer), layer.qerl_adapter, layer.qerl_activations)
+            BASES.append(layer.qerl_base)
         load_kernels(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = sum(layer.output_partition_sizes)
-        if not self.options.max_rank:
-            if layer.qerl_quantized:
-                return torch.ops.qerl.nvfp4_linear(x, layer.weight, bias, rows)
-            return self.inner.apply(layer, x, bias)
         if layer.qerl_quantized:
-            return torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, bias, layer.lora_a, layer.lora_b, rows)
+            return layer.qerl_base.product(x, bias, layer.qerl_adapter)
+        if layer.qerl_adapter is None:
+            return self.inner.apply(layer, x, bias)
         if isinstance(self.inner, FP8BlockMethod):
             return self.inner.apply_with_adapter(layer, x, bias)
-        out = self.inner.apply(layer, x, bias)
-        return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, list(layer.output_partition_sizes))
+        return lora.add_adapter_(self.inner.apply(layer, x, bias), x.contiguous(), layer.qerl_adapter)
 
 
 @register_weight_loader_v2_supported_method
@@ -205,7 +200,7 @@ HUMMING_WRONG = range(49, 57)  # numbers of tokens for which it would take one b
 
 @dataclass
 class Base:
-    """What a quantized product needs to know of its linear, besides its arguments."""
+    """What a product with a quantized weight needs to know of its linear."""
 
     method: LinearMethodBase
     layer: torch.nn.Module
@@ -223,10 +218,11 @@ class Base:
         fused = self.weight.layout is QERL and (self.adapter is None or self.adapter.fits_kernels)
         return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
 
-    def input(self, x: torch.Tensor) -> torch.Tensor:
-        """What is multiplied for rows x (tokens, in): contiguous, and rounded if the linear rounds its input."""
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
+        """x W^T + bias + (x A^T) B^T, (tokens, in) -> (tokens, out); x is rounded if the linear rounds inputs."""
         x = x.contiguous()
-        return x if self.activations is None else self.activations(x)
+        x = x if self.activations is None else self.activations(x)
+        return WAYS[way_of(self.ways, x.shape[0])](self, x, bias, adapter)
 
 
 def adapter_of(layer: LinearBase) -> Adapter | None:
@@ -236,65 +232,14 @@ def adapter_of(layer: LinearBase) -> Adapter | None:
     return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
 
 
-# The key is the address of the kernel's words. A name or a scale would be a constant in the compiled graphs, and equal
-# layers whose graphs differ in a constant would be compiled one by one.
-BASES: dict[int, Base] = {}
+BASES: list[Base] = []  # of the open engine
 
 
 def forget_bases() -> None:
     """Drop all references to an engine's weights. The process may open another engine at the same addresses."""
     BASES.clear()
-    HELD.clear()
     _LOADED.clear()
     gemm.forget_work_space()
-
-
-@torch.library.custom_op("qerl::nvfp4_linear", mutates_args=())
-def nvfp4_linear(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """x W^T + bias, (tokens, in) -> (tokens, rows). Compilers do not look inside."""
-    base = BASES[words.data_ptr()]
-    return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, None)
-
-
-@nvfp4_linear.register_fake
-def _(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], rows)
-
-
-@torch.library.custom_op("qerl::nvfp4_lora_linear", mutates_args=())
-def nvfp4_lora_linear(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    bias: torch.Tensor | None,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    rows: int,
-) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T. A and B are the ones in `BASES`; as arguments they tell compilers what is read."""
-    base = BASES[words.data_ptr()]
-    return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, base.adapter)
-
-
-@nvfp4_lora_linear.register_fake
-def _(x, words, bias, lora_a, lora_b, rows):
-    return x.new_empty(x.shape[0], rows)
-
-
-@torch.library.custom_op("qerl::add_lora", mutates_args=())
-def add_lora(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    parts: list[int],
-) -> torch.Tensor:
-    """out + (x A^T) B^T for a 16-bit base."""
-    return lora.add_adapter_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts)))
-
-
-@add_lora.register_fake
-def _(out, x, lora_a, lora_b, parts):
-    return torch.empty_like(out)
 
 
 Way = Callable[[Base, torch.Tensor, torch.Tensor | None, Adapter | None], torch.Tensor]
@@ -342,8 +287,8 @@ def load_kernels(layer: LinearBase) -> None:
     has one; `opening.compile_ahead` has already started the compilation. Kernels that are chosen only later
     (`choose_ways_`) are loaded when vLLM runs each size once before its capture.
     """
-    base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
-    adapter = adapter_of(layer)
+    base = layer.qerl_base if layer.qerl_quantized else None
+    adapter = layer.qerl_adapter
     rows, columns = sum(layer.output_partition_sizes), layer.input_size  # of one card
     ranks = 0 if adapter is None else adapter.a.shape[0]
     shape = (rows, columns, ranks, None if base is None else base.weight.layout)
@@ -381,9 +326,7 @@ class QerlNvFp4LinearKernel(NvFp4LinearKernel):
         layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = sum(layer.output_partition_sizes)
-        out = torch.ops.qerl.nvfp4_linear(x.reshape(-1, x.shape[-1]), layer.weight, bias, rows)
-        return out.view(*x.shape[:-1], rows)
+        return layer.qerl_base.product(x, bias, None)
 
 
 TOKENS = 8
@@ -422,7 +365,7 @@ def choose_ways_(sizes: Sequence[int]) -> None:
     scripts/bench/bench_linear.py shows no such error.
     """
     shapes: dict[ways.Shape, list[Base]] = {}
-    for base in BASES.values():
+    for base in BASES:
         shapes.setdefault(base.shape, []).append(base)
     for shape, bases in shapes.items():
         chosen = shape.ways()

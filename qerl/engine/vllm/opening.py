@@ -1,16 +1,18 @@
 """Open vLLM on a checkpoint. Whatever can be refused is refused before anything is loaded.
 
 The kernels that multiply by the packed weights are compiled while vLLM is still being imported. Parts of the start are
-timed. These are cached on disk, each under its own key: vLLM's compiled graphs (in VLLM_CACHE_ROOT; the key is made of
-vLLM's version, configuration and environment variables, our adapter's rank, and the text of every traced file), the
-kernels of Triton (TRITON_CACHE_DIR) and Humming (HUMMING_CACHE_DIR), and our own (QERL_CACHE). These are not, because
-one process cannot hand them to another: imports, weights, the profile run, captured CUDA graphs. No vllm.
+timed. The kernels of Triton (TRITON_CACHE_DIR) and Humming (HUMMING_CACHE_DIR) are cached on disk, and so are our own
+(QERL_CACHE). Imports, weights, the profile run and captured CUDA graphs are not, because one process cannot hand them
+to another. Nothing is compiled by torch: what stands between the products is a launch of ours each (`kernels.py`), and
+a step that also begins sequences is a row of CUDA graphs with attention between them. No vllm.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -151,16 +154,37 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     }
     if not options.enforce_eager:
         arguments["cudagraph_capture_sizes"] = capture_sizes(options.max_sequences)
+    _inspect_here_(settings.config.architectures or [])
     from vllm import LLM
 
     try:
-        llm = LLM(**arguments)
+        with _little_to_collect():
+            llm = LLM(**arguments)
     except (torch.OutOfMemoryError, ValueError) as error:
         raise cannot_open(settings, error) from error
     # EngineArgs 0.25.1 does not pass this field of vLLM's own config on; it is read at the first sleep.
     worker = llm.llm_engine.model_executor.driver_worker
     worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
     return llm
+
+
+def _inspect_here_(architectures: Sequence[str]) -> None:
+    """Have vLLM look at the model's class in this process, instead of starting one that imports it all again."""
+    from vllm import ModelRegistry
+
+    for name in set(architectures) & set(ModelRegistry.models):
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+@contextmanager
+def _little_to_collect() -> Iterator[None]:
+    """Spare what is there now the collections of garbage, of which vLLM asks for one per CUDA graph (0.4 s each)."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _take_new_runner_() -> None:
@@ -178,6 +202,8 @@ def _take_new_runner_() -> None:
 def _set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if "vllm.compilation.breakable_cudagraph" not in sys.modules:  # it reads the variable once
+        os.environ.setdefault(BREAKABLE, "1")
     if not has_module("flashinfer"):
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
@@ -214,7 +240,8 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "worker_cls": "qerl.engine.vllm.worker.QerlWorker",
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
-        **_for_hopper(options.kv_cache_dtype),
+        **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(options.kv_cache_dtype) else {}),
+        "compilation_config": {"mode": 0, "cudagraph_mode": _graphs()},
     }
 
 
@@ -225,20 +252,18 @@ def vllm_method(format: str) -> str:
     return method
 
 
-def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
-    """On Hopper, our kernel for attention in decode steps, and programmatic dependent launch for Inductor's kernels.
-
-    With the latter a kernel starts before the one before it ends and itself waits for what that writes, which saves
-    3 us per layer of a 7B.
-    """
+def _takes_our_attention(kv_cache_dtype: str) -> bool:
+    """Whether our kernel computes attention in decode steps."""
     import torch
 
     from qerl.formats.cuda.nvrtc import has_kernels
 
-    if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
-        return {}
-    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
-    return early | ({"attention_config": {"backend": "CUSTOM"}} if kv_cache_dtype in ("auto", "fp8") else {})
+    return kv_cache_dtype in ("auto", "fp8") and has_kernels(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _graphs() -> str:
+    """Which steps are CUDA graphs: all up to the largest size; only decode steps if vLLM was imported before qerl."""
+    return "FULL_AND_PIECEWISE" if os.environ.get(BREAKABLE) == "1" else "FULL_DECODE_ONLY"
 
 
 def check_vllm() -> None:
@@ -384,12 +409,6 @@ def whole(total: float, *parts: Mapping[str, float]) -> dict[str, float]:
     """All parts, and as `rest` the seconds that none of them accounts for; rounded to 0.01 s."""
     seconds = {name: value for each in parts for name, value in each.items()}
     return {name: round(value, 2) for name, value in {**seconds, "rest": total - sum(seconds.values())}.items()}
-
-
-def split_compiling(seconds: Mapping[str, float], compiling: float) -> dict[str, float]:
-    """The same parts, with `compile` split off `profile`, the part in which the first forward pass compiles."""
-    named = {"compile": min(compiling, seconds.get("profile", 0.0))}
-    return {**seconds, **named, "profile": seconds.get("profile", 0.0) - named["compile"]}
 
 
 def line(seconds: Mapping[str, float]) -> str:

@@ -86,3 +86,36 @@ def combine(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, weights: torch.Te
     tokens, k = weights.shape
     hidden = (h.float().view(tokens, k, -1) * weights[:, :, None]).sum(1).to(h.dtype)
     return (y.float().view(tokens, k, -1).sum(1) + hidden.float() @ b.float().t()).to(y.dtype)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(gain * wide / sqrt(mean(wide^2) + eps) in x's dtype, wide = x + residual in float32, or None without residual).
+
+    The mean is over the last dimension. `residual` has x's shape, and `gain` is float32, one number per column.
+    """
+    wide = x.float() if residual is None else x.float() + residual.float()
+    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * gain).to(x.dtype), None if residual is None else wide
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (tokens, columns), for x (tokens, 2 * columns) with gate before up; rounded once."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def rotate_(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, head_dim: int) -> None:
+    """Rotate the heads of q and k (tokens, heads * head_dim) in place.
+
+    `positions` (tokens,) int64 says which row of `angles` (positions, 2 * half: cosines, then sines) a token has. The
+    first `half` columns of a head are rotated with the second, and any others stay.
+    """
+    cos, sin = angles[positions].float()[:, None].chunk(2, dim=-1)
+    half = cos.shape[-1]
+    for rows in (q, k):
+        heads = rows.unflatten(1, (-1, head_dim))
+        first, second = heads[..., : 2 * half].to(torch.float32, copy=True).chunk(2, dim=-1)
+        heads[..., :half] = (first * cos - second * sin).to(q.dtype)
+        heads[..., half : 2 * half] = (second * cos + first * sin).to(q.dtype)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.compilation.counter import compilation_counter
 from vllm.device_allocator import HandleType
 from vllm.device_allocator.cumem import CuMemAllocator, create_and_map, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
@@ -34,7 +33,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from qerl.engine.vllm.experts import check_experts, runners
 from qerl.engine.vllm.kernels import draw
 from qerl.engine.vllm.linear import BASES, Options, check_rounding, choose_ways_
-from qerl.engine.vllm.opening import Parts, split_compiling
+from qerl.engine.vllm.opening import Parts
 from qerl.engine.vllm.requests import Chosen, Reader, check_cache
 from qerl.formats.nvfp4.ways import TOKENS
 from qerl.plan.engine_memory import GRAPHS, grown_by_others
@@ -75,7 +74,7 @@ class QerlWorker(Worker):
             with self.parts.part("kernel choice"):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
                 choose_ways_([size for size in sizes if size <= TOKENS[-1]])
-        check_rounding(BASES.values())
+        check_rounding(BASES)
         if layers := runners(runner.model):
             with self.parts.part("experts"):
                 check_experts(runner.model)
@@ -154,12 +153,8 @@ class QerlWorker(Worker):
             return super().compile_or_warm_up_model()
 
     def startup_seconds(self) -> dict[str, float]:
-        """Seconds of each part so far. Compiling, which the profile run's first forward pass does, is listed apart."""
-        return split_compiling(self.parts.seconds, self.vllm_config.compilation_config.compilation_time)
-
-    def compiled_from_cache(self) -> bool:
-        """Whether the model's compiled graphs came from vLLM's cache on disk."""
-        return compilation_counter.num_aot_artifacts_loaded + compilation_counter.num_compiled_artifacts_loaded > 0
+        """Seconds of each part so far."""
+        return self.parts.seconds
 
 
 class FusedSampler(Sampler):

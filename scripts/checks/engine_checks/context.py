@@ -35,7 +35,6 @@ class Context:
             "drawn_by": type(worker.model_runner.sampler).__name__,
             "open_s": round(time.monotonic() - started, 1),
             "startup_s": self.engine.startup_s,
-            "compiled_from_cache": self.engine.compiled_from_cache,
             "ways": ways(),
             "cache_tokens": self.engine.cache_tokens,
             "gpu": torch.cuda.get_device_name(),
@@ -82,4 +81,4 @@ def ways() -> dict[str, tuple[str, ...]]:
     """The way in which each quantized shape multiplies, for each of `qerl.formats.nvfp4.ways.TOKENS`."""
     from qerl.engine.vllm.linear import BASES
 
-    return {base.shape.name: base.ways for base in BASES.values()}
+    return {base.shape.name: base.ways for base in BASES}

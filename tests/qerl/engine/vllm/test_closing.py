@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.convert_frame import register_bytecode_hook
 
 from qerl.base.errors import EngineError
 from qerl.engine.options import EngineOptions
@@ -79,35 +78,6 @@ def test_layers_lose_their_cache_and_the_scales_in_it():
     assert vars(attention) == {**dict.fromkeys(closing.SCALE_CACHES), "scale": 1.0}
     assert layers["mamba"].kv_cache == []
     assert vars(layers["none"]) == {"weight": 1}
-
-
-class Compiled(Thing):
-    """Like vLLM's compiled model, set up by two decorators. Each adds a hook, but only the second handle is kept."""
-
-    def __init__(self):
-        super().__init__()
-        for _ in range(2):
-            self.handle = register_bytecode_hook(self.bytecode_hook)
-
-    def bytecode_hook(self, old_code, new_code):
-        pass
-
-
-def test_a_hook_whose_handle_was_lost_keeps_the_model_until_it_is_dropped(by_hand):
-    others = Thing(calls=[])
-    kept = register_bytecode_hook(others.calls.append)
-    model = Compiled()
-    there = weakref.ref(model)
-    model.handle.remove()
-    del model
-    torch.compiler.reset()
-    gc.collect()
-    assert there() is not None  # therefore hooks are dropped
-    closing.drop_hooks_(Compiled)
-    gc.collect()
-    assert there() is None
-    assert kept.id in kept.hooks_dict_ref()  # hooks of others stay
-    kept.remove()
 
 
 def fail_holding(refs):

@@ -1,4 +1,4 @@
-"""Our Triton kernels and their twins: the adapter on experts, and the draw of a token.
+"""Our Triton kernels and their twins: the adapter on experts, the draw of a token, what stands between products.
 
 The adapter's products are those of the trainer, and the sync fills its buffers. The twin of the draw is compared with
 the softmax. The kernels are compared with the twins on a card, or (experts) with `TRITON_INTERPRET=1 pytest -m gpu` by
@@ -277,3 +277,88 @@ def test_another_number_of_sequences_compiles_no_further_kernel(compiled):
     for rows in (1, 7, 32, 33, 128):
         draw(*random_batch(rows, 5003, torch.bfloat16))
     assert compiled == []
+
+
+def rows_of(tokens, columns, seed=0, dtype=torch.bfloat16, device=DEVICE):
+    """Rows of a wider tensor, as the parts of a fused product are."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, columns + 32, generator=generator).to(device, dtype)[:, :columns]
+
+
+def angles_of(positions, half):
+    """A table of cosines and sines, one row per position."""
+    angle = torch.arange(positions)[:, None] / 1000.0 ** (torch.arange(half) / half)
+    return torch.cat((angle.cos(), angle.sin()), 1)
+
+
+def test_the_twin_of_the_rotation_is_the_model_s():
+    from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+    q, k, positions = torch.randn(5, 3 * 8), torch.randn(5, 8), torch.tensor([4, 0, 9, 2, 2])
+    table = angles_of(10, 4)
+    cos, sin = (part.repeat(1, 2)[positions][None] for part in table.chunk(2, 1))
+    split = [rows.view(1, 5, -1, 8).transpose(1, 2) for rows in (q, k)]
+    expected = [rows.transpose(1, 2).reshape(5, -1) for rows in apply_rotary_pos_emb(*split, cos, sin)]
+    twins.rotate_(positions, q, k, table, 8)
+    torch.testing.assert_close((q, k), tuple(expected))
+
+
+def test_columns_beyond_the_table_are_not_rotated():
+    q, k = torch.randn(3, 16), torch.randn(3, 8)
+    before = q.clone()
+    twins.rotate_(torch.tensor([1, 2, 3]), q, k, angles_of(4, 2), 8)
+    assert torch.equal(q.view(3, 2, 8)[..., 4:], before.view(3, 2, 8)[..., 4:])
+    assert not torch.equal(q, before)
+
+
+def test_the_twins_of_norm_and_activation_round_once():
+    x, (residual, gain) = rows_of(4, 96, device="cpu"), torch.randn(5, 96).split([4, 1])
+    wide = x.double() + residual.double()
+    right = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
+    out, stream = twins.add_norm(x, residual, gain, 1e-6)
+    torch.testing.assert_close(stream, wide.float())
+    torch.testing.assert_close(out.double(), right, rtol=2.0**-8, atol=0)
+    gate, up = x.double().chunk(2, 1)
+    torch.testing.assert_close(twins.swiglu(x).double(), gate * gate.sigmoid() * up, rtol=2.0**-8, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+@pytest.mark.parametrize("columns", [64, 3584, 5120])
+def test_the_norm_is_its_twin(tokens, columns):
+    from qerl.engine.vllm.kernels import add_norm
+
+    x, gain = rows_of(tokens, columns), 1 + rows_of(1, columns, 1, torch.float32)[0]
+    residual = rows_of(tokens, columns, 2, torch.float32).contiguous()
+    for before in (None, residual, residual.bfloat16()):
+        found, right = add_norm(x, before, gain, 1e-6), twins.add_norm(x, before, gain, 1e-6)
+        torch.testing.assert_close(found, right, rtol=2.0**-7, atol=1e-6)
+    heads = rows_of(tokens, columns).unflatten(1, (-1, 32))  # of which each has a norm of its own
+    found, right = (norm(heads, None, gain[:32], 1e-6)[0] for norm in (add_norm, twins.add_norm))
+    torch.testing.assert_close(found, right, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+@pytest.mark.parametrize("columns", [48, 2048, 18944])
+def test_the_activation_is_its_twin(tokens, columns):
+    from qerl.engine.vllm.kernels import swiglu
+
+    x = (3 * rows_of(tokens, 2 * columns)).contiguous()
+    torch.testing.assert_close(swiglu(x), twins.swiglu(x), rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+@pytest.mark.parametrize(("heads", "head_dim", "half"), [((28, 4), 128, 64), ((9, 3), 64, 32), ((2, 2), 96, 24)])
+def test_the_rotation_is_its_twin(tokens, heads, head_dim, half):
+    from qerl.engine.vllm.kernels import rotate_
+
+    table = angles_of(500, half).bfloat16().to(DEVICE)
+    positions = torch.randint(500, (tokens,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    whole = rows_of(tokens, sum(heads) * head_dim)  # q and k are parts of one product
+    found, right = whole.clone(), whole.clone()
+    for rotate, rows in ((rotate_, found), (twins.rotate_, right)):
+        q, k = rows.split([count * head_dim for count in heads], 1)
+        rotate(positions, q, k, table, head_dim)
+    torch.testing.assert_close(found, right, rtol=2.0**-7, atol=1e-5)

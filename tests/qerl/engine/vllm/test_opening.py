@@ -4,9 +4,10 @@ If memory runs out, the error names keys of a recipe. The original texts are tho
 """
 
 import importlib.util
+import sys
 import time
 from collections import Counter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from qerl.base.errors import EngineError, MissingExtraError
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import opening
 from qerl.engine.vllm.engine import VLLMEngine
-from qerl.engine.vllm.opening import Parts, cannot_open, capture_sizes, line, split_compiling, whole
+from qerl.engine.vllm.opening import Parts, cannot_open, capture_sizes, line, whole
 from qerl.formats.cuda import nvrtc
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -191,12 +192,6 @@ def test_a_part_that_fails_is_timed():
     assert "weights" in parts.seconds
 
 
-def test_compiling_is_separated_from_the_profile_run():
-    assert split_compiling({"profile": 30.0, "weights": 5.0}, 26.0) == {"profile": 4.0, "weights": 5.0, "compile": 26.0}
-    assert split_compiling({"profile": 3.0}, 3.5) == {"profile": 0.0, "compile": 3.0}  # measured by two clocks
-    assert split_compiling({}, 0.0) == {"profile": 0.0, "compile": 0.0}
-
-
 @pytest.mark.parametrize("sequences", [1, 3, 8, 100, 128, 256, 600])
 def test_every_batch_has_a_graph_and_pads_little(sequences):
     sizes = capture_sizes(sequences)
@@ -224,3 +219,15 @@ def test_the_ratio_is_the_first_over_the_last():
         {"process_s": 50.0, "startup_s": {"imports": 10.0, "compile": 22.0}},
     ]
     assert ratios(starts) == {"engine_first_over_last": 2.5, "process_first_over_last": 2.0}
+
+
+def test_graphs_stop_at_attention_only_if_vllm_reads_that_it_is_asked_to(monkeypatch):
+    """vLLM decides when it is imported. A graph that went on would keep the attention of the batch it was made with."""
+    name = "vllm.compilation.breakable_cudagraph"
+    monkeypatch.delenv(opening.BREAKABLE, raising=False)
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    opening._set_environment_()
+    assert opening._graphs() == "FULL_DECODE_ONLY"
+    monkeypatch.delitem(sys.modules, name)
+    opening._set_environment_()
+    assert opening._graphs() == "FULL_AND_PIECEWISE"
