@@ -73,7 +73,8 @@ def check_shared(groups: Iterable[Sequence[str]], tensors: Mapping[str, TensorIn
     """
     several = [group for group in groups if len(group) > 1]
     names = [f"{module}.{tensor}" for group in several for module in group]
-    scales = _numbers({each: tensors[each].file for each in names})
+    with TensorReader(tensors) as read:
+        scales = {each: read(each).item() for each in sorted(names, key=lambda each: tensors[each].file)}
     for modules in several:
         found = {scales[f"{module}.{tensor}"] for module in modules}
         if len(found) > 1:
@@ -81,23 +82,6 @@ def check_shared(groups: Iterable[Sequence[str]], tensors: Mapping[str, TensorIn
                 f"{name} gives {', '.join(modules)} different global scales {sorted(found)}, and vLLM, which fuses "
                 "them, takes one for all: quantize the 16-bit model with `qerl quantize`, which shares them"
             )
-
-
-def _numbers(files: Mapping[str, Path]) -> dict[str, float]:
-    """The values of tensors that hold one number each, given the file of each."""
-    from safetensors import SafetensorError, safe_open
-
-    by_file: dict[Path, list[str]] = {}
-    for name, file in files.items():
-        by_file.setdefault(file, []).append(name)
-    found = {}
-    for file, names in by_file.items():
-        try:
-            with safe_open(file, "pt") as tensors:
-                found |= {name: tensors.get_tensor(name).item() for name in names}
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): copy or download it again") from error
-    return found
 
 
 SHARE = 0.25  # of the distance between results with rounded and other inputs; rounding to bfloat16 makes a twentieth

@@ -1,9 +1,7 @@
 """Tensors in safetensors files: list and check them from the headers, and read single ones on demand.
 
-A file starts with a little-endian uint64, the length of a JSON header that maps each tensor's name to its dtype,
-shape and byte range in the rest of the file (https://github.com/huggingface/safetensors#format). Reading the header
-is enough to know what a checkpoint holds and to notice a truncated or missing file before any long work. Importing this
-loads no torch.
+A file's header is enough to know what a checkpoint holds, and to notice a truncated or missing file before any long
+work. Importing this loads no torch.
 
 A checkpoint for pictures and text holds a decoder under `text_config`, with its tensors under a prefix. Without
 pictures its positions are a text model's, so `text_part` takes it as the text model of that family.
@@ -15,7 +13,6 @@ other readers go by `tie_word_embeddings`, so whatever qerl writes says false th
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -35,7 +32,6 @@ DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_AXES = 16
 OTHER_NAMES = {"weight_scale_inv": "weight_scale"}  # what DeepSeek and Qwen call the scales of FP8 weights
 
@@ -68,49 +64,22 @@ def read_json(path: Path) -> dict:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file. Raises CheckpointError if it is truncated or not a safetensors file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _corrupt(path, f"{size} bytes, and no header where one belongs")
-        raw = file.read(length)
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
     try:
-        header = parse_json(raw.decode("utf-8"))
-        header.pop("__metadata__", None)
-        found = {name: _tensor_info(path, name, entry, size - 8 - length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(path, f"its header does not parse: {error}") from error
-    _check_apart(path, header)
+        with safe_open(path, framework="np") as file:  # whose tensors share no bytes and fill the file
+            for name in file.offset_keys():
+                entry = file.get_slice(name)
+                dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+                if len(shape) > MAX_AXES:
+                    raise ValueError(f"{name} has {len(shape)} axes")
+                found[name] = TensorInfo(dtype, shape, path, math.prod(shape) * DTYPE_BYTES.get(dtype, 0))
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({error}): copy or download it again"
+        ) from error
     return found
-
-
-def _tensor_info(path: Path, name: str, entry: dict, data_bytes: int) -> TensorInfo:
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_AXES:
-        raise _corrupt(path, f"{name} has no dtype and shape that a tensor can have")
-    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)) or begin > end:
-        raise _corrupt(path, f"{name} has the shape {shape} and the bytes {begin} to {end}")
-    if end > data_bytes:
-        raise _corrupt(path, f"{name} ends at byte {end} of the data, and the file holds {data_bytes}")
-    if dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise _corrupt(path, f"{name} has {end - begin} bytes for {dtype} of shape {shape}")
-    if math.prod(shape) > 8 * data_bytes:  # of dtypes that are unknown here; none has less than a bit for a number
-        raise _corrupt(path, f"{name} has the shape {shape}, and the file holds {data_bytes} bytes")
-    return TensorInfo(dtype, tuple(shape), path, end - begin)
-
-
-def _check_apart(path: Path, header: dict) -> None:
-    """Refuse tensors that share bytes, by which a small file could stand for a model of any size."""
-    end, before = 0, ""
-    for (begin, next_end), name in sorted((entry["data_offsets"], name) for name, entry in header.items()):
-        if begin < end:
-            raise _corrupt(path, f"{name} shares bytes with {before}")
-        end, before = max(end, next_end), name
-
-
-def _corrupt(path: Path, detail: str) -> CheckpointError:
-    return CheckpointError(f"{path} is truncated or not a safetensors file ({detail}): copy or download it again")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -280,8 +249,6 @@ def with_own_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
 def _equal(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors, named as they are in their files, hold the same numbers."""
     from safetensors import SafetensorError, safe_open
-
-    from qerl.base.errors import CheckpointError
 
     try:
         with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:

@@ -89,8 +89,6 @@ def _taken_out(llm: Any, indices: Mapping[str, int]) -> dict[int, Completion]:
 @contextmanager
 def aborted_on_error(llm: Any, running: Sized) -> Iterator[None]:
     """Take all requests from vLLM if the block raises, Ctrl-C included. Raises EngineError if memory runs out."""
-    import torch
-
     try:
         yield
     except BaseException as error:

@@ -32,7 +32,6 @@ from qerl.engine.update import (
 from qerl.formats.nvfp4.ways import padded_power
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from qerl.engine.vllm.engine import Found
@@ -113,8 +112,6 @@ def copy_adapter_(
 
     A is zeroed there too: if an earlier adapter diverged and left a NaN, a zero in B would not remove it.
     """
-    import torch
-
     with torch.no_grad():
         for name, slot in slots.items():
             a, b = factors.get(name, (None, None))
@@ -136,17 +133,13 @@ def write_start_(
 
     Slots of linears that the start does not have keep zeros. Raises EngineError for factors that do not fit.
     """
-    import torch
-
     factors, _ = split_adapter(tensors, slots, {}, next(iter(slots.values())).frozen)
     views = {}
     with torch.no_grad():
         for name, (a, b) in factors.items():
             slot = slots[name]
-            columns, rows = (
-                slice(slot.first, slot.first + slot.frozen),
-                slice(slot.row_start, slot.row_start + slot.rows),
-            )
+            columns = slice(slot.first, slot.first + slot.frozen)
+            rows = slice(slot.row_start, slot.row_start + slot.rows)
             views[name] = slot.lora_a[columns].copy_(a), slot.lora_b[rows, columns].copy_(b)
     return views
 
@@ -262,8 +255,6 @@ class Gains:
 
     def set_trained_(self, trained: Mapping[str, torch.Tensor]) -> None:
         """Have copies of these weights act, and the checkpoint's in all other norms. The noise stays."""
-        import torch
-
         self._trained = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in trained.items()}
         self._write_()
 
@@ -358,8 +349,6 @@ def take_(update: Update, found: Found, max_rank: int, device: int) -> None:
 
 
 def _take_weights_(update: WeightsUpdate, found: Found, device: int) -> None:
-    import torch
-
     check_fit(update, found.linears, {name: norm.gain for name, norm in found.gains.norms.items()})
     pack_weights_(update.weights, found.linears)
     found.gains.set_trained_(update.norms)
