@@ -26,7 +26,7 @@ from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, check_n
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
 from qerl.checkpoint.hub import check_links, download_model
 from qerl.checkpoint.resolve import ModelRef
-from qerl.checkpoint.shards import DTYPE_BYTES, KEY, TensorInfo, TensorReader, has_own_head, read_json, read_tensors
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, TensorReader, has_own_head, read_json, read_tensors
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def _check_names(decoder: Decoder, format: Format, names: set[str], folder: Path
 
 logger = logging.getLogger(__name__)
 
-CACHE_SCALES = (".k_scale", ".v_scale")  # of an 8-bit KV cache: engines read them, a forward pass does not
 COMPUTED = "rotary_emb.inv_freq"  # a tensor of old checkpoints, which transformers now computes from the config
+LEFT_OUT = (".k_scale", ".v_scale", COMPUTED)  # scales of an 8-bit KV cache are for engines, not for a forward pass
 
 
 def load_model(
@@ -148,12 +148,7 @@ def load_model(
     torch_dtype = resolve_dtype(dtype, device)
     _check_format(folder, wanted, found)
     check_experts(folder)
-    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
-    if wanted.quantized or decoder.has_experts:
-        model = _load_packed(folder, wanted, torch_dtype, trust_remote_code)
-    else:
-        model = _load_16bit(folder, torch_dtype, trust_remote_code)
-    model.to(device)
+    model = _load(folder, wanted, torch_dtype, trust_remote_code).to(device)
     place_activations_(model, folder, wanted)
     fuse_(model)
     return model.requires_grad_(False).eval()
@@ -249,49 +244,21 @@ def _check_format(folder: Path, wanted: Format, found: Format) -> None:
         raise CheckpointError(f"{folder} holds 16-bit weights: run `{quantize_line(str(folder), wanted)}` first")
 
 
-def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    tensors = read_tensors(folder)
-    _refuse_bare_codes(folder, tensors)
-    check_config_fits(folder, tensors, trust_remote_code)  # before memory is taken for what it describes
-    own_head = {KEY: False} if has_own_head(read_json(folder / "config.json"), tensors) else {}
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # these are refused below, with our message
-            **own_head,
-        )
-    except Exception as error:  # of the model's code, whatever value of the config it met
-        raise _unloadable(folder, error) from error
-    shapes = {name: f"{list(given)}, not {list(own)}" for name, given, own in found["mismatched_keys"]}
-    _refuse_misfits(folder, found["missing_keys"], found["unexpected_keys"], shapes)
-    return model
-
-
 def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_remote_code: bool = False) -> None:
     """Raise CheckpointError if config.json describes another model than the 16-bit `tensors`; reads headers only."""
-    model = empty_model(folder, None, trust_remote_code)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     decoder = decoder_of(read_json(folder / "config.json"), str(folder))
     there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
-    there = decoder.shapes_in_memory(there)
-    shapes = {
-        name: f"{list(shape)}, not {list(own[name])}" for name, shape in there.items() if own.get(name, shape) != shape
-    }
-    _refuse_misfits(folder, own.keys() - there.keys() - set(model.all_tied_weights_keys), there.keys() - own, shapes)
+    _refuse_misfits(folder, empty_model(folder, None, trust_remote_code), decoder.shapes_in_memory(there))
 
 
-def _refuse_misfits(
-    folder: Path, missing: Collection[str], unexpected: Collection[str], shapes: dict[str, str]
-) -> None:
-    found = [f"{name} is missing" for name in sorted(missing)]
-    found += [f"the model has no place for {name}" for name in sorted(unexpected)]
-    found += [f"{name} is {shape}" for name, shape in sorted(shapes.items())]
+def _refuse_misfits(folder: Path, model: PreTrainedModel, there: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors of these shapes that are not those which an empty `model` asks for, by their names in memory."""
+    own = model.state_dict()
+    empty = {name for name, tensor in own.items() if tensor.is_meta} - set(model.all_tied_weights_keys)
+    found = [f"{name} is missing" for name in sorted(empty - there.keys())]
+    found += [f"the model has no place for {name}" for name in sorted(there.keys() - own.keys())]
+    shapes = {name: tuple(own[name].shape) for name in sorted(there.keys() & own.keys())}
+    found += [f"{name} is {[*there[name]]}, not {[*shape]}" for name, shape in shapes.items() if there[name] != shape]
     if found:
         raise CheckpointError(
             f"{folder} does not hold the model that its config.json describes ({'; '.join(found[:3])}; {len(found)} in "
@@ -319,31 +286,31 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
         raise _unloadable(folder, error) from error
 
 
-def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     import torch
 
     from qerl.formats.linear import swap_linears
 
-    tensors = read_tensors(folder)
+    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
+    left_out = (*LEFT_OUT, f".{INPUT_SCALE}") if kind_of_activations(folder, format) == "static" else LEFT_OUT
+    tensors = {name: info for name, info in tensors.items() if not name.endswith(left_out)}
     model = empty_model(folder, dtype, trust_remote_code)
-    if has_own_head(read_json(folder / "config.json"), tensors):
+    if has_own_head(config, tensors):
         model.config.tie_word_embeddings = False  # read by `tie_weights`, once the tensors are in place
     names = format.quantized_linears(tensors)
     linears = len(names)
-    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
+    decoder = decoder_of(config, str(folder))
     if decoder.has_experts:
         tensors = fill_experts_(model, decoder, format, tensors, dtype)
         names = [name for name in names if decoder.place_of(name) is None]
-    if kind_of_activations(folder, format) == "static":  # these are not part of the modules
-        tensors = {name: info for name, info in tensors.items() if not name.endswith(f".{INPUT_SCALE}")}
     with torch.device("meta"):
         if names or format.quantized:
             swap_linears(model, names, format)
-    quantization = read_json(folder / "config.json").get("quantization_config")
     for name in names:
-        format.configure_(model.get_submodule(name), quantization)
+        format.configure_(model.get_submodule(name), config.get("quantization_config"))
     packed = {f"{name}.{part}" for name in names for part in format.tensors}
     _refuse_bare_codes(folder, tensors, packed)
+    _refuse_misfits(folder, model, {name: info.shape for name, info in tensors.items()})
     _fill_(model, tensors, packed, dtype)
     if (folder / "generation_config.json").exists():
         model.generation_config = _generation_config(folder)
@@ -354,16 +321,9 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
 def _fill_(
     model: PreTrainedModel, tensors: Mapping[str, TensorInfo], packed: Collection[str], dtype: torch.dtype
 ) -> None:
-    """Put each file's tensors in place, cast to `dtype`, except for `packed` linears.
-
-    Raises CheckpointError for a tensor that is missing or has no place.
-    """
+    """Put each file's tensors in place, cast to `dtype`, except for `packed` linears."""
     from safetensors.torch import load_file
 
-    folder = next(iter(tensors.values())).file.parent
-    tensors = {name: info for name, info in tensors.items() if not name.endswith(CACHE_SCALES)}
-    if unexpected := sorted(set(tensors) - set(model.state_dict())):
-        raise CheckpointError(f"{folder} holds tensors that the model has no place for: {unexpected[:5]}")
     for file in dict.fromkeys(info.file for info in tensors.values()):
         stored = load_file(file)
         read = {name: stored[info.stored_as or name] for name, info in tensors.items() if info.file == file}
@@ -377,9 +337,6 @@ def _fill_(
                 "the same checkpoint"
             ) from error
     model.tie_weights()
-    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if empty:
-        raise CheckpointError(f"{folder} lacks tensors: {empty[:5]} ({len(empty)} in all)")
 
 
 def _refuse_bare_codes(folder: Path, tensors: Mapping[str, TensorInfo], packed: Collection[str] = ()) -> None:
