@@ -106,8 +106,8 @@ def _metadata(report: ExportReport | MergeReport, results: Iterable[dict]) -> st
         for result in results
     ]
     data = ModelCardData(
-        base_model=base_on_hub(report.origin),
-        license=licence_of(report.origin),
+        base_model=base_on_hub(report.base),
+        license=licence_of(report.base),
         library_name="peft" if report.to == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=["qerl", "grpo", *report.tags],
@@ -118,10 +118,10 @@ def _metadata(report: ExportReport | MergeReport, results: Iterable[dict]) -> st
 
 
 def _title(report: ExportReport | MergeReport) -> str:
-    licence = licence_of(report.origin)
+    licence = licence_of(report.base)
     rows = {
         "what": report.kind,
-        **report.card_rows(f"`{base_on_hub(report.origin) or Path(report.origin).name}`"),
+        **report.card_rows(f"`{base_on_hub(report.base) or Path(report.base).name}`"),
         "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
         "made": f"{report.created} by `qerl export --to {report.to}`",
     }

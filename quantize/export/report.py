@@ -10,7 +10,7 @@ from qerl import formats
 from qerl.checkpoint.base_start import TrainedStart
 from quantize.export.effect import Effect
 from quantize.export.weights import Survival
-from quantize.report import format_size
+from quantize.report import format_size, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +38,7 @@ class _Written:
     @property
     def tags(self) -> tuple[str, ...]:
         """Tags for the model card."""
-        return () if self.to == "adapter" else formats.get(self.to).card_tags
+        return self.made, *(() if self.to == "adapter" else formats.get(self.to).card_tags)
 
     def warnings(self) -> list[str]:
         """What a user has to know before using the result, one sentence each."""
@@ -50,13 +50,8 @@ class _Written:
 
     def table(self) -> Table:
         """What the result is, and what was measured, for the terminal."""
-        from rich.table import Table
-
-        table = Table(title=self.kind, show_header=False, title_justify="left")
         written = {"written to": f"{self.out} ({format_size(self.bytes)})"}
-        for name, text in {**self.rows(), **written, **self.measured()}.items():
-            table.add_row(name, text)
-        return table
+        return table_of(self.kind, {**self.rows(), **written, **self.measured()})
 
     def to_json(self) -> dict:
         """The content of the report's file."""
@@ -75,17 +70,12 @@ class ExportReport(_Written):
     trained: str  # masters, or 16-bit weights with the adapter
     lowest_sqnr_db: float | None = None  # of the written linears to their masters; None if all are exact
 
-    evaluated = "the finished run"
+    made, evaluated = "qat", "the finished run"
 
     @property
-    def origin(self) -> str:
-        """The model that all began with."""
+    def base(self) -> str:
+        """As in a `MergeReport`."""
         return self.begun_from
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Tags for the model card."""
-        return "qat", *super().tags
 
     def rows(self) -> dict[str, str]:
         """What the result is, by the names that people read."""
@@ -128,33 +118,21 @@ class MergeReport(_Written):
     layers: tuple[Survival, ...] = ()
     effect: Effect | None = None
 
-    evaluated = "base + adapter"
-
-    @property
-    def origin(self) -> str:
-        """The model that all began with."""
-        return self.base
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Tags for the model card."""
-        return "lora", *super().tags
+    made, evaluated = "lora", "base + adapter"
 
     def warnings(self) -> list[str]:
         """What a user has to know before using the result, one sentence each."""
-        found = list(self.notes)
-        if self.effect is not None and self.effect.kept is not None and self.effect.kept < MOST:
-            found.append(
-                f"only {max(0.0, self.effect.kept):.0%} of the adapter's effect is left in the merged model (KL to the "
-                f"exact policy {self.effect.kl_merged:.2g} nats per token, of the base alone "
-                f"{self.effect.kl_base:.2g}): serve the adapter on its base, or merge to {formats.BF16.name}"
+        effect, kept = self.effect, self.survival and self.survival.kept
+        lost = None
+        if effect is not None and effect.kept is not None and effect.kept < MOST:
+            lost = (
+                f"only {max(0.0, effect.kept):.0%} of the adapter's effect is left in the merged model (KL to the "
+                f"exact policy {effect.kl_merged:.2g} nats per token, of the base alone {effect.kl_base:.2g})"
             )
-        elif self.survival is not None and self.survival.kept is not None and self.survival.kept < MOST:
-            found.append(
-                f"rounding kept only {max(0.0, self.survival.kept):.0%} of the adapter's change of the weights: serve "
-                f"the adapter on its base, or merge to {formats.BF16.name}"
-            )
-        return found
+        elif kept is not None and kept < MOST:
+            lost = f"rounding kept only {max(0.0, kept):.0%} of the adapter's change of the weights"
+        remedy = f"serve the adapter on its base, or merge to {formats.BF16.name}"
+        return [*self.notes, *([f"{lost}: {remedy}"] if lost else [])]
 
     def to_json(self) -> dict:
         """The content of merge_report.json."""

@@ -15,7 +15,6 @@ import json
 import logging
 import shlex
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +54,8 @@ from quantize.export.options import (
 )
 from quantize.export.report import ExportReport, MergeReport
 from quantize.export.weights import check_written
-from quantize.run import package_version, progress_bar, resolve_device
+from quantize.report import made_by
+from quantize.run import progress_bar, resolve_device, take_card
 
 NO_LONGER_ROUNDED = (
     "the base that the adapter was trained on rounds the inputs of its linears to 4 bits, and this model does not: it "
@@ -75,12 +75,7 @@ logger = logging.getLogger(__name__)
 
 def exported(options: ExportOptions, gpu: int | None = None) -> ExportReport | MergeReport:
     """The report of what was written on one card, or on the CPU."""
-    from qerl.base.devices import choose_card
-
-    if options.device in ("auto", "cuda"):
-        choose_card(gpu=gpu)
-    elif gpu is not None:
-        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
+    take_card(options.device, gpu)
     return export(options)
 
 
@@ -205,8 +200,7 @@ def _packed_report(run: Path, out: Path, step: int, masters: Masters, options: E
         linears=sum(len(info.shape) == 2 for info in masters.trained.values()),
         trained=masters.what,
         bytes=0,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={package: package_version(package) for package in PACKAGES},
+        **made_by(PACKAGES),
         commands={"chat": chat_line(out), **({} if _only_qerl(run, options) else {"vllm": serve_model_line(out)})},
     )
 
@@ -356,8 +350,7 @@ def _report(options: ExportOptions, adapter: Adapter, out: Path, base: str, onto
         scaling=adapter.scaling,
         trained_norms=len(adapter.norms),
         bytes=0,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={package: package_version(package) for package in MERGE_PACKAGES},
+        **made_by(MERGE_PACKAGES),
     )
 
 
