@@ -11,16 +11,13 @@ so that what is held out and what is used are mixed, however few they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import DataError
 from qerl.data.rows import local_rows
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
-from quantize.output_error import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +25,7 @@ if TYPE_CHECKING:
 HELD_OUT = 16  # sequences to measure on
 MIXED = "mixed"  # the name of the rows that ship with qerl; a file or folder of that name is ./mixed
 OWN_TASK = "arith"  # what the embedded models were trained on
-ENOUGH_KNOWN = 0.9  # of the shipped rows' tokens; real tokenizers have 0.998, the embedded models' 0.65
-JUDGED_ROWS = 28  # the first rows, by which a tokenizer is judged
+REAL_TOKENS = 1000  # of a tokenizer that spells text; the embedded models' have under 700
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +40,10 @@ class Calibration:
     unusable_rows: int
     held_out: list[list[int]] = field(default_factory=list)  # to measure on, from other rows
 
-    def measured(self) -> Rows:
-        """The rows to measure on: those held out, or if there are none the calibration's."""
-        return Rows(self.data, self.held_out or self.sequences, bool(self.held_out))
+    @property
+    def measured(self) -> list[list[int]]:
+        """The sequences to measure on: those held out, or if there are none the calibration's."""
+        return self.held_out or self.sequences
 
     def summary(self) -> dict:
         """The entry of quantize_report.json."""
@@ -64,42 +61,6 @@ class Calibration:
 def shipped_rows() -> Path:
     """The file of the calibration rows that ship with qerl."""
     return Path(__file__).with_name("rows") / "mixed.jsonl.gz"
-
-
-def default_data(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What to calibrate on if nothing is named: `mixed`, or `arith` if the tokenizer knows that alone."""
-
-    def known(data: str) -> float:
-        return share_known(tokenizer, [tokens_of(row, tokenizer) for row in _rows(data)[:JUDGED_ROWS]])
-
-    if (share := known(MIXED)) >= ENOUGH_KNOWN or known(OWN_TASK) < ENOUGH_KNOWN:
-        return MIXED
-    logger.info("calibrating on task %s: the tokenizer spells %.0f%% of text", OWN_TASK, 100 * (1 - share))
-    return OWN_TASK
-
-
-def share_known(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]) -> float:
-    """The share of the rows' tokens that are the tokenizer's words and signs; 0 if there are no tokens.
-
-    The others are its unknown token, bytes of a character, and single letters that spell a word: the tokens of a text
-    of another kind than the tokenizer was made for.
-    """
-    texts = {token: tokenizer.decode([token]) for row in rows for token in row}
-    tokens = known = 0
-    for row in rows:
-        spelled = {place for place, pair in enumerate(pairwise(row)) if _spell(*(texts[token] for token in pair))}
-        spelled |= {place + 1 for place in spelled}
-        tokens += len(row)
-        known += sum(
-            token != tokenizer.unk_token_id and "\ufffd" not in texts[token] and place not in spelled
-            for place, token in enumerate(row)
-        )
-    return known / tokens if tokens else 0.0
-
-
-def _spell(first: str, second: str) -> bool:
-    """Whether both are single letters of one word."""
-    return second.isalpha() and len(second) == 1 and first.strip().isalpha() and len(first.strip()) == 1
 
 
 def load_calibration(

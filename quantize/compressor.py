@@ -17,7 +17,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache as once
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from qerl.checkpoint.experts import GATE_UP as MLP
 from qerl.checkpoint.experts import Decoder
 from qerl.checkpoint.source import Source
 from quantize.calibration import Calibration
+from quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:
     import torch
@@ -124,21 +124,12 @@ def check_device(device: torch.device) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What llm-compressor does with each layer."""
-
-    method: str  # rtn, awq or gptq
-    global_scale: str = "amax"  # or pow2; AWQ's search for its own scales is under amax in any case
-    batch_size: int = 1
-    observer: str | None = None  # of block scales, for rtn and gptq; None: the scheme's
-
-
 def calibrate(
-    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration | None, recipe: Recipe
+    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration | None, options: QuantizeOptions
 ) -> PreTrainedModel:
     """The model with quantization parameters on its linears; their `weight` is what will be encoded.
 
+    `options` have a method of llm-compressor's. AWQ's search for its own scales is under amax in any case.
     `calibration` None is for rtn with an observer that looks at no inputs.
     """
     load_compressor()
@@ -151,13 +142,13 @@ def calibrate(
         linearize_moe(model)  # each expert has linears of its own, and rows go through all of them
     ignored = [source.decoder.linearized(module) for module in source.unquantized()]
     rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ignored}
-    observer = power_of_two_observer() if recipe.global_scale == "pow2" else recipe.observer
+    observer = power_of_two_observer() if options.global_scale == "pow2" else options.observer
     if observer is not None:
         rounding["weight_observer"] = observer
     with_rows = {}
     if calibration is not None:
         with_rows = {
-            "dataset": _batches(calibration, recipe.batch_size),
+            "dataset": _batches(calibration, options.batch_size),
             "num_calibration_samples": len(calibration.sequences),
             "max_seq_length": len(calibration.sequences[0]),
             "pipeline": "sequential",
@@ -165,7 +156,7 @@ def calibrate(
     oneshot(
         model=model,
         tokenizer=tokenizer,
-        recipe=_modifiers(recipe.method, rounding, source.decoder),
+        recipe=_modifiers(options.method, rounding, source.decoder),
         trust_remote_code_model=source.trust_remote_code,
         **with_rows,
     )

@@ -42,7 +42,6 @@ from qerl.checkpoint.verify import ReadTensor
 
 if TYPE_CHECKING:
     import torch
-    from compressed_tensors.quantization import QuantizationConfig
     from torch import nn
 
     from qerl.formats.nvfp4.reference import GlobalScaleKind
@@ -189,25 +188,6 @@ def streamed_input_scales(
             model.step(number, load(names), hidden, see)
             advance()
     return scales_of(amax, HEADROOM_BITS, f"{len(rows)} calibration sequences (--calibration)")
-
-
-def rtn_groups(
-    source: Source, config: QuantizationConfig, read: Callable[[str], torch.Tensor], device: torch.device
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors to write, on the CPU, one group of `source.groups()` at a time.
-
-    A group holds a whole layer, so q/k/v and gate/up reach the converter together and share their global scales.
-    Raises CheckpointError for a tensor with NaN or infinity.
-    """
-    from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
-
-    converter = ModelFreePtqConverter(config)
-    for names in source.groups():
-        written = {name: finite(name, read(name)) for name in names if name not in source.chosen}
-        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in source.chosen}
-        if weights:
-            written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
-        yield written
 
 
 Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name
@@ -385,12 +365,14 @@ class MomentSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def see(self, module: str, inputs: torch.Tensor) -> None:
+        import torch
+
         if module not in self._tokens:
             return
         x = inputs.flatten(0, -2)
         self._tokens[module] += len(x)
         if module not in self._sums:
-            self._sums[module] = x.new_zeros((x.shape[1], x.shape[1]), dtype=_float32())
+            self._sums[module] = x.new_zeros((x.shape[1], x.shape[1]), dtype=torch.float32)
         add_products_(self._sums[module], x)
 
     def moments(self) -> Moments:
@@ -444,12 +426,6 @@ def _batches(rows: Sequence[Sequence[int]], device: torch.device) -> list[torch.
 
     at_once = max(1, BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"]) // len(rows[0]))
     return [torch.tensor(rows[first : first + at_once], device=device) for first in range(0, len(rows), at_once)]
-
-
-def _float32() -> torch.dtype:
-    import torch
-
-    return torch.float32
 
 
 def save_start(

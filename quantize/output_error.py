@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from qerl.formats.nvfp4.activations import Activations
+    from quantize.calibration import Calibration
 
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
@@ -69,15 +70,6 @@ class OutputErrors:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Token sequences of one length to measure on."""
-
-    data: str
-    sequences: Sequence[Sequence[int]]
-    held_out: bool
-
-
-@dataclass(frozen=True)
 class Checkpoints:
     """What to compare: functions that give a group of tensors by full name, decoded.
 
@@ -94,18 +86,18 @@ class Checkpoints:
 
 
 def measure_outputs(
-    source: Source, checkpoints: Checkpoints, rows: Rows, device: torch.device, advance: Callable[[], None]
+    source: Source, checkpoints: Checkpoints, rows: Calibration, device: torch.device, advance: Callable[[], None]
 ) -> OutputErrors:
     """The errors of what was written, and of rounding to nearest beside it. `advance` is called after each layer."""
     import torch
 
     with torch.inference_mode():
-        accuracy, models, linears = _Comparison(source, checkpoints, device).run(rows.sequences, advance)
+        accuracy, models, linears = _Comparison(source, checkpoints, device).run(rows.measured, advance)
     return OutputErrors(
         data=rows.data,
-        sequences=len(rows.sequences),
-        sequence_length=len(rows.sequences[0]),
-        held_out=rows.held_out,
+        sequences=len(rows.measured),
+        sequence_length=len(rows.measured[0]),
+        held_out=bool(rows.held_out),
         accuracy_16bit=accuracy,
         written=models[WRITTEN],
         rounded=models.get(ROUNDED),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.verify import LayerCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Mapping
 
     from rich.table import Table
 
@@ -44,19 +46,18 @@ class QuantizeReport:
     copied_files: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def finite_sqnr_db(self) -> list[float]:
-        """The SQNR of each linear that is neither exact nor zero, in dB."""
-        return [layer.sqnr_db for layer in self.layers if layer.sqnr_db is not None and math.isfinite(layer.sqnr_db)]
+    def _rated(self) -> list[LayerCheck]:
+        """The linears that are neither exact nor zero."""
+        return [layer for layer in self.layers if layer.sqnr_db is not None and math.isfinite(layer.sqnr_db)]
 
     def mean_sqnr_db(self) -> float | None:
         """The mean SQNR of the linears, in dB."""
-        values = self.finite_sqnr_db()
+        values = [layer.sqnr_db for layer in self._rated()]
         return sum(values) / len(values) if values else None
 
     def worst(self) -> LayerCheck | None:
         """The linear with the lowest SQNR."""
-        rated = [layer for layer in self.layers if layer.sqnr_db is not None and math.isfinite(layer.sqnr_db)]
-        return min(rated, key=lambda layer: layer.sqnr_db, default=None)
+        return min(self._rated(), key=lambda layer: layer.sqnr_db, default=None)
 
     def to_json(self) -> dict:
         """The content of quantize_report.json."""
@@ -85,32 +86,49 @@ class QuantizeReport:
 
     def table(self) -> Table:
         """A short table: where the model is, how large, and how good."""
-        from rich.table import Table
-
-        worst, mean = self.worst(), self.mean_sqnr_db()
-        table = Table(title=f"{self.scheme} by {self.method}", show_header=False, title_justify="left")
-        table.add_row("model", self.source)
-        table.add_row("written to", str(self.out))
-        ratio = self.bytes_after / self.bytes_before
-        table.add_row("tensors", f"{format_size(self.bytes_before)} -> {format_size(self.bytes_after)} ({ratio:.0%})")
-        table.add_row("linears", f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore")
+        worst, mean, ratio = self.worst(), self.mean_sqnr_db(), self.bytes_after / self.bytes_before
+        rows = {
+            "model": self.source,
+            "written to": str(self.out),
+            "tensors": f"{format_size(self.bytes_before)} -> {format_size(self.bytes_after)} ({ratio:.0%})",
+            "linears": f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore",
+        }
         if self.global_scale == "pow2":
-            table.add_row("global scales", "powers of two")
+            rows["global scales"] = "powers of two"
         if self.scales is not None:
-            table.add_row("scales of blocks", "powers of two" if self.scales == "pow2" else "float32")
+            rows["scales of blocks"] = "powers of two" if self.scales == "pow2" else "float32"
         if self.activations != "none":
-            table.add_row("activations", f"rounded as well, by {self.activations} scales")
+            rows["activations"] = f"rounded as well, by {self.activations} scales"
         if self.calibration and self.calibration["sequences"]:
             sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
-            table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")
+            rows["calibration"] = f"{sequences} x {length} tokens of {self.calibration['data']}"
         if worst and mean is not None:
-            table.add_row("SQNR", f"mean {mean:.1f} dB, lowest {worst.sqnr_db:.1f} dB ({worst.name})")
+            rows["SQNR"] = f"mean {mean:.1f} dB, lowest {worst.sqnr_db:.1f} dB ({worst.name})"
         if self.start:
-            table.add_row("start", start_row(self.start))
-        for label, value in output_rows(self.outputs) if self.outputs else ():
-            table.add_row(label, value)
-        table.add_row("time", f"{self.seconds:.1f} s")
-        return table
+            rows["start"] = start_row(self.start)
+        rows |= {**(output_rows(self.outputs) if self.outputs else {}), "time": f"{self.seconds:.1f} s"}
+        return table_of(f"{self.scheme} by {self.method}", rows)
+
+
+def table_of(title: str, rows: Mapping[str, str]) -> Table:
+    """Names and texts as a table for the terminal."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def made_by(packages: Iterable[str]) -> dict[str, Any]:
+    """The fields `created` and `versions` of a report."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
 
 
 def _by_layer(entries: list[dict]) -> list[dict]:
@@ -146,7 +164,7 @@ def start_row(start: dict) -> str:
     return f"of rank {start['rank']}" + (f"; a trained start moves {ratio:.1f} times as far per step" if ratio else "")
 
 
-def output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
+def output_rows(outputs: OutputErrors) -> dict[str, str]:
     """Rows of the table: the errors of the outputs, and in brackets those with the start and by rounding to nearest."""
     others = {"with the start": outputs.started, "by rounding to nearest": outputs.rounded}
 
@@ -155,11 +173,13 @@ def output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
         return text.format(number(outputs.written)) + (f" ({listed})" if listed else "")
 
     worst = max(outputs.linears, key=outputs.linears.get)
-    yield "outputs", f"of {outputs.rows()}, beside the 16-bit model's:"
-    yield "  linears", f"wrong by at most {outputs.linears[worst]:.1%} ({worst})"
-    yield "  logits", beside("wrong by {}", lambda model: f"{model.logit_error:.1%}")
-    yield "  KL", beside("{} nats per token", lambda model: f"{model.kl:.2g}")
-    yield "  top token", beside("the same at {}", lambda model: f"{model.same_top_token:.1%}")
+    return {
+        "outputs": f"of {outputs.rows()}, beside the 16-bit model's:",
+        "  linears": f"wrong by at most {outputs.linears[worst]:.1%} ({worst})",
+        "  logits": beside("wrong by {}", lambda model: f"{model.logit_error:.1%}"),
+        "  KL": beside("{} nats per token", lambda model: f"{model.kl:.2g}"),
+        "  top token": beside("the same at {}", lambda model: f"{model.same_top_token:.1%}"),
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -13,13 +13,11 @@ scales under the weights of the inputs and then runs GPTQ on rows that ship with
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,9 +32,8 @@ from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.formats.base import make_config
-from quantize.calibration import HELD_OUT, Calibration, default_data, load_calibration
+from quantize.calibration import HELD_OUT, MIXED, OWN_TASK, REAL_TOKENS, Calibration, load_calibration
 from quantize.compressor import (
-    Recipe,
     calibrate,
     calibrated_groups,
     check_device,
@@ -52,7 +49,6 @@ from quantize.one_pass import (
     modules_of_start,
     one_pass_groups,
     read_factors,
-    rtn_groups,
     save_start,
     searched,
     searched_groups,
@@ -61,7 +57,7 @@ from quantize.one_pass import (
 )
 from quantize.options import NO_ROWS, OWN, QuantizeOptions
 from quantize.output_error import Checkpoints, judge, kept_if_calibrated, measure_outputs
-from quantize.report import QuantizeReport
+from quantize.report import QuantizeReport, made_by
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +102,7 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     device = resolve_device(options.device)
     choice = choose(source, options, device)
     options = choice.options
-    if _needs_compressor(source, options):
+    if options.by_compressor:
         check_installed()
     check_space(out, source.output_bytes() + start_bytes(source, options.start_rank))
     _check_length(source, options)
@@ -117,14 +113,6 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
         write_json(staging / REPORT, report.to_json())
     logger.info("wrote %s in %.1f s", out, report.seconds)
     return report
-
-
-def _needs_compressor(source: Source, options: QuantizeOptions) -> bool:
-    """Whether llm-compressor computes the bits. It has no powers of two and, of experts, not the scales that engines
-    ask for; our reference writes the same bits otherwise."""
-    if source.format.shared_tensor is None or options.method in OWN:
-        return False
-    return options.by_compressor or (options.global_scale == "amax" and not source.decoder.has_experts)
 
 
 def _check_length(source: Source, options: QuantizeOptions) -> None:
@@ -139,7 +127,7 @@ def _check_length(source: Source, options: QuantizeOptions) -> None:
 def _quantize(source: Source, choice: Choice, device: torch.device, staging: Path, out: Path) -> QuantizeReport:
     """Fill the staging folder with everything but the report, and verify it."""
     options = choice.options
-    if _needs_compressor(source, options):
+    if options.by_compressor:
         logger.info("loading llm-compressor")
         load_compressor()
     import torch
@@ -181,7 +169,8 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
         steps = len(source.groups())
         written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
         copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
-        write_json(staging / "config.json", {**source.config, "quantization_config": _config(source, options)})
+        quantization = source.format.quantization_config(source.unquantized(), options.activations)
+        write_json(staging / "config.json", {**source.config, "quantization_config": quantization})
         stack.enter_context(kept_if_calibrated(options.method if options.by_compressor else None, staging, out))
         task = progress.add_task("verifying", total=len(source.tensors))
         judged = options.judges_weights
@@ -198,15 +187,11 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
                 *(read, rescaled, decoded, options.global_scale, options.is_rounding, activations),
                 read_factors(staging / START),
             )
-            outputs = measure_outputs(source, checkpoints, rows.measured(), device, lambda: progress.advance(task))
+            outputs = measure_outputs(source, checkpoints, rows, device, lambda: progress.advance(task))
             report = replace(report, calibration=rows.summary(), outputs=outputs)
             write_json(staging / REPORT, report.to_json())
             judge(outputs, source.format.min_sqnr_db)
     return report
-
-
-def _config(source: Source, options: QuantizeOptions) -> dict:
-    return source.format.quantization_config(source.unquantized(), options.activations)
 
 
 def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[LayerCheck]) -> QuantizeReport:
@@ -224,8 +209,7 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
         bytes_before=source.size_bytes(),
         sqnr_reference=RESCALED.get(options.method, "the source"),
         layers=layers,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={package: package_version(package) for package in PACKAGES},
+        **made_by(PACKAGES),
     )
 
 
@@ -267,7 +251,7 @@ def calibration_rows(source: Source, choice: Choice) -> Calibration | None:
         return None
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
     size = options.calibration_size if options.uses_rows or options.start_rank else 0
-    data = options.calibration or default_data(tokenizer)
+    data = options.calibration or (OWN_TASK if len(tokenizer) < REAL_TOKENS else MIXED)
     rows = load_calibration(data, tokenizer, size, options.sequence_length, choice.held_out)
     widest = max(source.tensors[f"{module}.weight"].shape[1] for module in source.quantized)
     tokens = len(rows.sequences) * options.sequence_length
@@ -304,19 +288,16 @@ def _groups_of_others(
     source: Source, options: QuantizeOptions, read: TensorReader, rows: Calibration | None, device: torch.device
 ) -> tuple[Iterator[dict[str, torch.Tensor]], ReadTensor | None]:
     """The same by rounding to nearest and by llm-compressor."""
-    if not _needs_compressor(source, options):
+    if not options.by_compressor:
         pow2 = source.format.shared_tensor is not None and options.global_scale == "pow2"
         return packed_groups(source, read, device, power_of_two_scale_of() if pow2 else None), None
     config = make_config(source.format, source.unquantized())
-    if not options.by_compressor:
-        return rtn_groups(source, config, read, device), None
     from qerl.checkpoint.load import load_tokenizer
 
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
-    recipe = Recipe(options.method, options.global_scale, options.batch_size, options.observer)
     if options.uses_rows:
         logger.info("calibrating on %d x %d tokens", len(rows.sequences), len(rows.sequences[0]))
-    model = calibrate(source, tokenizer, rows if options.uses_rows else None, recipe)
+    model = calibrate(source, tokenizer, rows if options.uses_rows else None, options)
     rescaled = partial(dense_tensor, source, model) if options.method == "awq" else None
     return calibrated_groups(source, config, model), rescaled
 
@@ -338,6 +319,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def take_card(device: str, gpu: int | None) -> None:
+    """Choose the card that `--device` and `--gpu` name. Raises ConfigError if they name two devices."""
+    from qerl.base.devices import choose_card
+
+    if device in ("auto", "cuda"):
+        choose_card(gpu=gpu)
+    elif gpu is not None:
+        raise ConfigError(f"--gpu {gpu} and --device {device} name two devices: leave one of them out")
+
+
 def progress_bar() -> Progress:
     """A progress bar on stderr."""
     from rich.progress import MofNCompleteColumn, Progress
@@ -345,14 +336,6 @@ def progress_bar() -> Progress:
     from qerl.base.printable import SafeConsole
 
     return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=SafeConsole(stderr=True))
-
-
-def package_version(package: str) -> str:
-    """The installed version, or "not installed"."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 class Amount(NamedTuple):
@@ -503,13 +486,9 @@ def _say_cost(source: Source, rows: Calibration, device: torch.device) -> None:
 
 def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:
     """The report of the model quantized on one card, or on the CPU; with `start_of` a start's report."""
-    from qerl.base.devices import choose_card
     from qerl.plan.threads import choose_threads
 
-    if options.device in ("auto", "cuda"):
-        choose_card(gpu=gpu)
-    elif gpu is not None:
-        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
+    take_card(options.device, gpu)
     choose_threads(model)
     if options.start_of is not None:
         from quantize.start import make_start

@@ -20,20 +20,17 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
-from qerl.checkpoint.base_start import (
-    START,
-)
+from qerl.checkpoint.base_start import START
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.output import check_ours, check_space, staged_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import ReadTensor
-from quantize.calibration import Calibration
 from quantize.one_pass import Start, one_pass_groups, read_factors, save_start, start_bytes
 from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, OutputErrors, measure_outputs
-from quantize.report import output_rows, start_row
+from quantize.report import output_rows, start_row, table_of
 from quantize.run import START_RANK, Choice, calibration_rows, choose, progress_bar, resolve_device
 
 if TYPE_CHECKING:
@@ -65,14 +62,9 @@ class StartReport:
 
     def table(self) -> Table:
         """A short table for the terminal."""
-        from rich.table import Table
-
-        table = Table(title="start of a quantized model", show_header=False, title_justify="left")
-        rows = [("base", self.base), ("model", self.source), ("written to", str(self.out))]
-        rows += [("start", start_row(self.start)), *output_rows(self.outputs), ("time", f"{self.seconds:.1f} s")]
-        for label, value in rows:
-            table.add_row(label, value)
-        return table
+        rows = {"base": self.base, "model": self.source, "written to": str(self.out), "start": start_row(self.start)}
+        rows |= {**output_rows(self.outputs), "time": f"{self.seconds:.1f} s"}
+        return table_of("start of a quantized model", rows)
 
 
 def make_start(base: str, model: str, out: Path | None, options: QuantizeOptions) -> StartReport:
@@ -154,7 +146,7 @@ def _compute(
         read = stack.enter_context(TensorReader(source.tensors))
         written = stack.enter_context(TensorReader(read_tensors(folder)))
         _check_others(source, base, read, written)
-        rows: Calibration = calibration_rows(source, choice)
+        rows = calibration_rows(source, choice)
         progress = stack.enter_context(progress_bar())
         start = Start(options.start_rank)
 
@@ -176,7 +168,7 @@ def _compute(
         activations = read_activations(folder, source.format)
         factors = read_factors(staging)
         checkpoints = Checkpoints(read, None, written, "amax", False, activations, factors)
-        outputs = measure_outputs(source, checkpoints, rows.measured(), device, lambda: progress.advance(task))
+        outputs = measure_outputs(source, checkpoints, rows, device, lambda: progress.advance(task))
     return entry, outputs
 
 

@@ -102,7 +102,7 @@ def test_awq_leaves_the_outputs_unchanged_before_rounding(tmp_path):
     folder = make_checkpoint(tmp_path / "model", "qwen2", layers=1, dtype="float32")
     source = read_source(str(folder))
     rows = load_calibration(write_sums(tmp_path / "rows.jsonl"), load_tokenizer(folder), 2, 48)
-    scaled = calibrated.calibrate(source, make_tokenizer(), rows, calibrated.Recipe("awq"))
+    scaled = calibrated.calibrate(source, make_tokenizer(), rows, QuantizeOptions("awq"))
     twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = [name for name, _ in twin.named_parameters()]
     weights = {name: calibrated.dense_tensor(source, scaled, name) for name in names}

@@ -175,11 +175,13 @@ def test_awq_rescales_the_router_with_the_norm_that_it_reads(rows, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from quantize.calibration import load_calibration
-    from quantize.compressor import Recipe, calibrate, dense_tensor
+    from quantize.compressor import calibrate, dense_tensor
 
     folder = make_checkpoint(tmp_path / "base", "qwen3_moe", dtype="float32", mlp_only_layers=[0])
     source, tokenizer = read_source(str(folder)), load_tokenizer(folder)
-    model = calibrate(source, tokenizer, load_calibration(rows, tokenizer, 4, 24, 4), Recipe("awq", "pow2"))
+    model = calibrate(
+        source, tokenizer, load_calibration(rows, tokenizer, 4, 24, 4), QuantizeOptions("awq", global_scale="pow2")
+    )
     rescaled = {name: dense_tensor(source, model, name).contiguous() for name in source.tensors}
     router = f"{source.decoder.routers()[0]}.weight"
     assert not torch.equal(rescaled[router], load_all(folder)[router])

@@ -381,10 +381,12 @@ def test_what_cannot_be_is_refused(made, tmp_path, values, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_shipped_rows_are_the_default(tmp_path):
+@pytest.mark.parametrize(("real", "data"), [(100, "mixed"), (1000, "arith")])
+def test_the_shipped_rows_are_the_default_for_a_tokenizer_of_text(tmp_path, monkeypatch, real, data):
+    monkeypatch.setattr("quantize.run.REAL_TOKENS", real)
     source = make_checkpoint(tmp_path / "model", "llama", layers=1)
     report = quantize_checkpoint(str(source), tmp_path / "out", QuantizeOptions("search"))
-    assert report.calibration["data"] == "mixed"
+    assert report.calibration["data"] == data
     assert (report.calibration["sequences"], report.calibration["sequence_length"]) == (64, 256)
     assert report.outputs.sequences == 16
     assert report.start["rank"] == 32

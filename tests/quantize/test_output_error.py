@@ -176,7 +176,7 @@ def test_held_out_rows_are_others_and_do_not_depend_on_the_number_of_the_rest(so
     assert small.held_out == large.held_out
     assert len(small.held_out) == 4
     assert (len(small.sequences), len(large.sequences)) == (2, 20)
-    assert small.measured().held_out
+    assert small.held_out
     texts = [tokenizer.decode([token for row in part for token in row]) for part in (large.held_out, large.sequences)]
     asked = [{line for line in text.split("\n") if line.startswith("What is")} for text in texts]
     assert len(asked[0]) > 3
@@ -191,5 +191,5 @@ def test_of_few_rows_an_eighth_is_held_out(source, tmp_path, sequences, held):
     length = len(tokenizer(row["text"])["input_ids"]) + 1  # with the end token
     found = load_calibration(str(tmp_path / "rows.jsonl"), tokenizer, 256, length, 16)
     assert (len(found.held_out), len(found.sequences)) == (held, sequences - held)
-    assert found.measured().held_out is (held > 0)
-    assert found.measured().sequences == (found.held_out or found.sequences)
+    assert bool(found.held_out) is (held > 0)
+    assert found.measured == (found.held_out or found.sequences)

@@ -190,7 +190,7 @@ def test_impossible_options_are_refused(model, tmp_path, options, message):
 def test_without_llm_compressor_the_extra_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'qerl\[quantize\]'"):
-        quantize_checkpoint(str(model), tmp_path / "out", ROUNDING)
+        quantize_checkpoint(str(model), tmp_path / "out", QuantizeOptions("gptq"))
 
 
 def test_a_full_device_gives_one_clear_error(model, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 
 from qerl.data.rows import local_rows
 from qerl.data.sequences import tokens_of
-from quantize.calibration import default_data, load_calibration, share_known, shipped_rows
+from quantize.calibration import load_calibration, shipped_rows
 from tests.helpers.checkpoint_factory import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +24,6 @@ NOT_MARKED = {"eval_exact": [], "eval_near": []}
 @pytest.fixture(scope="module")
 def rows():
     return [row for _, row in local_rows(str(shipped_rows()), "train")]
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(ROOT / "qerl" / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -132,43 +125,6 @@ def test_few_sequences_are_mixed_too(of_text):
     shared = load_calibration("mixed", of_text, 1, 1024, 2)
     assert shared.held_out == found.held_out
     assert shared.sequences == found.sequences[:1]
-
-
-def test_a_tokenizer_knows_the_words_that_it_was_made_for(rows, of_text, tiny):
-    texts = {name: [tokens_of(row, each) for row in rows] for name, each in (("text", of_text), ("tiny", tiny))}
-    assert share_known(of_text, texts["text"]) > 0.95
-    assert 0.5 < share_known(tiny, texts["tiny"]) < 0.75
-    assert default_data(of_text) == "mixed"
-    assert default_data(tiny) == "arith"
-    found = load_calibration("arith", tiny, 8, 128, 4)
-    assert share_known(tiny, [*found.sequences, *found.held_out]) > 0.99
-
-
-class Spelling:
-    """A tokenizer of given pieces of text; 0 is unknown."""
-
-    unk_token_id = 0
-    pieces = ("<unk>", "a", " b", "c", " word", "\ufffd", "1")
-
-    def decode(self, tokens):
-        return "".join(self.pieces[token] for token in tokens)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "known"),
-    [
-        ([4, 6, 6], 1.0),
-        ([4, 0], 0.5),
-        ([4, 5, 5, 6], 0.5),
-        ([4, 2, 4], 1.0),  # a letter alone is a word or a variable
-        ([1, 2], 1.0),  # "a b"
-        ([4, 2, 3, 1], 0.25),  # " word bca"
-        ([6, 1], 1.0),  # "1a"
-        ([], 0.0),
-    ],
-)
-def test_unknown_tokens_bytes_and_spelled_words_are_not_known(tokens, known):
-    assert share_known(Spelling(), [tokens]) == known
 
 
 @pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="a wheel is built with setuptools")
