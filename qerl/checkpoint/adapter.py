@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from qerl.checkpoint.experts import Decoder
-
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +77,16 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
         factor = name.endswith((A_SUFFIX, B_SUFFIX)) and "layers" in parts
         if not factor and not is_block_norm(name):
             raise CheckpointError(
-                f"{adapter} changes {name} (it {_what(name)}): qerl takes LoRA on the linears of the decoder layers, "
-                f"and the layers' norms; {_way_out(adapter)}, or train without them"
+                f"{adapter} changes {name}: qerl takes LoRA on the linears of the decoder layers, and the layers' "
+                f"norms; {_way_out(adapter)}, or train without it"
             )
         leaf = parts[-3] if factor else parts[-2]
-        kind = f"experts.{leaf}" if is_of_experts(name) else leaf
-        layers[kind].add(next((int(part) for part in parts if part.isdigit()), -1))
-        if is_of_experts(name):
-            own = _of_experts(leaf, shapes.decoder)
-            expected = own and _expert_factor_shape(name, own, tensor)
-        else:
-            own = shapes.projections.get(leaf) if factor else (shapes.hidden,)
-            expected = _factor_shape(name, own, tensor) if factor and own else own
+        experts = f"experts.{leaf}" if is_of_experts(name) else None
+        layers[experts or leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
+        own = shapes.projections.get(leaf) if factor else (shapes.hidden,)
+        if experts:
+            own = shapes.decoder.shape_in_memory(f"mlp.{experts}")
+        expected = _factor_shape(name, own, tensor) if factor and own else own
         if tuple(tensor.shape) != expected:
             there = "missing" if own is None else " x ".join(map(str, own))
             raise CheckpointError(
@@ -115,23 +111,11 @@ def is_block_norm(name: str) -> bool:
     return len(parts) > 3 and parts[-4] == "layers" and parts[-3].isdigit() and parts[-1] == "weight"
 
 
-def _factor_shape(name: str, linear: tuple[int, int], tensor: torch.Tensor) -> tuple[int, int]:
-    """The shape that A (rank, in) or B (out, rank) of a linear (out, in) must have, given the tensor's own rank."""
-    return (tensor.shape[0], linear[1]) if name.endswith(A_SUFFIX) else (linear[0], tensor.shape[-1])
-
-
-def _of_experts(leaf: str, decoder: Decoder) -> tuple[int, int, int] | None:
-    """(experts, out, in) of a tensor of experts in memory; None if the model has none."""
-    if not decoder.has_experts:
-        return None
-    gate_up = decoder.experts, 2 * decoder.width, decoder.hidden
-    return gate_up if leaf == "gate_up_proj" else (decoder.experts, decoder.hidden, decoder.width)
-
-
-def _expert_factor_shape(name: str, own: tuple[int, int, int], tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape that a factor on experts must have, given its own rank, and whether it is shared by all of them."""
-    outer = () if tensor.ndim == 2 else own[:1]
-    rows, columns = (tensor.shape[-2], own[2]) if name.endswith(A_SUFFIX) else (own[1], tensor.shape[-1])
+def _factor_shape(name: str, own: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape that A (rank, in) or B (out, rank) of a linear (out, in) must have, given the tensor's own rank; also
+    of linears (experts, out, in), whose factors may be shared by all of them."""
+    outer = own[:-2] if tensor.ndim > 2 else ()
+    rows, columns = (tensor.shape[-2], own[-1]) if name.endswith(A_SUFFIX) else (own[-2], tensor.shape[-1])
     return *outer, rows, columns
 
 
@@ -143,59 +127,20 @@ def _layers_with(kind: str, shapes: ModelShapes) -> set[int]:
     return every - sparse if kind in OF_EXPERTS else every
 
 
-def _what(name: str) -> str:
-    """What an adapter has that qerl does not take, by the name of a tensor."""
-    place = next((said for part, said in OUTSIDE.items() if part in name), None)
-    if name.endswith(".bias"):
-        return "has trained biases"
-    if ".lora_" in name or ".base_layer." in name:
-        return f"has LoRA on {place or 'modules outside of the decoder layers'}"
-    return f"has {place} trained" if place else "has other trained modules (modules_to_save)"
-
-
-OUTSIDE = {"embed_tokens": "the embeddings", "lm_head": "the head"}
-
-
 def _way_out(adapter: Path) -> str:
     line = f"qerl merge --adapter {shlex.quote(str(adapter))} --to {formats.BF16.name}"
     return f"`{line}` makes one model of base and adapter, where the base has a place for all of it"
 
 
 def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], shapes: ModelShapes) -> None:
-    count = shapes.layers
-    found, own = set().union(*layers.values()), set(range(count))
-    if found < own and _of_some_layers(adapter, base, found):
-        there = ", ".join(map(str, sorted(found)[:4])) + (", ..." if len(found) > 4 else "")
-        raise CheckpointError(
-            f"{adapter} acts in {len(found)} of the base's {count} layers ({there}): qerl takes adapters that have a "
-            f"kind of linear or norm in all layers or in none; {_way_out(adapter)}"
-        )
-    if found != own:
-        raise CheckpointError(
-            f"{adapter} is of another base than {base}: it has {len(found)} layers and the base {count}; give "
-            "the base it was trained on"
-        )
-    for leaf, there in layers.items():
-        if more := sorted(there - _layers_with(leaf, shapes)):
+    for kind, there in layers.items():
+        expected = _layers_with(kind, shapes)
+        if odd := sorted(there ^ expected):
             raise CheckpointError(
-                f"{adapter} is of another base than {base}: it has {leaf} in layer {', '.join(map(str, more[:4]))}, "
-                "and the base does not; give the base it was trained on"
+                f"{adapter} acts on {kind} in {len(there)} layers, and {base} has it in {len(expected)} (not in both: "
+                f"{', '.join(map(str, odd[:4]))}): give the base it was trained on; of that qerl takes adapters that "
+                f"have a kind of linear or norm in all layers or in none; {_way_out(adapter)}"
             )
-        if missing := sorted(_layers_with(leaf, shapes) - there):
-            raise CheckpointError(
-                f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
-                f"that have a kind of linear or norm in all layers or in none; {_way_out(adapter)}"
-            )
-
-
-def _of_some_layers(adapter: Path, base: str, layers: set[int]) -> bool:
-    """Whether an adapter on fewer layers than the base has may be one of that base: it says so, or has gaps."""
-    config = read_json(adapter / "adapter_config.json")
-    targets, named = config.get("target_modules"), config.get("base_model_name_or_path")
-    chosen = isinstance(targets, str) or any("." in str(target) for target in targets or ())
-    if chosen or config.get("layers_to_transform") is not None or layers != set(range(len(layers))):
-        return True
-    return bool(named and _names(beside(adapter, named)) & _names(base))
 
 
 def _names(model: str) -> set[str]:

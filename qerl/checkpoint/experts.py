@@ -116,14 +116,6 @@ FAMILIES = {  # by model_type
     "mixtral": Family("Mixtral", "block_sparse_moe", "w1", "w3", "w2", "intermediate_size", True),
 }
 TITLES = ", ".join(family.title for family in FAMILIES.values())
-OTHERS = {  # by how a model_type begins: a family, and what of it is not here
-    "qwen2_moe": ("Qwen2-MoE", "an expert that sees every token, behind a gate"),
-    "qwen3_next": ("Qwen3-Next", "linear attention and an expert that sees every token"),
-    "qwen3_5_moe": ("Qwen3.5-MoE", "linear attention and an expert that sees every token"),
-    "deepseek": ("DeepSeek", "latent attention, experts chosen by groups and experts that see every token"),
-    "glm": ("GLM-MoE", "experts chosen by a sigmoid with a correction and an expert that sees every token"),
-    "gpt_oss": ("gpt-oss", "attention sinks and experts with biases and a clamped activation"),
-}
 
 
 class Expert(NamedTuple):
@@ -272,8 +264,8 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
     family, shared = FAMILIES.get(kind), next((key for key in SHARED_KEYS if config.get(key)), None)
     if family is None or shared:
         raise CheckpointError(
-            f"{name} is a mixture of experts {_unlike(str(kind), shared)} ({kind}, {counted}: {config[counted]}), and "
-            f"qerl has {TITLES}: give a model of one of these, or a dense one"
+            f"{name} is a mixture of experts of another kind ({kind}, {shared or counted}: "
+            f"{config[shared or counted]}) than qerl has, {TITLES}: give a model of one of these, or a dense one"
         )
     values = {
         "experts": (counted, config[counted]),
@@ -289,14 +281,6 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
     normalises = bool(config.get("norm_topk_prob")) if family.normalises is None else family.normalises
     sparse = _sparse_layers(config, name)
     return Decoder(layers, family, experts, chosen, width, config.get("hidden_size"), sparse, normalises)
-
-
-def _unlike(kind: str, shared: str | None) -> str:
-    """What a mixture of experts has that FAMILIES do not, by its model_type and the one of SHARED_KEYS that it sets."""
-    known = next((other for begins, other in OTHERS.items() if kind.startswith(begins)), None)
-    if known is not None:
-        return "of the family {}, with {}".format(*known)
-    return f"with experts that see every token ({shared})" if shared else "of another family"
 
 
 def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -333,30 +317,20 @@ class ModelShapes:
 
 
 ATTENTIONS = ("full_attention", "sliding_attention")  # kinds of layers that have keys and values for each token
-UNLIKE = {  # keys that make a decoder another one than we compute and plan, where they hold anything
-    "attn_logit_softcapping": "caps its logits",
-    "final_logit_softcapping": "caps its logits",
-    "linear_num_key_heads": "has layers with linear attention",
-    "kv_lora_rank": "compresses its keys and values",
-    "hidden_size_per_layer_input": "has embeddings for each layer",
-    "global_head_dim": "has heads of another size in some layers",
-    "num_kv_shared_layers": "shares keys and values between layers",
-}
+UNLIKE = (  # keys that make a decoder another one than we compute and plan, where they hold anything
+    *("attn_logit_softcapping", "final_logit_softcapping", "linear_num_key_heads", "kv_lora_rank"),
+    *("hidden_size_per_layer_input", "global_head_dim", "num_kv_shared_layers"),
+)
 
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
-    found = [(key, config[key], what) for key, what in UNLIKE.items() if config.get(key)]
-    kinds = config.get("layer_types") or ()
-    found += [
-        ("layer_types", kind, f"has layers with {str(kind).replace('_', ' ')}")
-        for kind in kinds
-        if kind not in ATTENTIONS
-    ]
-    for key, value, what in found[:1]:
+    found = [(key, config[key]) for key in UNLIKE if config.get(key)]
+    found += [("layer_types", kind) for kind in config.get("layer_types") or () if kind not in ATTENTIONS]
+    for key, value in found[:1]:
         raise CheckpointError(
-            f"{name}: {config.get('model_type')} {what} ({key}: {value!r:.60}), which qerl does not compute: give a "
-            "Qwen2, Qwen3, Llama or Mistral model"
+            f"{name}: config.json of {config.get('model_type')} has {key} {value!r:.60}, which qerl does not compute: "
+            "give a Qwen2, Qwen3, Llama or Mistral model"
         )
 
 

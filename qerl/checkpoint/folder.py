@@ -79,12 +79,9 @@ def format_of(folder: Path) -> Format:
 
 
 TINY = "tiny"
-TINY_FOLDER = Path(__file__).parents[1] / "tiny"
-TINY_TURNS = "tiny_turns"  # the same model, taught to use a tool and to play a game (scripts/models/tiny_turns.py)
-TINY_TURNS_FOLDER = Path(__file__).parents[1] / "tiny_turns"
-TINY_EXPERTS = "tiny_experts"  # a mixture of experts that knows what tiny knows (scripts/models/tiny_experts.py)
-TINY_EXPERTS_FOLDER = Path(__file__).parents[1] / "tiny_experts"
-EMBEDDED = {TINY: TINY_FOLDER, TINY_TURNS: TINY_TURNS_FOLDER, TINY_EXPERTS: TINY_EXPERTS_FOLDER}
+# Two have learned more: to use a tool and to play a game, and as a mixture of experts (scripts/models).
+EMBEDDED = {word: Path(__file__).parents[1] / word for word in (TINY, "tiny_turns", "tiny_experts")}
+TINY_FOLDER = EMBEDDED[TINY]
 WORDS = {folder: word for word, folder in EMBEDDED.items()}
 TRAINED_ON = "trained_on.json"  # of an adapter's folder that names another model to PEFT (peft_folder.py)
 

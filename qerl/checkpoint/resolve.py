@@ -339,20 +339,22 @@ def starting_model(base: str, format: str, masters: bool, run: Path | None = Non
     if not masters:
         return resolve_model(base, format) if run is None else resolve_base_of_run(base, format, run)
     found = resolve_model(base if run is None else beside(run, base))
+    _check_whole(found, "model.base", base, "qat trains")
+    return replace(found, format=format)
+
+
+def _check_whole(found: ModelRef, key: str, given: str, use: str) -> None:
+    """Raise ConfigError unless the recipe's `key` names a whole 16-bit model."""
     if found.kind == "base16":
-        return replace(found, format=format)
+        return
     if found.kind == "quantized":
-        source = quantized_from(found.path)
-        remedy = f"write model.base: {source}" if source else "give the 16-bit model that it was made from"
-        label = formats.get(found.format).label
-        raise ConfigError(
-            f"model.base {base} is already quantized ({label}), and qat trains 16-bit weights, since small updates "
-            f"vanish between the values of {label}: {remedy}"
-        )
-    command = f"qerl merge --adapter {base}" if found.adapter else export_line(found.path)
+        source, label = quantized_from(found.path), formats.get(found.format).label
+        remedy = f"write {key}: {source}" if source else "give the 16-bit model that it was made from"
+        raise ConfigError(f"{key} {given} is already quantized ({label}), and {use} 16-bit weights: {remedy}")
+    command = f"qerl merge --adapter {given}" if found.adapter else export_line(found.path)
     raise ConfigError(
-        f"model.base {base} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and qat starts from a whole "
-        f"16-bit model: write `{command} --to {formats.BF16.name}` and give the folder that it makes"
+        f"{key} {given} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and {use} a whole 16-bit model: "
+        f"write `{command} --to {BF16}` and give the folder that it makes"
     )
 
 
@@ -367,16 +369,7 @@ def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
     if given is None:
         return _own(base.base)
     found = resolve_model(given)
-    if found.run is not None and not kind_of_run(found.run).has_adapter:
-        raise ConfigError(_no_whole_model(given, "a run", export_line(found.run)))
-    if found.adapter is not None:
-        kind = "an adapter" if found.kind == "adapter" else "a run"
-        raise ConfigError(_no_whole_model(given, kind, f"qerl merge --adapter {given}"))
-    if formats.get(found.format).quantized:
-        source = quantized_from(found.path)
-        remedy = f"write distill.teacher: {source}" if source else "give the 16-bit model that it was made from"
-        label = formats.get(found.format).label
-        raise ConfigError(f"distill.teacher {given} holds {label} weights, and a teacher is a 16-bit model: {remedy}")
+    _check_whole(found, "distill.teacher", given, "a teacher has")
     return found
 
 
@@ -389,13 +382,6 @@ def _own(base: str) -> ModelRef:
             f"distill.teacher is null, and the 16-bit model under {base} is not here ({error}): write "
             "distill.teacher: MODEL"
         ) from error
-
-
-def _no_whole_model(given: str, kind: str, command: str) -> str:
-    return (
-        f"distill.teacher {given} is {kind}, and a teacher is a whole 16-bit model: write `{command} --to {BF16}` and "
-        "give the folder that it makes"
-    )
 
 
 def run_of(ref: ModelRef) -> Path | None:

@@ -168,44 +168,21 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 OF_PICTURES = ("mrope_section", "mrope_interleaved")  # how positions of pictures are rotated
 
-# What a tensor's name says of a layout that is not supported: the first that it holds.
-MISSING = {
-    "linear_attn.": "layers with linear attention, whose state no packed row resets",
-    ".mamba.": "layers with a state space, whose state no packed row resets",
-    ".conv.": "layers with convolutions, which would mix packed rows",
-    "embed_tokens_per_layer": "embeddings for each layer",
-    "experts.gate_up_proj": "all experts of a layer in one tensor",
-    "expert": "experts in this layout",
-    "qkv_proj": "q, k and v in one matrix",
-    "gate_up_proj": "gate and up in one matrix",
-    "self_attn.q_a_proj": "latent attention",
-    "visual": "a part that reads pictures",
-    "vision": "a part that reads pictures",
-}
-NO_GATE = "an MLP with a gate"
-
-
-def missing_part(tensor: str) -> str | None:
-    """What a tensor with this name belongs to that qerl does not have; None if the name does not say."""
-    return next((part for word, part in MISSING.items() if word in tensor), None)
-
 
 def text_part(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """The config and the tensors of a folder's text part, under the names of the text model.
 
-    Raises CheckpointError, which says what is missing, for a text part of another family.
+    Raises CheckpointError for a text part of another family.
     """
     text = config["text_config"]
     kind = text.get("model_type") if isinstance(text, dict) else None
     prefix = next((each for each in PREFIXES if any(name.startswith(f"{each}layers.") for name in tensors)), None)
     if kind not in TEXT_MODELS or prefix is None:
-        names = [name for name in tensors if prefix is None or name.startswith(prefix)]
-        part = next((part for name in names if (part := missing_part(name))), f"a text part of the type {kind}")
         raise CheckpointError(
-            f"{folder} is a model for pictures and text ({config.get('model_type')}), and qerl does not support "
-            f"{part}: give a model whose text part is one of {', '.join(TEXT_MODELS)}, or a text model"
+            f"{folder} is a model for pictures and text ({config.get('model_type')}), and qerl does not support a text "
+            f"part of the type {kind}: give a model whose text part is one of {', '.join(TEXT_MODELS)}, or a text model"
         )
     model_type, architecture = TEXT_MODELS[kind]
     own = {key: config[key] for key in FROM_WHOLE if key in config and text.get(key) is None}

@@ -26,9 +26,7 @@ from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import (
     DTYPE_BYTES,
-    NO_GATE,
     TensorInfo,
-    missing_part,
     read_json,
     read_tensors,
     text_part,
@@ -120,8 +118,7 @@ def read_source(
     linears = check_layout(folder, config, tensors)
     config = with_own_head(config, tensors)
     kept = matching(linears, ignore, option)
-    _check_fused(linears, frozenset(kept), option)
-    _check_experts(decoder_of(config, str(folder)), frozenset(kept), option)
+    _check_whole(linears, decoder_of(config, str(folder)), frozenset(kept), option)
     quantized = tuple(module for module in linears if module not in set(kept))
     if not quantized:
         raise ConfigError(f"{option} {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
@@ -166,21 +163,17 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
         layer = LAYER.fullmatch(name)
         small = len(info.shape) < 2 and (layer is not None or name.removesuffix(".bias") in ("lm_head", "model.norm"))
         if name not in expected and name not in OUTSIDE_LAYERS and not small:
-            part = missing_part(name)
             raise CheckpointError(
-                f"{folder} ({config.get('model_type')}) has {name} of shape {list(info.shape)}"
-                f"{f', {part}, which qerl does not support' if part else ''}: {SUPPORTED}; give one of these"
+                f"{folder} ({config.get('model_type')}) has {name} of shape {list(info.shape)}: {SUPPORTED}; give one "
+                "of these"
             )
     required = expected | {"model.embed_tokens.weight", "model.norm.weight"}
     if config.get("tie_word_embeddings") is False:  # without this key the architecture decides
         required.add("lm_head.weight")
-    missing = sorted(required - tensors.keys())
-    if missing and all(name.endswith(".mlp.gate_proj.weight") for name in missing):
-        raise CheckpointError(f"{folder} ({config.get('model_type')}) lacks {NO_GATE}: {SUPPORTED}; give one of these")
-    if missing:
+    if missing := sorted(required - tensors.keys()):
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the tensors that its config.json asks for ({', '.join(missing[:3])}): "
-            f"copy or download it again. {SUPPORTED}"
+            f"copy or download it again, or give another model: {SUPPORTED}"
         )
     for module in (module for layer in decoder.sparse for expert in decoder.experts_of(layer) for module in expert):
         shape, own = tensors[f"{module}.weight"].shape, decoder.shape_of(module.rpartition(".")[2])
@@ -192,27 +185,16 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
     return linears
 
 
-def _check_experts(decoder: Decoder, kept: Collection[str], option: str) -> None:
-    """Refuse patterns that split the experts of a layer: engines multiply by all of them at once."""
-    for layer in decoder.sparse:
-        modules = [module for expert in decoder.experts_of(layer) for module in expert]
+def _check_whole(linears: Sequence[str], decoder: Decoder, kept: Collection[str], option: str) -> None:
+    """Refuse patterns that split what engines multiply by at once: q/k/v, gate/up, and a layer's experts."""
+    experts = [[module for expert in decoder.experts_of(layer) for module in expert] for layer in decoder.sparse]
+    for modules in (*fused(linears), *experts):
         outside = [module for module in modules if module in kept]
         if outside and len(outside) < len(modules):
+            rest = [module for module in modules if module not in kept]
             raise ConfigError(
-                f"{option} keeps {outside[0]} in 16 bits but only {len(outside)} of the {len(modules)} linears of that "
-                "layer's experts, which engines multiply by at once: ignore all of a layer's experts or none"
-            )
-
-
-def _check_fused(linears: Sequence[str], kept: Collection[str], option: str) -> None:
-    """Refuse patterns that split q/k/v or gate/up: engines fuse each of these sets into one matrix."""
-    for modules in fused(linears):
-        outside = [module for module in modules if module in kept]
-        if outside and len(outside) < len(modules):
-            rest = " and ".join(module for module in modules if module not in kept)
-            raise ConfigError(
-                f"{option} keeps {outside[0]} in 16 bits but not {rest}, and vLLM runs them as one matrix: ignore all "
-                "of them or none"
+                f"{option} keeps {outside[0]} in 16 bits but not {' and '.join(rest[:2])} ({len(rest)} linears), and "
+                "engines multiply by them at once: ignore all of them or none"
             )
 
 

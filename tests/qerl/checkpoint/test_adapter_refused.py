@@ -38,20 +38,20 @@ def adapter_on(base, folder, **config):
     return folder
 
 
-SOME = r"acts in {} of the base's 3 layers \({}\): qerl takes adapters that have a kind of linear"
+SOME = r"acts on {} in {} layers, and .* has it in 3 \(not in both: {}\): give"
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"layers_to_transform": [0]}, SOME.format(1, "0")),
-        ({"layers_to_transform": [0, 2]}, SOME.format(2, "0, 2")),
-        ({"target_modules": r".*layers\.1\.self_attn\.q_proj"}, SOME.format(1, "1")),
-        ({"target_modules": ["model.layers.0.self_attn.q_proj"]}, SOME.format(1, "0")),
-        ({"target_modules": r".*v_proj|.*0\.self_attn\.q_proj"}, r"has nothing for q_proj in layer 1, 2: qerl takes"),
-        ({"modules_to_save": ["embed_tokens"]}, r"changes model.embed_tokens.weight \(it has the embeddings trained\)"),
-        ({"modules_to_save": ["lm_head"]}, r"changes lm_head.weight \(it has the head trained\)"),
-        ({"bias": "lora_only"}, r"changes model.layers.0.self_attn.q_proj.base_layer.bias \(it has trained biases\)"),
+        ({"layers_to_transform": [0]}, SOME.format("q_proj", 1, "1, 2")),
+        ({"layers_to_transform": [0, 2]}, SOME.format("q_proj", 2, "1")),
+        ({"target_modules": r".*layers\.1\.self_attn\.q_proj"}, SOME.format("q_proj", 1, "0, 2")),
+        ({"target_modules": ["model.layers.0.self_attn.q_proj"]}, SOME.format("q_proj", 1, "1, 2")),
+        ({"target_modules": r".*v_proj|.*0\.self_attn\.q_proj"}, SOME.format("q_proj", 1, "1, 2")),
+        ({"modules_to_save": ["embed_tokens"]}, r"changes model.embed_tokens.weight"),
+        ({"modules_to_save": ["lm_head"]}, r"changes lm_head.weight"),
+        ({"bias": "lora_only"}, r"changes model.layers.0.self_attn.q_proj.base_layer.bias"),
     ],
 )
 def test_what_is_refused_for_a_run_can_be_merged(bases, tmp_path, config, said, here):
@@ -64,15 +64,6 @@ def test_what_is_refused_for_a_run_can_be_merged(bases, tmp_path, config, said, 
     assert shlex.split(line)[:2] == ["qerl", "merge"]
     code, _, error = here(*shlex.split(line)[1:], "--out", str(tmp_path / "merged"), "--prompt-count", "0")
     assert code == 0, error
-
-
-def test_fewer_layers_of_a_model_of_another_name_are_of_another_base(bases, tmp_path):
-    adapter = adapter_on(bases["untied"], tmp_path / "adapter", layers_to_transform=[0, 1])
-    path = adapter / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"layers_to_transform": None, "base_model_name_or_path": "Small-7B"}
-    path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"is of another base than .*: it has 2 layers and the base 3"):
-        read_fitting_adapter(adapter, str(bases["untied"]))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_layers_with_dense_mlps_have_no_experts_to_adapt(adapter):
     [
         ({"width": 64}, r"gate_up_proj\.lora_B\.weight is \(4, 128, 4\) and the base's gate_up_proj 4 x 96 x 64"),
         ({"experts": 8}, r"gate_up_proj\.lora_A\.weight is \(8, 4, 64\) and the base's gate_up_proj 4 x 96 x 64"),
-        ({"layers": (0,)}, r"has nothing for experts\.gate_up_proj in layer 1"),
+        ({"layers": (0,)}, r"acts on experts\.gate_up_proj in 1 layers, .*\(not in both: 1\)"),
     ],
 )
 def test_an_adapter_of_other_experts_is_refused(adapter, given, words):
