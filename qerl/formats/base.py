@@ -165,6 +165,16 @@ BF16 = Format(
 )
 
 
+def config_groups(folder: Path, quantization: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The groups of a folder's quantization_config. Raises CheckpointError for one that cannot be read."""
+    groups = quantization.get("config_groups", {})
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file again"
+        )
+    return list(groups.values())
+
+
 def make_config(
     format: Format, unquantized: Iterable[str], inputs: Mapping[str, Any] | None = None
 ) -> QuantizationConfig:

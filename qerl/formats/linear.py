@@ -176,10 +176,6 @@ class PackedLinear(CachedWeight, nn.Linear):
         """The buffers of a linear of this size, of a weight that is zero."""
         raise NotImplementedError
 
-    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantized weight (out_features, in_features), computed anew."""
-        raise NotImplementedError
-
     def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor | None:
         """Overwrite the rows from `row_start` on by `matrix` (rows, in_features), rounded; tensors keep their places.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format, TensorSpec
+from qerl.formats.base import Format, TensorSpec, config_entry, config_groups, make_config
 from qerl.formats.fp8 import layout
 
 if TYPE_CHECKING:
@@ -45,13 +45,8 @@ class _FP8Block(Format):
         if quantization["quant_method"] == OTHER_METHOD:
             _refuse(folder, {**OTHER_DEFAULTS, **quantization}, OTHER)
             return
-        groups = quantization.get("config_groups", {})
-        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-            raise CheckpointError(
-                f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file "
-                "again"
-            )
-        for group in groups.values():
+        groups = config_groups(folder, quantization)
+        for group in groups:
             _refuse(folder, group.get("weights") or {}, WEIGHTS)
             if group.get("input_activations"):
                 _refuse(folder, group["input_activations"], INPUTS)
@@ -93,8 +88,6 @@ class _FP8Block(Format):
 
     def quantization_config(self, unquantized: Sequence[str], activations: str = "dynamic") -> dict[str, Any]:
         """As for any format; `activations` are "dynamic" in groups of 128 (8 bits), or "none" (16 bits)."""
-        from qerl.formats.base import config_entry, make_config
-
         config = make_config(self, unquantized)
         if activations == "none":
             for group in config.config_groups.values():

@@ -56,12 +56,6 @@ class Both(NamedTuple):
     turned: Scaled
 
 
-def quantize_both(x: torch.Tensor, dtype: torch.dtype = E4M3, largest: torch.Tensor | None = None) -> Both:
-    """x and its transpose, rounded in one pass. `largest` as in `round_matrix`."""
-    codes, turned, scale = round_matrix(x, dtype, plain=True, turned=ALIGNED, largest=largest)
-    return Both(Scaled(codes, scale), Scaled(turned, scale))
-
-
 def round_matrix(
     x: torch.Tensor, dtype: torch.dtype, plain: bool, turned: int, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, ...]:
@@ -139,7 +133,8 @@ class Tensorwise:
 
     def upstream(self, grad: torch.Tensor, largest: torch.Tensor | None = None) -> Both:
         """dy (T, out) as both products take it. `largest` as in `round_matrix`."""
-        return quantize_both(grad, self.gradients, largest)
+        codes, turned, scale = round_matrix(grad, self.gradients, plain=True, turned=ALIGNED, largest=largest)
+        return Both(Scaled(codes, scale), Scaled(turned, scale))
 
     def summed(self, x: torch.Tensor, largest: torch.Tensor | None = None) -> Scaled:
         """x (T, in) as the product for dW takes it: transposed, for all weights that read x."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format, TensorSpec
+from qerl.formats.base import Format, TensorSpec, config_entry, config_groups, make_config
 from qerl.formats.nvfp4 import layout
 
 if TYPE_CHECKING:
@@ -43,20 +43,15 @@ class _NVFP4(Format):
         )
 
     def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
-        groups = quantization.get("config_groups", {})
-        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-            raise CheckpointError(
-                f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file "
-                "again"
-            )
+        groups = config_groups(folder, quantization)
         if self.activations(quantization) == "unknown":
-            given = [group.get("input_activations") for group in groups.values()]
+            given = [group.get("input_activations") for group in groups]
             raise CheckpointError(
                 f"{folder} quantizes activations in a way that qerl does not compute ({given!s:.200}): it reads NVFP4 "
                 "with 16-bit activations and with those of llm-compressor's scheme NVFP4; run `qerl quantize` on the "
                 "model that it was made from"
             )
-        for group in groups.values():
+        for group in groups:
             weights = group.get("weights") or {}
             other = {key: weights[key] for key, own in WEIGHTS.items() if weights.get(key, own) != own}
             if other:
@@ -100,8 +95,6 @@ class _NVFP4(Format):
         return [quantize(weight, scale).named() for weight in weights]
 
     def quantization_config(self, unquantized: Sequence[str], activations: str = "none") -> dict[str, Any]:
-        from qerl.formats.base import config_entry, make_config
-
         return config_entry(make_config(self, unquantized, INPUTS.get(activations)))
 
     def quantization_config_like(

@@ -1,7 +1,6 @@
 """The modules over NVFP4 weights: a checkpoint's linear, and linears and experts in the layout of an engine's kernel.
 
-`NVFP4Linear` holds the three tensors of `layout.py`. `DEQUANTIZERS` maps a device type to a faster twin of
-`reference.dequantize_unchecked`.
+`NVFP4Linear` holds the three tensors of `layout.py`.
 
 `KernelLinear` is rows of a weight in a GEMM kernel's layout, decoded into a work buffer for each product. The buffer
 holds code * block scale, which bfloat16 represents exactly; the rest of the scale, `KernelWeight.alpha`, multiplies the
@@ -21,21 +20,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.base.errors import ENGINE, KERNEL, CheckpointError, EngineError
+from qerl.formats.cuda.nvrtc import Launch, has_kernels, kernel
 from qerl.formats.fp8.training import Scaled
 from qerl.formats.linear import PackedLinear, rounded_input
-from qerl.formats.nvfp4 import kernel_layout, layout, pack, reference, slab_layout
+from qerl.formats.nvfp4 import kernel_layout, layout, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
 from qerl.formats.nvfp4.layout import BLOCK
+from qerl.formats.nvfp4.slab_layout import SLAB, UNIT
 
-Dequantizer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
-
-DEQUANTIZERS: dict[str, Dequantizer] = {}  # device type -> faster twin of reference.dequantize_unchecked, bit-exact
 STORAGE = (torch.uint8, torch.float8_e4m3fn, torch.float32)  # dtypes of layout.TENSORS
-
-
-def dequantizer(device: torch.device) -> Dequantizer:
-    """The function that turns packed tensors on `device` into a dense weight. Only here is it chosen."""
-    return DEQUANTIZERS.get(device.type, reference.dequantize_unchecked)
 
 
 class NVFP4Linear(PackedLinear):
@@ -76,7 +69,7 @@ class NVFP4Linear(PackedLinear):
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
-        return dequantizer(self.weight_packed.device)(*tensors, dtype)
+        return reference.dequantize_unchecked(*tensors, dtype)
 
     @property
     def fixed_scale(self) -> float:
@@ -168,8 +161,8 @@ class KernelLinear(NVFP4Linear):
                 *(weight.layout.name, KERNEL.set_to("qerl"), ENGINE.set_to("transformers")),
             )
         self.drop_cached()
-        if pack.takes(weight, first, matrix):
-            return pack.pack_(weight, first, matrix)
+        if kernel_packs(weight, first, matrix):
+            return pack_by_kernel_(weight, first, matrix)
         faults = reference.faults(matrix, self._scale_tensor())
         if not faults[0]:
             tensors = reference.quantize(matrix, self._scale_tensor())
@@ -225,6 +218,49 @@ def adjacent(linears: Sequence[nn.Module]) -> bool:
             return False
         end += linear.out_features
     return True
+
+
+WARPS = 4  # per block of the kernel that packs; each takes a unit of a slab
+ALIGNMENT = 8  # bytes of the widest read
+DEFINES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("MASTER_BF16",)}
+
+
+def kernel_packs(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> bool:
+    """Whether the kernel reads `matrix` (rows, in) and writes it to the rows of `weight` from row_start on.
+
+    Rows must begin with a slab of 16, and end with one or with the weight.
+    """
+    end = row_start + len(matrix)
+    return (
+        weight.layout is QERL
+        and has_kernels(weight.words.device)
+        and matrix.device == weight.words.device
+        and matrix.dtype in DEFINES
+        and matrix.is_contiguous()
+        and matrix.data_ptr() % ALIGNMENT == 0
+        and matrix.shape[1] == weight.in_features
+        and matrix.shape[1] % BLOCK == 0
+        and row_start % SLAB == 0
+        and (end % SLAB == 0 or end == weight.out_features)
+    )
+
+
+def pack_by_kernel_(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> torch.Tensor:
+    """Overwrite the rows of `weight` from row_start on by `matrix`, quantized as by `reference.quantize`, in place.
+
+    Its limit is the time to read the matrix and to write the packed weight, 4.56 bytes per float32 weight. What does
+    not fit is counted on the way: a check before would read every matrix twice.
+
+    Call it only if `kernel_packs` says so. Returns `reference.faults` of the matrix, int32 (2,) on the card. Block
+    scales that do not fit saturate, and inf and NaN give any code.
+    """
+    rows, columns = matrix.shape
+    counts = torch.zeros(2, dtype=torch.int32, device=matrix.device)
+    launch = Launch((-(-columns // (UNIT * WARPS)), -(-rows // SLAB), 1), 32 * WARPS)
+    tensors = (matrix, weight.words, weight.scales, counts)
+    arguments = (row_start // SLAB, rows, columns, float(weight.global_scale))
+    kernel("pack.cu", "nvfp4_pack", DEFINES[matrix.dtype])(launch, *tensors, *arguments)
+    return counts
 
 
 def release_work_buffers() -> None:
@@ -284,8 +320,6 @@ def place_in_kernel_layout_(model: nn.Module, fused: Sequence[Sequence[str]]) ->
     Each group's own tensors are freed before the next is packed, so that at no time a second copy of the base exists.
     Nothing changes on a card without our kernels, nor in a model that does not compute in bfloat16.
     """
-    from qerl.formats.cuda.nvrtc import has_kernels
-
     changed = 0
     for parent in list(model.modules()):
         for names in fused:
@@ -346,18 +380,6 @@ class KernelExperts(nn.Module):
     def weight_device(self) -> torch.device:
         return self.words.device
 
-    def of_expert(self, expert: int) -> KernelWeight:
-        """The weight of one expert, as its kernel keeps it."""
-        return KernelWeight(
-            MARLIN,
-            self.words[expert],
-            self.scales[expert],
-            self.out_features,
-            self.in_features,
-            self._global_scales[expert],
-            self.scale_factor,
-        )
-
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         """W in `dtype`, bit-exact with compressed-tensors' decoding of the checkpoint."""
         out = torch.empty(self.experts, self.out_features, self.in_features, dtype=dtype, device=self.weight_device)
@@ -371,7 +393,9 @@ class KernelExperts(nn.Module):
 
     def dense_expert(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """W (out_features, in_features) of one expert, in plain torch."""
-        return kernel_layout.dequantize(self.of_expert(expert), dtype)
+        tensors, shape = (self.words[expert], self.scales[expert]), (self.out_features, self.in_features)
+        weight = KernelWeight(MARLIN, *tensors, *shape, self._global_scales[expert], self.scale_factor)
+        return kernel_layout.dequantize(weight, dtype)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """W in `dtype`, computed anew."""

@@ -119,11 +119,6 @@ def shared_global_scale(
     return power_of_two_scale(amax, headroom_bits).to(amax.device)
 
 
-def saturated_blocks(weight: torch.Tensor, global_scale: torch.Tensor) -> int:
-    """How many block scales of `weight` (out, in) are too large for e4m3 under `global_scale`, and become 448."""
-    return int(faults(weight, global_scale)[1])
-
-
 def faults(weight: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """int32 (2,): how many blocks of `weight` (out, in) hold inf or NaN, and how many others saturate their scale."""
     blocks = weight.unflatten(1, (-1, BLOCK))

@@ -12,7 +12,6 @@ from torch import nn
 
 from qerl.base.errors import CheckpointError, QerlError
 from qerl.formats.linear import cached_weights
-from qerl.formats.nvfp4 import linear as nvfp4_linear
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from tests.helpers.linear_twins import IN, OUT, assert_same_bits, buffers, output_and_gradient, packed_and_twin
@@ -104,14 +103,14 @@ def test_everything_is_frozen_and_no_dense_weight_is_stored():
 
 def test_between_forward_and_backward_no_dense_weight_is_alive(monkeypatch):
     packed, _ = packed_and_twin()
-    dense, saved = [], []
+    dense, saved, dequantize = [], [], reference.dequantize_unchecked
 
     def watched(*args):
-        weight = reference.dequantize_unchecked(*args)
+        weight = dequantize(*args)
         dense.append(weakref.ref(weight))  # the reference lives as long as anything in torch holds the tensor
         return weight
 
-    monkeypatch.setitem(nvfp4_linear.DEQUANTIZERS, "cpu", watched)
+    monkeypatch.setattr(reference, "dequantize_unchecked", watched)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = packed(torch.randn(3, IN, requires_grad=True))
     assert (len(dense), dense[0](), saved) == (1, None, [])

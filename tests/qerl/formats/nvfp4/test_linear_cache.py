@@ -1,11 +1,10 @@
-"""The cache of dequantized weights in packed linears, and dequantizers that a device may register."""
+"""The cache of dequantized weights in packed linears."""
 
 import pytest
 import torch
 from torch import nn
 
 from qerl.formats.linear import cached_weights
-from qerl.formats.nvfp4 import linear as nvfp4_linear
 from qerl.formats.nvfp4 import reference
 from tests.helpers.linear_twins import IN, OUT, output_and_gradient, packed_and_twin
 
@@ -16,18 +15,18 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def count_dequantizations(monkeypatch) -> list[torch.dtype]:
-    """Register a dequantizer as a kernel would, but one that counts its calls."""
-    calls = []
+    """Count how often a weight is dequantized."""
+    calls, dequantize = [], reference.dequantize_unchecked
 
     def counting(packed, block_scale, global_scale, dtype):
         calls.append(dtype)
-        return reference.dequantize_unchecked(packed, block_scale, global_scale, dtype)
+        return dequantize(packed, block_scale, global_scale, dtype)
 
-    monkeypatch.setitem(nvfp4_linear.DEQUANTIZERS, "cpu", counting)
+    monkeypatch.setattr(reference, "dequantize_unchecked", counting)
     return calls
 
 
-def test_forward_and_backward_use_the_registered_dequantizer(monkeypatch):
+def test_forward_and_backward_dequantize_once_each(monkeypatch):
     packed, twin = packed_and_twin(torch.bfloat16)
     calls = count_dequantizations(monkeypatch)
     x = torch.randn(2, IN).bfloat16()

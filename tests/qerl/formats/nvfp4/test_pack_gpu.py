@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from qerl.engine.update import pack_weights_
-from qerl.formats.nvfp4 import gemm, pack, reference, slab_layout
+from qerl.formats.nvfp4 import gemm, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
-from qerl.formats.nvfp4.linear import KernelLinear
+from qerl.formats.nvfp4.linear import KernelLinear, kernel_packs, pack_by_kernel_
 from qerl.model import master
 from qerl.model.master import LowRankSum
 from tests.helpers.gemm_cases import assert_rounded
@@ -77,8 +77,8 @@ def test_the_bytes_and_the_counts_are_the_references(make, size, dtype):
     matrix = make(*size).to(dtype)
     for scale in scales_of(matrix):
         weight = empty_weight(*size, scale)
-        assert pack.takes(weight, 0, matrix.cuda())
-        counts = pack.pack_(weight, 0, matrix.cuda())
+        assert kernel_packs(weight, 0, matrix.cuda())
+        counts = pack_by_kernel_(weight, 0, matrix.cuda())
         expected = reference.quantize(matrix, scale)
         words, scales = slab_layout.pack(expected.packed, expected.block_scale)
         assert torch.equal(weight.words.cpu(), words)
@@ -92,8 +92,8 @@ def test_other_rows_keep_their_bits(start, rows):
     weight = empty_weight(584, 176, 512.0)
     words, scales = weight.words.clone(), weight.scales.clone()
     matrix = normal(rows, 176)
-    assert pack.takes(weight, start, matrix.cuda())
-    pack.pack_(weight, start, matrix.cuda())
+    assert kernel_packs(weight, start, matrix.cuda())
+    pack_by_kernel_(weight, start, matrix.cuda())
     expected = reference.quantize(matrix, torch.tensor([512.0]))
     words, scales = words.cpu(), scales.cpu()
     slab_layout.pack_(words, scales, start, expected.packed, expected.block_scale)
@@ -136,7 +136,7 @@ def test_what_the_kernel_does_not_take_is_packed_by_the_twin(start, matrix):
     moved = torch.empty_strided(matrix.shape, matrix.stride(), dtype=matrix.dtype, device="cuda").copy_(matrix)
     if matrix.storage_offset():
         moved = torch.zeros(1 + 32 * 64, device="cuda")[1:].view(32, 64)
-    assert not pack.takes(weight, start, moved)
+    assert not kernel_packs(weight, start, moved)
     linear = KernelLinear(weight, start, len(moved), None)
     linear.pack_(moved)
     assert torch.equal(linear.unpack(torch.float32).cpu(), torch.zeros(matrix.shape))
@@ -144,7 +144,7 @@ def test_what_the_kernel_does_not_take_is_packed_by_the_twin(start, matrix):
 
 @pytest.mark.gpu
 def test_a_layout_of_another_kernel_is_not_taken():
-    assert not pack.takes(empty_weight(64, 64, 512.0, MARLIN), 0, torch.zeros(64, 64, device="cuda"))
+    assert not kernel_packs(empty_weight(64, 64, 512.0, MARLIN), 0, torch.zeros(64, 64, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -155,7 +155,7 @@ def test_inf_and_nan_are_counted_by_block(dtype):
     matrix[31, 63], matrix[0, 0] = float("inf"), -float("inf")
     matrix[9, 20] = 1e9
     scale = torch.tensor([512.0])
-    counts = pack.pack_(empty_weight(32, 64, 512.0), 0, matrix.cuda())
+    counts = pack_by_kernel_(empty_weight(32, 64, 512.0), 0, matrix.cuda())
     assert counts.tolist() == reference.faults(matrix, scale).tolist() == [3, 1]
 
 
@@ -165,7 +165,7 @@ def test_packing_repeats_to_the_bit_and_follows_the_stream():
     weight, first, second = empty_weight(3584, 3584, 512.0), normal(3584, 3584).cuda(), normal(3584, 3584).cuda()
     seen = []
     for matrix in (first, second, first):
-        pack.pack_(weight, 0, matrix)
+        pack_by_kernel_(weight, 0, matrix)
         seen.append(weight.words.clone())
     assert torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0], seen[1])
@@ -188,7 +188,7 @@ def test_a_product_after_a_synchronize_multiplies_by_the_new_weight():
     matrices = [normal(3584, 3584).cuda() for _ in range(2)]
     expected = []
     for turn in range(20):
-        pack.pack_(weight, 0, matrices[turn % 2])
+        pack_by_kernel_(weight, 0, matrices[turn % 2])
         torch.cuda.synchronize()
         out = gemm.product(x, weight)
         if turn < 2:
