@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from functools import cache as once
 from typing import TYPE_CHECKING
 
+import torch
+
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.checkpoint.experts import GATE_UP as MLP
@@ -29,12 +31,12 @@ from quantize.calibration import Calibration
 from quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:
-    import torch
     from compressed_tensors.quantization import QuantizationConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 SCHEME = formats.DEFAULT.scheme
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"
 NOISE = (  # repeated many times; we say it once
     "No accelerator available",
@@ -45,16 +47,11 @@ NOISE = (  # repeated many times; we say it once
 logger = logging.getLogger(__name__)
 
 
-def check_installed() -> None:
-    """Raise MissingExtraError unless llm-compressor is installed. Does not import it."""
-    if importlib.util.find_spec("llmcompressor") is None:
-        raise MissingExtraError("llmcompressor", "quantize")
-
-
 @once
 def load_compressor() -> None:
     """Import llm-compressor and forward its log, from WARNING up, to the logger `quantize.compressor`."""
-    check_installed()
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise MissingExtraError("llmcompressor", "quantize")
     with _environment(LOG_SWITCH, "true"):
         from llmcompressor.logger import LoggerConfig, configure_logger
     configure_logger(LoggerConfig(console_log_level=None))
@@ -77,7 +74,6 @@ def _to_logging(message: str) -> None:
 def power_of_two_observer() -> str:
     """Register an observer of weights whose global scales are powers of two; returns its name for a modifier."""
     load_compressor()
-    import torch
     from llmcompressor.observers import Observer
     from llmcompressor.observers.min_max import MemorylessMinMaxObserver
 
@@ -164,7 +160,6 @@ def calibrate(
 
 
 def _load(source: Source) -> PreTrainedModel:
-    import torch
     from transformers import AutoModelForCausalLM
 
     # float32 on a CPU, where bfloat16 products take up to 20 times as long, and for float16 files: see
@@ -180,7 +175,6 @@ def _load(source: Source) -> PreTrainedModel:
 
 
 def _modifiers(method: str, rounding: dict, decoder: Decoder) -> list:
-    import torch
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier
 
@@ -229,8 +223,6 @@ def _mappings(decoder: Decoder) -> list:
 
 
 def _batches(calibration: Calibration, batch_size: int) -> torch.utils.data.DataLoader:
-    import torch
-
     rows = [
         {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.long)}
         for ids in calibration.sequences
@@ -271,10 +263,4 @@ def dense_tensor(source: Source, model: PreTrainedModel, name: str) -> torch.Ten
     value = getattr(model.get_submodule(source.decoder.linearized(module)), tensor).detach().cpu()
     if name in source.chosen:
         return value
-    return value.to(_torch_dtype(source.tensors[name].dtype)).contiguous()
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]
+    return value.to(DTYPES[source.tensors[name].dtype]).contiguous()

@@ -22,6 +22,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import nn
+
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import scales_of
 from qerl.checkpoint.base_start import (
@@ -35,22 +38,19 @@ from qerl.checkpoint.base_start import (
     read_start,
     write_start,
 )
-from qerl.checkpoint.experts import all_experts
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.experts import LINEARIZED, Decoder, all_experts
+from qerl.checkpoint.shards import DTYPE_BYTES, read_json
 from qerl.checkpoint.source import HEADROOM_BITS, Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
+from quantize.rounding import best_factors, gptq, rate_ratio, roomy_global_scale, round_to, searched_scales
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from qerl.formats.nvfp4.reference import GlobalScaleKind
     from quantize.calibration import Calibration
 
 
-Tensors = Mapping[str, "torch.Tensor"]
-Inputs = Mapping[str, Callable[["torch.Tensor"], "torch.Tensor"]]
-BF16_BYTES = 2
+Tensors = Mapping[str, torch.Tensor]
+Inputs = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -63,8 +63,6 @@ class LayeredModel:
         self._model = empty_model(source.folder, dtype, source.trust_remote_code).eval()
         self._names = source.decoder.linearized
         if source.decoder.has_experts:
-            from quantize.linear_experts import take_apart_  # it imports torch
-
             take_apart_(self._model, source.decoder)
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -79,8 +77,6 @@ class LayeredModel:
         The model's own forward pass computes them and the arguments of each layer, with layers that do nothing. The
         arguments are a single row's, which fit any number of rows.
         """
-        import torch
-
         found: list[torch.Tensor] = []
         weights = {"embed_tokens.weight": outside[EMBEDDINGS], "norm.weight": outside[NORM]}
         with self._idle_layers(found):
@@ -117,8 +113,6 @@ class LayeredModel:
         `see(module, inputs)` is called with each linear's full name and its inputs (..., in). `inputs` has functions
         that give what a linear multiplies by instead, by full name.
         """
-        import torch
-
         layer, own, in_files = self._layers[number], {}, {}
         for name, tensor in weights.items():
             module, _, leaf = name.rpartition(".")
@@ -137,8 +131,6 @@ class LayeredModel:
 
     def logits(self, hidden: torch.Tensor, outside: Tensors) -> torch.Tensor:
         """Logits (T, vocabulary) in float32 of final hidden states (T, hidden)."""
-        import torch
-
         head = {"weight": outside.get(HEAD, outside[EMBEDDINGS])}
         if "lm_head.bias" in outside:
             head["bias"] = outside["lm_head.bias"]
@@ -147,8 +139,6 @@ class LayeredModel:
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    from torch import nn
-
     return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
 
 
@@ -160,6 +150,45 @@ def _replace(module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor])
     return module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
 
 
+class LinearExperts(nn.ModuleList):
+    """Stands in for the experts module of a layer; its linears are named as `Decoder.linearized` says.
+
+    transformers 5.17 multiplies by two tensors that hold all experts of a layer. llm-compressor's `linearize_moe` takes
+    such tensors apart; the modules here are made without weights.
+    """
+
+    def __init__(self, decoder: Decoder, act: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__(_expert(decoder, dtype) for _ in range(decoder.experts))
+        self._act = act
+
+    def forward(self, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the chosen experts' outputs for each token; an expert sees only the tokens it is for."""
+        total_TD = torch.zeros_like(hidden_TD)
+        for number, expert in enumerate(self):
+            tokens, place = torch.where(chosen_TK == number)
+            if len(tokens):
+                x = hidden_TD[tokens]
+                out = expert["down_proj"](self._act(expert["gate_proj"](x)) * expert["up_proj"](x))
+                total_TD.index_add_(0, tokens, (out * weights_TK[tokens, place, None]).to(total_TD.dtype))
+        return total_TD
+
+
+def take_apart_(model: nn.Module, decoder: Decoder) -> None:
+    """Replace the experts of each layer of a decoder that is on the meta device."""
+    for layer in decoder.sparse:
+        block = model.get_submodule(f"model.layers.{layer}.mlp")
+        block.experts = LinearExperts(decoder, block.experts.act_fn, block.experts.down_proj.dtype)
+
+
+def _expert(decoder: Decoder, dtype: torch.dtype) -> nn.ModuleDict:
+    gate, up, down = LINEARIZED
+    shapes = {gate: (decoder.hidden, decoder.width), up: (decoder.hidden, decoder.width)}
+    shapes[down] = (decoder.width, decoder.hidden)
+    return nn.ModuleDict(
+        {name: nn.Linear(*shape, bias=False, device="meta", dtype=dtype) for name, shape in shapes.items()}
+    )
+
+
 def streamed_input_scales(
     source: Source, read: ReadTensor, rows: Sequence[Sequence[int]], device: torch.device, advance: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
@@ -168,8 +197,6 @@ def streamed_input_scales(
     Linears that read the same input, as those which engines fuse do, have the same scale. `advance` is called after
     each layer. Raises CheckpointError for inputs that hold inf or NaN, or are zero throughout.
     """
-    import torch
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     amax = {name: torch.zeros((), device=device) for name in source.quantized}
 
@@ -190,9 +217,9 @@ def streamed_input_scales(
     return scales_of(amax, HEADROOM_BITS, f"{len(rows)} calibration sequences (--calibration)")
 
 
-Weights = Mapping[str, "torch.Tensor"]  # of one group, on the device, by full name
-Moments = Mapping[str, "torch.Tensor"]  # R of the inputs of each set of fused linears, by the set's first module
-Write = Callable[[Sequence[str], Weights, Moments], "Tensors"]  # the tensors of a group that go into the file
+Weights = Mapping[str, torch.Tensor]  # of one group, on the device, by full name
+Moments = Mapping[str, torch.Tensor]  # R of the inputs of each set of fused linears, by the set's first module
+Write = Callable[[Sequence[str], Weights, Moments], Tensors]  # the tensors of a group that go into the file
 BATCH_TOKENS = {"cuda": 8192, "cpu": 2048}  # in a forward pass
 RATIO_RANK = 32  # for which the ratio of learning rates is given, as most adapters have it
 
@@ -222,10 +249,6 @@ class Start:
 
     def add(self, module: str, weight: torch.Tensor, quantized: torch.Tensor, moment: torch.Tensor) -> None:
         """The factors of a linear, from its weights before and after (out, in) and R."""
-        import torch
-
-        from quantize.rounding import best_factors, rate_ratio
-
         factors = best_factors(weight.float() - quantized, moment, self.rank)
         if (ratio := rate_ratio(factors.prefix(RATIO_RANK), moment)) is not None:
             self.ratios.append(ratio)
@@ -233,8 +256,6 @@ class Start:
 
     def add_nothing(self, module: str, shape: Sequence[int]) -> None:
         """Factors of zero, for a linear (out, in) that stays in 16 bits."""
-        import torch
-
         rows, width = shape
         zeros = (self.rank, width), (rows, self.rank)
         self._keep(module, *(torch.zeros(size, dtype=torch.bfloat16) for size in zeros))
@@ -271,10 +292,6 @@ def searched(source: Source, how: Searched) -> Write:
 
 def _pack(modules: Sequence[str], weights: Weights, moment: torch.Tensor | None, how: Searched) -> Tensors:
     """The tensors of fused linears, whose rows are rounded together: they share the global scale and R."""
-    import torch
-
-    from quantize.rounding import gptq, roomy_global_scale, round_to, searched_scales
-
     dense = [weight_for_scales(f"{module}.weight", weights[f"{module}.weight"]) for module in modules]
     scale = roomy_global_scale(dense, how.global_scale)
     rows = torch.cat(dense)
@@ -315,8 +332,6 @@ def one_pass_groups(
     `rows` are token ids of one length. `write` gives a group's tensors, such as `searched(...)` or what another method
     has written. Raises CheckpointError for inputs with inf or NaN.
     """
-    import torch
-
     before, *layers, after = source.groups()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     wanted = modules_of_start(source) if start is not None else []
@@ -345,8 +360,6 @@ def _add_to_start(
     start: Start, source: Source, wanted: Sequence[str], weights: Weights, written: Tensors, moments: Moments
 ) -> None:
     """The factors of a layer's linears."""
-    import torch
-
     leaders = {module: modules[0] for modules in source.fused_sets() for module in modules}
     for module in (module for module in wanted if f"{module}.weight" in weights):
         weight = weights[f"{module}.weight"]
@@ -365,8 +378,6 @@ class MomentSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def see(self, module: str, inputs: torch.Tensor) -> None:
-        import torch
-
         if module not in self._tokens:
             return
         x = inputs.flatten(0, -2)
@@ -402,8 +413,6 @@ class MomentSums:
 
 def add_products_(sums: torch.Tensor, x: torch.Tensor) -> None:
     """Add x'x to `sums`, float32 (in, in), for inputs (tokens, in) in float32 or bfloat16."""
-    import torch
-
     if x.dtype == torch.float32:
         sums.addmm_(x.T, x)
     elif x.is_cuda:
@@ -422,8 +431,6 @@ def _cast(weights: Weights, dtype: torch.dtype) -> Weights:
 
 def _batches(rows: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
     """Token ids (rows, T), as many rows at a time as go through a layer at once."""
-    import torch
-
     at_once = max(1, BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"]) // len(rows[0]))
     return [torch.tensor(rows[first : first + at_once], device=device) for first in range(0, len(rows), at_once)]
 
@@ -448,7 +455,9 @@ def save_start(
 
 def start_bytes(source: Source, rank: int) -> int:
     """Bytes of a start of `rank` for a model."""
-    return sum(BF16_BYTES * rank * sum(source.tensors[f"{name}.weight"].shape) for name in modules_of_start(source))
+    return sum(
+        DTYPE_BYTES["BF16"] * rank * sum(source.tensors[f"{name}.weight"].shape) for name in modules_of_start(source)
+    )
 
 
 def read_factors(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

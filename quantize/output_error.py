@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.output import set_aside
 from qerl.checkpoint.shards import TensorReader
@@ -28,8 +30,6 @@ from qerl.checkpoint.verify import FailedCheck, ReadTensor
 from quantize.one_pass import LayeredModel
 
 if TYPE_CHECKING:
-    import torch
-
     from qerl.formats.nvfp4.activations import Activations
     from quantize.calibration import Calibration
 
@@ -89,8 +89,6 @@ def measure_outputs(
     source: Source, checkpoints: Checkpoints, rows: Calibration, device: torch.device, advance: Callable[[], None]
 ) -> OutputErrors:
     """The errors of what was written, and of rounding to nearest beside it. `advance` is called after each layer."""
-    import torch
-
     with torch.inference_mode():
         accuracy, models, linears = _Comparison(source, checkpoints, device).run(rows.measured, advance)
     return OutputErrors(
@@ -109,8 +107,6 @@ def measure_outputs(
 
 class _Comparison:
     def __init__(self, source: Source, checkpoints: Checkpoints, device: torch.device) -> None:
-        import torch
-
         self._source, self._device, self._activations = source, device, checkpoints.activations
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._weights: dict[str, Callable[[list[str]], dict[str, torch.Tensor]]] = {
@@ -130,8 +126,6 @@ class _Comparison:
     def run(
         self, rows: Sequence[Sequence[int]], advance: Callable[[], None]
     ) -> tuple[float, dict[str, ModelError], dict[str, dict[str, float]]]:
-        import torch
-
         ids = [torch.tensor([row], device=self._device) for row in rows]
         before, *layers, after = self._source.groups()
         model = LayeredModel(self._source, self._dtype, self._device)
@@ -188,8 +182,6 @@ class _OutputSums:
         )
 
     def add(self, module: str, inputs: torch.Tensor) -> None:
-        import torch
-
         for key, matrix in self._matrices.get(f"{module}.weight", {}).items():
             norm = torch.linalg.vector_norm(inputs @ matrix.T, dtype=torch.float64)
             self._sums[f"{module}.weight", key] += float(norm) ** 2
@@ -248,8 +240,6 @@ def _read(read: ReadTensor, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 def _decode(source: Source, read: TensorReader, device: torch.device, names: list[str]) -> dict[str, torch.Tensor]:
-    import torch
-
     tensors = {name: read(name) for name in names if name not in source.chosen}
     for name in names:
         if name in source.chosen:
@@ -259,8 +249,6 @@ def _decode(source: Source, read: TensorReader, device: torch.device, names: lis
 
 
 def _round(source: Source, checkpoints: Checkpoints, device: torch.device, names: list[str]) -> dict[str, torch.Tensor]:
-    import torch
-
     tensors = _read(checkpoints.source, names)
     scale_of = power_of_two_scale_of() if checkpoints.global_scale == "pow2" else None
     for modules in source.fused_sets():

@@ -27,42 +27,21 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations, with_input_scales
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import REPORT, default_quantized_dir
+from qerl.checkpoint.load import check_config_fits, load_tokenizer
 from qerl.checkpoint.output import check_space, check_target, copy_small_files, staged_folder, write_json, write_weights
-from qerl.checkpoint.shards import TensorReader, read_tensors
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorReader, read_tensors
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.formats.base import make_config
 from quantize.calibration import HELD_OUT, MIXED, OWN_TASK, REAL_TOKENS, Calibration, load_calibration
-from quantize.compressor import (
-    calibrate,
-    calibrated_groups,
-    check_device,
-    check_installed,
-    dense_tensor,
-    load_compressor,
-)
-from quantize.one_pass import (
-    BF16_BYTES,
-    Searched,
-    Start,
-    largest_rank,
-    modules_of_start,
-    one_pass_groups,
-    read_factors,
-    save_start,
-    searched,
-    searched_groups,
-    start_bytes,
-    streamed_input_scales,
-)
 from quantize.options import NO_ROWS, OWN, QuantizeOptions
-from quantize.output_error import Checkpoints, judge, kept_if_calibrated, measure_outputs
 from quantize.report import QuantizeReport, made_by
 
 if TYPE_CHECKING:
     import torch
     from rich.progress import Progress
 
+    from quantize.one_pass import Start
     from quantize.start import StartReport
 
 
@@ -70,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
+BF16_BYTES = DTYPE_BYTES["BF16"]
 START_RANK = 64  # of the file; runs use the first 32 components or as many as they say
 LIMIT_S = 300.0  # for what is done without being asked for, by estimate
 # Measured on two cores with AVX-512 (2.5 GHz, torch 2.13) on SmolLM2-135M.
@@ -89,6 +69,8 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     and MissingExtraError without llm-compressor. After any error `out` is as it was before; what a calibration made and
     the check refuses is kept beside it.
     """
+    from quantize import compressor, one_pass
+
     started = time.perf_counter()
     options = (options or QuantizeOptions()).chosen()
     options.check()
@@ -102,10 +84,11 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     device = resolve_device(options.device)
     choice = choose(source, options, device)
     options = choice.options
-    if options.by_compressor:
-        check_installed()
-    check_space(out, source.output_bytes() + start_bytes(source, options.start_rank))
+    check_space(out, source.output_bytes() + one_pass.start_bytes(source, options.start_rank))
     _check_length(source, options)
+    if options.by_compressor:
+        logger.info("loading llm-compressor")
+        compressor.load_compressor()
     logger.info("quantizing %s to %s: %s by %s", source.name, out, options.scheme_name, options.method)
     with staged_folder(out) as staging:
         report = _quantize(source, choice, device, staging, out)
@@ -126,25 +109,19 @@ def _check_length(source: Source, options: QuantizeOptions) -> None:
 
 def _quantize(source: Source, choice: Choice, device: torch.device, staging: Path, out: Path) -> QuantizeReport:
     """Fill the staging folder with everything but the report, and verify it."""
-    options = choice.options
-    if options.by_compressor:
-        logger.info("loading llm-compressor")
-        load_compressor()
     import torch
 
     try:
         return _write_and_verify(source, choice, device, staging, out)
     except torch.OutOfMemoryError as error:
-        less = (
-            "a smaller --batch-size or --calibration-size, or --method search"
-            if options.by_compressor
-            else "--device cpu"
-        )
+        less = "--device cpu"
+        if choice.options.by_compressor:
+            less = "a smaller --batch-size or --calibration-size, or --method search"
         raise CheckpointError(f"the device ran out of memory while quantizing {source.name}: write {less}") from error
 
 
 def _write_and_verify(source: Source, choice: Choice, device: torch.device, staging: Path, out: Path) -> QuantizeReport:
-    from qerl.checkpoint.load import check_config_fits
+    from quantize import compressor, one_pass, output_error
 
     options = choice.options
     with ExitStack() as stack:
@@ -154,43 +131,45 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
             check_config_fits(source.folder, source.tensors, options.trust_remote_code)
         read = stack.enter_context(TensorReader(source.tensors))
         if options.by_compressor:
-            check_device(device)
+            compressor.check_device(device)
         rows = calibration_rows(source, choice)
         if rows is not None and options.method == "search_gptq" and device.type == "cuda":
             _say_cost(source, rows, device)
-        start = Start(options.start_rank) if options.start_rank else None
+        start = one_pass.Start(options.start_rank) if options.start_rank else None
         groups, rescaled = _groups(source, options, read, rows, device, start)
         progress = stack.enter_context(progress_bar())
         inputs: dict[str, torch.Tensor] = {}
         if options.activations == "static":
             task = progress.add_task("calibrating activations", total=len(source.groups()) - 2)
-            inputs = streamed_input_scales(source, read, rows.sequences, device, lambda: progress.advance(task))
+            advance = partial(progress.advance, task)
+            inputs = one_pass.streamed_input_scales(source, read, rows.sequences, device, advance)
             groups = with_input_scales(groups, inputs)
         steps = len(source.groups())
         written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
         copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
         quantization = source.format.quantization_config(source.unquantized(), options.activations)
         write_json(staging / "config.json", {**source.config, "quantization_config": quantization})
-        stack.enter_context(kept_if_calibrated(options.method if options.by_compressor else None, staging, out))
+        calibrated_by = options.method if options.by_compressor else None
+        stack.enter_context(output_error.kept_if_calibrated(calibrated_by, staging, out))
         task = progress.add_task("verifying", total=len(source.tensors))
         judged = options.judges_weights
         layers = verify(staging, source, rescaled or read, device, lambda: progress.advance(task), judged)
         check_input_scales(staging, inputs)
         report = replace(_report(source, options, out, layers), bytes_after=written, copied_files=copied)
         if start is not None:
-            report = replace(report, start=save_start(staging, source, start, rows))
+            report = replace(report, start=one_pass.save_start(staging, source, start, rows))
         if rows is not None:
             task = progress.add_task("measuring", total=len(source.groups()) - 2)
             decoded = stack.enter_context(TensorReader(read_tensors(staging)))
             activations = read_activations(staging, source.format) if source.format.four_bit_inputs else {}
-            checkpoints = Checkpoints(
+            checkpoints = output_error.Checkpoints(
                 *(read, rescaled, decoded, options.global_scale, options.is_rounding, activations),
-                read_factors(staging / START),
+                one_pass.read_factors(staging / START),
             )
-            outputs = measure_outputs(source, checkpoints, rows, device, lambda: progress.advance(task))
+            outputs = output_error.measure_outputs(source, checkpoints, rows, device, lambda: progress.advance(task))
             report = replace(report, calibration=rows.summary(), outputs=outputs)
             write_json(staging / REPORT, report.to_json())
-            judge(outputs, source.format.min_sqnr_db)
+            output_error.judge(outputs, source.format.min_sqnr_db)
     return report
 
 
@@ -222,8 +201,6 @@ def text_model(source: Source, beside: Path, rows: bool) -> Iterator[Source]:
     copy in a hidden folder beside `beside`, which is deleted at the end of the block. Raises CheckpointError if the
     config does not fit, or if there is no space.
     """
-    from qerl.checkpoint.load import check_config_fits
-
     logger.info("%s: only its text part is written, as a text model (%s)", source.name, source.config["model_type"])
     where = {"dir": beside.absolute().parent, "prefix": f".{beside.name}-text-"} if rows else {}
     with TemporaryDirectory(**where) as name:
@@ -244,8 +221,6 @@ def _copied(source: Source, folder: Path) -> Source:
 
 def calibration_rows(source: Source, choice: Choice) -> Calibration | None:
     """The rows to calibrate on and to measure on; None if there are none."""
-    from qerl.checkpoint.load import load_tokenizer
-
     options = choice.options
     if not options.has_rows:
         return None
@@ -273,15 +248,19 @@ def _groups(
     start: Start | None,
 ) -> tuple[Iterator[dict[str, torch.Tensor]], ReadTensor | None]:
     """The tensors to write, and where AWQ rescales the source, what it makes of it. `start` is filled on the way."""
+    from quantize import one_pass
+
     if options.method in OWN:
-        how = Searched(options.global_scale, options.method == "search_gptq")
+        how = one_pass.Searched(options.global_scale, options.method == "search_gptq")
         if rows is None:
-            return searched_groups(source, read, device, how), None
-        return one_pass_groups(source, read, rows.sequences, device, searched(source, how), start), None
+            return one_pass.searched_groups(source, read, device, how), None
+        write = one_pass.searched(source, how)
+        return one_pass.one_pass_groups(source, read, rows.sequences, device, write, start), None
     groups, rescaled = _groups_of_others(source, options, read, rows, device)
     if start is None:
         return groups, rescaled
-    return one_pass_groups(source, rescaled or read, rows.sequences, device, lambda *_: next(groups), start), rescaled
+    read = rescaled or read
+    return one_pass.one_pass_groups(source, read, rows.sequences, device, lambda *_: next(groups), start), rescaled
 
 
 def _groups_of_others(
@@ -292,14 +271,14 @@ def _groups_of_others(
         pow2 = source.format.shared_tensor is not None and options.global_scale == "pow2"
         return packed_groups(source, read, device, power_of_two_scale_of() if pow2 else None), None
     config = make_config(source.format, source.unquantized())
-    from qerl.checkpoint.load import load_tokenizer
+    from quantize import compressor
 
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
     if options.uses_rows:
         logger.info("calibrating on %d x %d tokens", len(rows.sequences), len(rows.sequences[0]))
-    model = calibrate(source, tokenizer, rows if options.uses_rows else None, options)
-    rescaled = partial(dense_tensor, source, model) if options.method == "awq" else None
-    return calibrated_groups(source, config, model), rescaled
+    model = compressor.calibrate(source, tokenizer, rows if options.uses_rows else None, options)
+    rescaled = partial(compressor.dense_tensor, source, model) if options.method == "awq" else None
+    return compressor.calibrated_groups(source, config, model), rescaled
 
 
 def resolve_device(name: str) -> torch.device:
@@ -359,6 +338,8 @@ class Choice(NamedTuple):
 
 def choose(source: Source, options: QuantizeOptions, device: torch.device) -> Choice:
     """What to do with a model. Raises ConfigError for what a mixture of experts cannot be."""
+    from quantize.one_pass import largest_rank
+
     options = options.settled(source.name, source.decoder.has_experts)
     if options.start_rank is None:
         options = replace(options, start_rank=START_RANK if options.has_rows else 0)
@@ -422,6 +403,8 @@ def _say(source: Source, options: QuantizeOptions, choice: Choice) -> None:
 def estimate_s(source: Source, choice: Choice) -> float:
     """About how many seconds a choice takes on this machine's CPU, beside reading and writing."""
     import torch
+
+    from quantize.one_pass import modules_of_start
 
     options = choice.options
     shapes = {module: source.tensors[f"{module}.weight"].shape for module in source.quantized}

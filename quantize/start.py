@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
@@ -36,7 +38,6 @@ from quantize.run import START_RANK, Choice, calibration_rows, choose, progress_
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from rich.table import Table
 
     from qerl.checkpoint.source import Tensors
@@ -174,8 +175,6 @@ def _compute(
 
 def _check_others(source: Source, base: str, read: ReadTensor, written: ReadTensor) -> None:
     """Raise CheckpointError unless the norms and biases are the original's, to the bit in the folder's dtype."""
-    import torch
-
     for name, info in source.tensors.items():
         if len(info.shape) == 1:
             there = written(name)
@@ -188,8 +187,6 @@ def _check_others(source: Source, base: str, read: ReadTensor, written: ReadTens
 
 def _check_near(source: Source, base: str, weights: Mapping[str, torch.Tensor], packed: Tensors) -> None:
     """Raise CheckpointError for a linear that is not the original's, quantized."""
-    import torch
-
     from qerl.checkpoint.verify import sqnr_db
 
     for name in (name for name in weights if name in source.chosen):

@@ -18,7 +18,9 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
@@ -32,10 +34,6 @@ from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, name_bases_, 
 from qerl.checkpoint.shards import read_json
 from quantize.export.base import FACTOR_A, FACTOR_B, Adapter, original_name
 from quantize.export.options import ExportOptions
-
-if TYPE_CHECKING:
-    import torch
-
 
 CONFIG = "adapter_config.json"
 HOLDS_START = (
@@ -113,8 +111,6 @@ def _side_by_side(
     adapter: Adapter, start: Mapping[str, torch.Tensor], linears: Collection[str], sign: float
 ) -> Adapter:
     """s [B, sign B0 / s] [A; A0] for the linears, in float32. Trained norms and experts stay as they are."""
-    import torch
-
     if not adapter.scaling:
         raise CheckpointError(f"{adapter.folder} has alpha 0, so that it changes nothing: merge another adapter")
     own, added = read_json(adapter.folder / CONFIG)["r"], _rank(start)
@@ -232,8 +228,6 @@ def find_base_name(adapter: Adapter, asked: str | None) -> str:
 
 
 def _check_written(adapter: Adapter, folder: Path, dtype: torch.dtype | None) -> None:
-    import torch
-
     from qerl.checkpoint.adapter_file import read_adapter
 
     tensors, scaling = read_adapter(folder)

@@ -14,7 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
@@ -26,10 +28,6 @@ from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, TensorReader, read_json, read_tensors, with_own_head
 from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
 from qerl.formats.base import Format
-
-if TYPE_CHECKING:
-    import torch
-
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -229,8 +227,6 @@ class BaseReader:
 
     def weight(self, module: str) -> torch.Tensor:
         """The weight of one linear, decoded if it is packed, with its start: a float32 copy (out, in) on the device."""
-        import torch
-
         if module in self.base.packed:
             format = self.base.format
             packed = {part: self._read(f"{module}.{part}").to(self._device) for part in format.tensors}
@@ -252,8 +248,6 @@ class MergedReader:
 
     def __call__(self, name: str) -> torch.Tensor:
         """The merged tensor on the CPU, in the dtype that `merged_source` gives it."""
-        import torch
-
         module = name.removesuffix(".weight")
         if name in self._norms:
             merged = self._norms[name]
@@ -317,8 +311,6 @@ def original_name(base: str) -> str:
 
 def check_original(original: Base, trained: Base) -> None:
     """Raise CheckpointError unless `trained` looks like `original` after quantization; compares one layer."""
-    import torch
-
     from qerl.checkpoint.verify import sqnr_db
 
     cpu = torch.device("cpu")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint.base_start import TrainedStart
-from quantize.export.effect import Effect
-from quantize.export.weights import Survival
 from quantize.report import format_size, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from quantize.export.effect import Effect
+    from quantize.export.weights import Survival
 
 
 MOST = 0.5  # if less than this share is kept, most of the adapter is lost

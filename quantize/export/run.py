@@ -17,6 +17,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, QerlError
@@ -27,6 +28,7 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
 from qerl.checkpoint.folder import BASE, REPORT, STEP, checkpoint_of, kind_of_run, resting_kind
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.output import (
     EXPORT_REPORT,
     MERGE_REPORT,
@@ -40,8 +42,6 @@ from qerl.checkpoint.peft_folder import TrainedOn, plain_base
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model, run_of_adapter
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
-from quantize.export.adapter import HOLDS_START, AdapterStart, start_in_merge
-from quantize.export.base import Adapter, check_original, choose_base, read_base
 from quantize.export.card import write_card
 from quantize.export.options import (
     ONLY_QERL,
@@ -53,7 +53,6 @@ from quantize.export.options import (
     serve_model_line,
 )
 from quantize.export.report import ExportReport, MergeReport
-from quantize.export.weights import check_written
 from quantize.report import made_by
 from quantize.run import progress_bar, resolve_device, take_card
 
@@ -69,6 +68,10 @@ NO_START = (
 MERGE_PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
 PACKAGES = ("qerl", "torch", "transformers", "compressed-tensors")
 CARD = "README.md"
+
+if TYPE_CHECKING:
+    from quantize.export.adapter import AdapterStart
+    from quantize.export.base import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,8 @@ def export(options: ExportOptions) -> ExportReport | MergeReport:
             f"{options.adapter} was not trained through the quantizer: write --to {', '.join(TARGETS)}, and instead of "
             "--step give a folder RUN/checkpoints/step-N"
         )
+    from quantize.export.base import Adapter
+
     folder = adapter_folder(options.adapter)
     adapter = Adapter(folder, *read_adapter(folder))
     out = options.folder()
@@ -146,6 +151,8 @@ def _step_of(adapter: Path) -> int | None:
 
 def _write_packed(options: ExportOptions, run: Path) -> ExportReport:
     """Write the model that `run` trained through the quantizer."""
+    from quantize.export.weights import check_written
+
     step, masters = _read(run, options)
     options = replace(options, to=options.to or masters.format.name)
     out, dense = options.folder(), not formats.get(options.to).quantized
@@ -259,7 +266,7 @@ def _adapter_notes(options: ExportOptions, adapter: Adapter, origin: TrainedOn) 
 
 
 def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeReport:
-    from qerl.checkpoint.load import local_folder
+    from quantize.export.base import check_original, choose_base, read_base
     from quantize.export.weights import check_merged, plan_merge, total, write_merged
 
     exact, to = _exact(options), formats.get(options.to)
@@ -311,6 +318,8 @@ def _start_on(exact: ModelRef, adapter: Adapter) -> AdapterStart | None:
 
     Raises CheckpointError for a base that is not the start's.
     """
+    from quantize.export.adapter import HOLDS_START, start_in_merge
+
     trained = start_of_adapter(adapter.folder)
     if trained is None or (trained.kind == "frozen" and not formats.get(exact.format).quantized):
         return None

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
@@ -27,10 +28,6 @@ from qerl.checkpoint.source import Source, Tensors, packed_groups, power_of_two_
 from qerl.checkpoint.verify import FailedCheck, check_head, check_same, sqnr_db
 from qerl.formats.base import Format
 from quantize.export.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
-
-if TYPE_CHECKING:
-    import torch
-
 
 NOTHING = 1e-8  # of a weight: a change of this size is what float32 leaves of a difference that is none
 
@@ -125,8 +122,6 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
 
 def _static_scales(base: Base) -> dict[str, torch.Tensor]:
     """Of the activations of a base that has such: float32 (1,) by module."""
-    import torch
-
     if not base.format.four_bit_inputs:
         return {}
     found = read_activations(base.folder, base.format)
@@ -153,8 +148,6 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
 
 
 def _check_bf16(source: Source, folder: Path, read: MergedReader) -> None:
-    import torch
-
     tensors = read_tensors(folder)
     names = [name for group in source.groups() for name in group]
     if wrong := sorted(set(names) ^ set(tensors)):
@@ -188,8 +181,6 @@ def by_layer_of_experts(parts: Sequence[Sums]) -> list[Sums]:
 
 
 def _sums(name: str, change: torch.Tensor, delta: torch.Tensor, base: torch.Tensor) -> Sums:
-    import torch
-
     def product(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one * other).sum(dtype=torch.float64))
 
@@ -224,8 +215,6 @@ def check_written(
 
 def _weights(masters: Masters, group: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     """The trained weights in a group as they will be multiplied by, in float32."""
-    import torch
-
     format = masters.format
     for name in group:
         module, _, part = name.rpartition(".")

@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import quantize.one_pass
+import quantize.output_error
 import quantize.rounding
 import quantize.run
 from qerl.checkpoint import output as writer
@@ -42,14 +43,14 @@ PARTS = {  # where a function is looked up, and its name
     "read": (quantize.one_pass, "_load"),
     "forward": (LayeredModel, "step"),
     "moments": (quantize.one_pass, "add_products_"),
-    "search": (quantize.rounding, "searched_scales"),
+    "search": (quantize.one_pass, "searched_scales"),
     "cholesky": (quantize.rounding, "error_shares"),
-    "gptq": (quantize.rounding, "gptq"),
-    "factors": (quantize.rounding, "best_factors"),
-    "ratio": (quantize.rounding, "rate_ratio"),
+    "gptq": (quantize.one_pass, "gptq"),
+    "factors": (quantize.one_pass, "best_factors"),
+    "ratio": (quantize.one_pass, "rate_ratio"),
     "write": (writer, "_write_part"),
     "verify": (quantize.run, "verify"),
-    "measure": (quantize.run, "measure_outputs"),
+    "measure": (quantize.output_error, "measure_outputs"),
 }
 
 

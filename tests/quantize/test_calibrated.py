@@ -12,7 +12,6 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.base.errors import CheckpointError, ConfigError
 from quantize import compressor as calibrated
-from quantize import run
 from quantize.compressor import check_device, load_compressor
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
@@ -41,15 +40,15 @@ def quantized(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"{method}-{layout}")
     source = make_checkpoint(folder / "model", layout, layers=1)
     make_salient(source, channels=[5, 20, 41])
-    seen = []
+    seen, original = [], calibrated.calibrate
 
     def calibrate(source, tokenizer, calibration, *args):
-        model = calibrated.calibrate(source, tokenizer, calibration, *args)
+        model = original(source, tokenizer, calibration, *args)
         seen.extend([model, torch.tensor(calibration.sequences)])
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "calibrate", calibrate)
+        patch.setattr(calibrated, "calibrate", calibrate)
         report = quantize_checkpoint(
             str(source),
             folder / "out",

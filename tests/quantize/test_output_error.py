@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.verify import FailedCheck
-from quantize import run
+from quantize import compressor, output_error
 from quantize.calibration import HELD_OUT, load_calibration
 from quantize.options import QuantizeOptions
 from quantize.output_error import judge
@@ -128,8 +128,8 @@ def spoiled(groups):
 
 
 def test_a_bad_result_of_a_calibration_is_kept_by_another_name(source, rows, tmp_path, monkeypatch):
-    whole = run.calibrated_groups
-    monkeypatch.setattr(run, "calibrated_groups", lambda *given: spoiled(whole(*given)))
+    whole = compressor.calibrated_groups
+    monkeypatch.setattr(compressor, "calibrated_groups", lambda *given: spoiled(whole(*given)))
     for name in ("out-unverified", "out-unverified-2"):
         with pytest.raises(CheckpointError) as caught:
             quantize_checkpoint(str(source), tmp_path / "out", options(rows))
@@ -148,7 +148,7 @@ def stop(*_):
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_a_failure_while_measuring_loses_no_calibration(source, rows, tmp_path, monkeypatch, method):
-    monkeypatch.setattr(run, "measure_outputs", stop)
+    monkeypatch.setattr(output_error, "measure_outputs", stop)
     with pytest.raises(CheckpointError, match="out of memory"):
         quantize_checkpoint(str(source), tmp_path / "out", options(rows, method))
     assert [path.name for path in tmp_path.iterdir()] == (["out-unverified"] if method == "gptq" else [])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import quantize.export.run
+import quantize.export.weights
 from eval.run import run_checkpoints, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
@@ -185,7 +186,7 @@ def test_a_folder_is_replaced_only_if_it_is_asked_for_and_not_in_the_run(finishe
 
 
 def test_a_killed_export_leaves_nothing_that_looks_whole(finished, tmp_path):
-    with killed_in(quantize.export.run, "check_written", call=1):
+    with killed_in(quantize.export.weights, "check_written", call=1):
         export(ExportOptions(str(finished), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     export(ExportOptions(str(finished), out=tmp_path / "out"))
