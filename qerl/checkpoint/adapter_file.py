@@ -63,6 +63,9 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
 
 def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
     """Check that A is (rank, in) and B (out, rank): the scaling would be wrong for a rank other than the config's."""
+    a, b = ({n.removesuffix(f) for n in tensors if n.endswith(f)} for f in (".lora_A.weight", ".lora_B.weight"))
+    if unpaired := sorted(a ^ b):
+        raise CheckpointError(f"{weights} has only one of A and B for {unpaired[:4]}: save the adapter again")
     for name, tensor in tensors.items():
         axis = {"lora_A": 0, "lora_B": 1}.get(name.removesuffix(".weight").rpartition(".")[2])
         if axis is None or is_of_experts(name):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.hub import HUB_ID, reachable
+from qerl.base.hub import HUB_ID
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.folder import BASE, MODEL, WEIGHTS, beside, format_of, weights_digest
@@ -232,27 +232,18 @@ logger = logging.getLogger(__name__)
 
 
 def check_push(repo: str) -> None:
-    """Raise unless `repo` (owner/name) can be pushed to: checks its form, the network, and the token."""
+    """Raise unless `repo` (owner/name) can be pushed to: checks its form, and asks the hub whose the token is."""
     if not HUB_ID.fullmatch(repo):
         raise ConfigError(f"--push-to-hub {repo!r} is no hub id: write owner/name, such as me/Qwen2.5-7B-gsm8k")
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
 
-    if not reachable():
-        raise CheckpointError(
-            f"{repo} cannot be pushed: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); leave "
-            "--push-to-hub out, and upload the folder later with `hf upload`"
-        )
-    if get_token() is None:
-        raise CheckpointError(
-            f"{repo} cannot be pushed: no hub token is set; run `hf auth login`, or set HF_TOKEN to a token that "
-            "may write"
-        )
     try:
         user = HfApi().whoami()
     except Exception as error:  # of httpx, of the hub's client, or an OSError
         raise CheckpointError(
-            f"{repo} cannot be pushed: the hub does not take the token ({_first_line(error)}); run `hf auth login` "
-            "with one that may write"
+            f"{repo} cannot be pushed: the hub does not answer, or does not take the token ({_first_line(error)}): run "
+            "`hf auth login` with one that may write, or leave --push-to-hub out and upload the folder later with `hf "
+            "upload`"
         ) from error
     logger.info("will push to %s as %s", repo, user.get("name"))
 

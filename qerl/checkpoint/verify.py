@@ -7,7 +7,7 @@ scales shared within q/k/v and gate/up; that every other tensor is equal bit by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.shards import TensorInfo, TensorReader, has_own_head, read_json, read_tensors
-from qerl.checkpoint.source import Source
+from qerl.checkpoint.source import Source, Tensors
 from qerl.formats.base import Format, TensorSpec
 
 if TYPE_CHECKING:
@@ -156,6 +156,25 @@ def check_same(name: str, written: torch.Tensor, expected: torch.Tensor) -> None
     same = written.dtype == expected.dtype and written.shape == expected.shape
     if not same or not torch.equal(written.view(torch.uint8), expected.contiguous().view(torch.uint8)):
         raise FailedCheck(f"{name} is not the tensor that was to be written")
+
+
+def checked(folder: Path, groups: Iterable[Tensors]) -> Iterator[Tensors]:
+    """The tensors of `groups`, each after it was compared with the one in `folder`, which must hold no others.
+
+    Raises FailedCheck for the first that is not equal to the bit.
+    """
+    found = read_tensors(folder)
+    left = set(found)
+    with TensorReader(found) as read:
+        for group in groups:
+            for name, tensor in group.items():
+                if name not in left:
+                    raise FailedCheck(f"{name} is missing")
+                check_same(name, read(name), tensor)
+            left -= group.keys()
+            yield group
+    if left:
+        raise FailedCheck(f"{min(left)} is unexpected")
 
 
 def _check_shared(source: Source, checks: Mapping[str, LayerCheck]) -> None:

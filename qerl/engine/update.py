@@ -113,7 +113,7 @@ def pack_weights_(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear
         for name in weights:
             matrix, linear = weights[name].detach(), linears[name]
             _check_shape(matrix, linear, name)
-            of_pieces = [_write_(linear, rows, first) for first, rows in pieces_of(matrix, _device(linear))]
+            of_pieces = [_write_(linear, rows, first) for first, rows in pieces_of(matrix, linear.weight.device)]
             if None not in of_pieces:
                 counted[name] = sum(of_pieces)
     if counted:  # the card is asked once for all
@@ -137,12 +137,6 @@ def _write_(linear: nn.Linear, rows: torch.Tensor, first: int) -> torch.Tensor |
         return linear.write_(rows, first)
     linear.weight[first : first + len(rows)].copy_(rows)
     return None
-
-
-def _device(linear: nn.Linear) -> torch.device:
-    from qerl.formats.linear import PackedLinear
-
-    return linear.weight_device if isinstance(linear, PackedLinear) else linear.weight.device
 
 
 def check_names(kind: str, given: Collection[str], places: Collection[str], what: str = "update") -> None:

@@ -49,6 +49,12 @@ def check_dense(weight: torch.Tensor, label: str, check_features: Callable[[int,
         )
 
 
+def product_dtype(device: str, own: torch.dtype) -> torch.dtype:
+    """The dtype of autocast on a device of this type where it is active, else `own`."""
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if active else own
+
+
 class WeightCache:
     """Dense weights kept by `cached_weights`, at most `max_bytes` of them; `bytes` is what they take now."""
 
@@ -240,9 +246,7 @@ class PackedLinear(CachedWeight, nn.Linear):
         return None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device, dtype = input.device.type, self.compute_dtype
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)  # F.linear casts input and bias itself, also inside a Function
+        dtype = product_dtype(input.device.type, self.compute_dtype)  # F.linear casts, also inside a Function
         input = rounded_input(input.to(dtype), self.activations) if self.activations else input
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             out = _FrozenLinear.apply(input, self.bias, self, dtype)

@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.formats.experts import ExpertWeights
+from qerl.formats.linear import product_dtype
 from qerl.model.costs import UNRECORDED
 from qerl.model.elementwise import kernels_for
 from qerl.model.lora import cast, product_32
@@ -338,16 +339,9 @@ class ExpertAdapter(nn.Module):
         return gate_up.lora_A, gate_up.lora_B, down.lora_A, down.lora_B
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The frozen weights of a layer's experts, (experts, 2 width, hidden) and (experts, hidden, width)."""
-
-    gate_up: ExpertWeights
-    down: ExpertWeights
-
-
 class Experts(nn.Module):
-    """The weights of a layer's experts by their names in memory, and the adapter on them; `ExpertBlock` computes."""
+    """The frozen weights of a layer's experts by their names in memory, (experts, 2 width, hidden) and (experts,
+    hidden, width), and the adapter on them; `ExpertBlock` computes."""
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
         super().__init__()
@@ -375,14 +369,14 @@ class ExpertBlock(nn.Module):
         self.chosen, self.normalises, self.place = chosen, normalises, place
 
     def forward(self, x: torch.Tensor, replay: Replay | None = None) -> torch.Tensor:
-        rows, dtype = x.reshape(-1, x.shape[-1]), self._dtype(x)
+        rows = x.reshape(-1, x.shape[-1])
+        dtype = product_dtype(x.device.type, self.experts.gate_up_proj.compute_dtype)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             ids, weights = self._route(rows.to(dtype), replay)
             if self.recorded is not None:
                 self.recorded.append(ids.to(torch.uint8).view(*x.shape[:-1], -1))
             routed = sort_by_expert(ids, weights, self.experts.gate_up_proj.experts)
-        held = Weights(self.experts.gate_up_proj, self.experts.down_proj)
-        y = experts_of(rows, held, routed, self.experts.factors(), dtype)
+        y = experts_of(rows, self.experts, routed, self.experts.factors(), dtype)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def _route(self, rows: torch.Tensor, replay: Replay | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -393,16 +387,10 @@ class ExpertBlock(nn.Module):
             replay.changed[self.place] = changed(own, given)
         return ids, weights
 
-    def _dtype(self, x: torch.Tensor) -> torch.dtype:
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.experts.gate_up_proj.compute_dtype
-
 
 def experts_of(
     x: torch.Tensor,
-    weights: Weights,
+    weights: Experts,
     routed: Routed,
     lora: ExpertFactors | None = None,
     dtype: torch.dtype | None = None,
@@ -422,11 +410,11 @@ class _Experts(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             used = None if lora is None else lora.prepared(dtype)
             rows = x[routed.token]
-            inner = grouped_product(rows, weights.gate_up.dense(dtype).transpose(1, 2), routed.ends)
+            inner = grouped_product(rows, weights.gate_up_proj.dense(dtype).transpose(1, 2), routed.ends)
             h_gate_up = None if used is None else add_gate_up_(inner, x, rows, routed, used)
             del rows
             activation = kernels_for(x).swiglu_forward(inner)
-            y_rows = grouped_product(activation, weights.down.dense(dtype).transpose(1, 2), routed.ends)
+            y_rows = grouped_product(activation, weights.down_proj.dense(dtype).transpose(1, 2), routed.ends)
             h_down = added = None
             if used is not None:
                 h_down, added = add_down_(y_rows, activation, routed, used)
@@ -444,7 +432,7 @@ class _Experts(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             used = None if lora is None else lora.prepared(x.dtype)
             grad_rows = grad[routed.token]
-            activation = grouped_product(grad_rows, weights.down.dense(x.dtype), routed.ends)
+            activation = grouped_product(grad_rows, weights.down_proj.dense(x.dtype), routed.ends)
             if used is not None:
                 g = down_to_h(grad, grad_rows, routed, used)
                 activation.add_(grouped_product(g, used.down_a, routed.ends))
@@ -454,7 +442,7 @@ class _Experts(torch.autograd.Function):
             if used is not None:
                 grads = [*down_factors_backward(activation, (grad, grad_rows), h_down, g, routed, used)]
             del activation, grad_rows
-            dx_rows = grouped_product(grad_inner, weights.gate_up.dense(x.dtype), routed.ends)
+            dx_rows = grouped_product(grad_inner, weights.gate_up_proj.dense(x.dtype), routed.ends)
             added = None
             if used is not None:
                 da, db, added = gate_up_backward_(dx_rows, grad_inner, x, h_gate_up, routed, used)

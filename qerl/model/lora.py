@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from qerl.formats import linear
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4.activations import Activations
 from qerl.model.master import master_of
@@ -201,11 +202,9 @@ def factors(parts: Sequence[Part]) -> list[torch.Tensor]:
 
 def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
     """The dtype of autocast where it is active, otherwise the base's."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
     base = parts[0].base
-    return base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
+    own = base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
+    return linear.product_dtype(x.device.type, own)
 
 
 def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -35,7 +35,6 @@ UNTIE = (
     "save the base with a copy of its embeddings as lm_head.weight and tie_word_embeddings false, or let PEFT merge it "
     "(merge_and_unload)"
 )
-TIED = f"and the embeddings of {{}} are its head: {UNTIE}"
 
 
 @dataclass(frozen=True)
@@ -172,38 +171,20 @@ def _with_quantized(source: Source, base: Base) -> Source:
 
 
 def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) -> None:
+    changed = {name: tuple(tensor.shape) for name, tensor in adapter.norms.items()}
     for module in adapter.modules:
-        if module + FACTOR_B not in adapter.tensors:
-            raise CheckpointError(f"{adapter.folder} has {module}{FACTOR_A} and no {FACTOR_B[1:]}: save it again")
         a, b = (adapter.tensors[module + factor].shape for factor in (FACTOR_A, FACTOR_B))
-        weight = tensors.get(f"{module}.weight")
-        if weight is None:
-            if module == HEAD.removesuffix(".weight"):
-                raise CheckpointError(f"{adapter.folder} has LoRA on the head, {TIED.format(base.name)}")
-            raise CheckpointError(f"{adapter.folder} changes {module}, which {base.name} has not: give its base")
-        if weight.shape != (b[0], a[1]):
+        changed[f"{module}.weight"] = b[0], a[1]
+    for name, shape in changed.items():
+        there, remedy = tensors.get(name), "give the base that it was trained on as --model"
+        if name in (EMBEDDINGS, HEAD) and HEAD not in tensors:
+            there, remedy = None, f"{UNTIE}, since its embeddings are its head"
+        elif ".base_layer." in name:  # as PEFT saves it beside LoRA on embeddings or head
+            remedy = "save it with save_embedding_layers=False, or let PEFT merge it (merge_and_unload)"
+        if there is None or there.shape != shape:
             raise CheckpointError(
-                f"{adapter.folder} changes {module} as ({b[0]}, {a[1]}), and {base.name} has {weight.shape} there: "
-                "give the base that it was trained on as --model"
-            )
-    for name, tensor in adapter.norms.items():
-        if name == HEAD and name not in tensors:
-            raise CheckpointError(f"{adapter.folder} has a trained head, {TIED.format(base.name)}")
-        if ".base_layer." in name:
-            raise CheckpointError(
-                f"{adapter.folder} holds a copy of the base's {name.replace('.base_layer', '')}, as PEFT saves it "
-                "beside LoRA on embeddings or head: save it with save_embedding_layers=False, or let PEFT merge it "
-                "(merge_and_unload)"
-            )
-        if name not in tensors or tensors[name].shape != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{adapter.folder} has a trained {name} of shape {tuple(tensor.shape)}, for which {base.name} has no "
-                "place: give the base that it was trained on as --model"
-            )
-        if name == EMBEDDINGS and HEAD not in tensors:
-            raise CheckpointError(
-                f"{adapter.folder} has trained embeddings, and {base.name} has none of its own for the head, which "
-                f"would change with them: {UNTIE}"
+                f"{adapter.folder} changes {name} as {shape}, and {base.name} has "
+                f"{'no place for it' if there is None else there.shape}: {remedy}"
             )
 
 

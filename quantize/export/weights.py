@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 
 from qerl import formats
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.activations import read_activations, with_input_scales
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.export import Masters, dense_tensors, packed_tensors
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.output import copy_small_files, write_json, write_weights
-from qerl.checkpoint.shards import TensorReader, read_tensors, with_own_head
-from qerl.checkpoint.source import Source, Tensors, packed_groups, power_of_two_scale_of
-from qerl.checkpoint.verify import FailedCheck, check_head, check_same, sqnr_db
+from qerl.checkpoint.shards import read_tensors, with_own_head
+from qerl.checkpoint.source import Source, Tensors, finite, packed_groups, power_of_two_scale_of
+from qerl.checkpoint.verify import FailedCheck, check_head, check_input_scales, checked, sqnr_db, verify
 from qerl.formats.base import Format
 from quantize.export.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
 
@@ -133,8 +133,6 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
 
     Raises CheckpointError for the first tensor that is not what was computed.
     """
-    from qerl.checkpoint.verify import check_head, check_input_scales, verify
-
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, merge.source, merge.adapter, device)
         if merge.source.format.quantized:
@@ -142,24 +140,11 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
             if merge.reference.format.is_kind_of(merge.source.format):
                 check_input_scales(folder, _static_scales(merge.reference))
         else:
-            _check_bf16(merge.source, folder, read)
+            groups = ({name: finite(name, read(name)) for name in names} for names in merge.source.groups())
+            for _ in checked(folder, groups):
+                pass
             check_head(folder)
     return _measure(merge, folder, device, track)
-
-
-def _check_bf16(source: Source, folder: Path, read: MergedReader) -> None:
-    tensors = read_tensors(folder)
-    names = [name for group in source.groups() for name in group]
-    if wrong := sorted(set(names) ^ set(tensors)):
-        raise CheckpointError(f"the merged model does not pass its check and was removed: {wrong[:4]} on one side only")
-    with TensorReader(tensors) as written:
-        for name in names:
-            found, expected = written(name), read(name)
-            if not torch.equal(found, expected) or not found.isfinite().all():
-                raise CheckpointError(
-                    f"the merged model does not pass its check and was removed: {name} is not base + s B A, or not "
-                    "finite; check the adapter's values, then the disk"
-                )
 
 
 def _measure(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:
@@ -197,19 +182,11 @@ def check_written(
     if format_of(folder).quantized == dense:
         raise FailedCheck(f"config.json says that it is {format_of(folder).label}")
     check_head(folder)
-    found, lowest = read_tensors(folder), math.inf
-    left = set(found)
-    with TensorReader(found) as read, masters.reader() as wide:
-        for group in track(dense_tensors(masters) if dense else packed_tensors(masters, device)):
-            for name, tensor in group.items():
-                if name not in left:
-                    raise FailedCheck(f"{name} is missing")
-                check_same(name, read(name), tensor)
-            left -= group.keys()
+    lowest, groups = math.inf, dense_tensors(masters) if dense else packed_tensors(masters, device)
+    with masters.reader() as wide:
+        for group in checked(folder, track(groups)):
             for name, weight in _weights(masters, group):
                 lowest = min(lowest, sqnr_db(wide(name).float(), weight) or math.inf)
-    if left:
-        raise FailedCheck(f"{min(left)} is unexpected")
     return lowest if math.isfinite(lowest) else None
 
 

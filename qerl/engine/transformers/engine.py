@@ -220,7 +220,7 @@ class TransformersEngine(Engine):
             done = []
             for row, (tokens, logprobs) in enumerate(found):
                 length, reason = ended.rows.get(row, (len(tokens), "unfinished"))
-                chosen = experts.of_row(row, width - len(prompts[row]), width + length - 1)
+                chosen = experts(row, width - len(prompts[row]), width + length - 1)
                 done.append(Completion(tokens[:length], logprobs[:length], reason, chosen))
         return done
 

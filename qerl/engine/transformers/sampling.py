@@ -119,33 +119,28 @@ def forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
         yield
 
 
-class Recorder:
-    """What the blocks of a model chose while rows padded on the left were sampled, a token at a time."""
-
-    def __init__(self, blocks: list[ExpertBlock]) -> None:
-        self._blocks = blocks
-
-    def of_row(self, row: int, first: int, past: int) -> torch.Tensor | None:
-        """A row's choices from place `first` of the padded row to before `past`; None without experts."""
-        if not self._blocks:
-            return None
-        each = [torch.cat([ids[row] for ids in block.recorded])[first:past] for block in self._blocks]
-        return torch.stack(each, 1).cpu()
-
-
 def blocks_of(model: nn.Module) -> list[ExpertBlock]:
     """The blocks of experts in a model, from the first layer to the last; none in a dense model."""
     return [module for module in model.modules() if isinstance(module, ExpertBlock)]
 
 
 @contextmanager
-def recorded_experts(model: nn.Module, wanted: bool) -> Iterator[Recorder]:
-    """Let the model's blocks of experts record what they choose within it, if that is `wanted`."""
+def recorded_experts(model: nn.Module, wanted: bool) -> Iterator[Callable[[int, int, int], torch.Tensor | None]]:
+    """Let the model's blocks of experts record what they choose within it, if that is `wanted`.
+
+    Rows padded on the left are sampled, a token at a time. The function that it gives returns what row `row` chose from
+    place `first` of the padded row to before `past`; None without experts.
+    """
     blocks = blocks_of(model) if wanted else []
     for block in blocks:
         block.recorded = []
+
+    def chosen(row: int, first: int, past: int) -> torch.Tensor | None:
+        each = [torch.cat([ids[row] for ids in block.recorded])[first:past] for block in blocks]
+        return torch.stack(each, 1).cpu() if each else None
+
     try:
-        yield Recorder(blocks)
+        yield chosen
     finally:
         for block in blocks:
             block.recorded = None

@@ -8,7 +8,7 @@ from qerl.engine.interface import UNRECORDED
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.experts import ExpertWeights
 from qerl.formats.linear import cached_weights
-from qerl.model.experts import ExpertBlock, Experts, Replay, Weights, choose, experts_of, sort_by_expert
+from qerl.model.experts import ExpertBlock, Experts, Replay, choose, experts_of, sort_by_expert
 from tests.helpers.expert_layers import EXPERTS, HIDDEN, loop, random_factors, random_weights
 from tests.helpers.layer_policies import difference
 
@@ -28,7 +28,7 @@ def compared(ids, kind, dtype=torch.float32, format=BF16, rank=3):
     factors, shares = random_factors(kind, rank=rank), torch.rand(ids.shape)
     x = torch.randn(len(ids), HIDDEN).to(dtype).requires_grad_()
     leaves = [x] if factors is None else [x, *factors.tensors]
-    y = experts_of(x, Weights(gate_up, down), sort_by_expert(ids, shares, EXPERTS), factors)
+    y = experts_of(x, Experts(gate_up, down), sort_by_expert(ids, shares, EXPERTS), factors)
     assert y.dtype == dtype
     given = None if factors is None else (*factors.tensors, factors.scale)
     expected = loop(x, gate_up.dense(torch.float64), down.dense(torch.float64), ids, shares, given)
@@ -54,7 +54,7 @@ def test_output_and_gradients_are_those_of_a_loop(choice, kind, format, rank):
 def test_an_expert_that_no_token_goes_to_has_no_gradient():
     factors, ids = random_factors("per_expert"), torch.tensor([[0, 4], [4, 0]])
     y = experts_of(
-        torch.randn(2, HIDDEN), Weights(*random_weights(BF16)), sort_by_expert(ids, torch.rand(2, 2), EXPERTS), factors
+        torch.randn(2, HIDDEN), Experts(*random_weights(BF16)), sort_by_expert(ids, torch.rand(2, 2), EXPERTS), factors
     )
     for gradient in torch.autograd.grad(y.sum(), factors.tensors):
         used = gradient.flatten(1).abs().amax(1) > 0

@@ -8,7 +8,7 @@ import torch
 
 from qerl.formats import BF16, NVFP4
 from qerl.formats.experts import ExpertWeights
-from qerl.model.experts import ExpertFactors, Weights, experts_of, grouped_outer, grouped_product, sort_by_expert
+from qerl.model.experts import ExpertFactors, Experts, experts_of, grouped_outer, grouped_product, sort_by_expert
 from tests.helpers.layer_policies import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
@@ -28,7 +28,7 @@ def random_weights(format, shape):
 
 
 def random_block(shared, format, tokens):
-    """Weights, factors and routed rows of so many tokens, some experts of which get none; on the card in bfloat16."""
+    """Experts, factors and routed rows of so many tokens, some experts of which get none; on the card in bfloat16."""
     shapes = (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     weights = [random_weights(format, shape) for shape in shapes]
     outer = () if shared else (EXPERTS,)
@@ -37,7 +37,7 @@ def random_block(shared, format, tokens):
     logits = torch.randn(tokens, EXPERTS, device=DEVICE)
     logits[:, ::5] -= 100
     shares, ids = logits.softmax(-1).topk(CHOSEN)
-    return Weights(*weights), ExpertFactors(*factors, 0.5), sort_by_expert(ids, shares, EXPERTS)
+    return Experts(*weights), ExpertFactors(*factors, 0.5), sort_by_expert(ids, shares, EXPERTS)
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
@@ -52,7 +52,7 @@ def test_output_and_gradients_are_within_16_bits_of_the_same_in_float64(shared, 
     again = torch.autograd.grad(experts_of(x, weights, routed, lora), [x, *lora.tensors], grad)
     assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
 
-    wide = Weights(*(weight_in_float64(one) for one in (weights.gate_up, weights.down)))
+    wide = Experts(*(weight_in_float64(one) for one in (weights.gate_up_proj, weights.down_proj)))
     factors = [factor.detach().double().requires_grad_() for factor in lora.tensors]
     x_64 = x.detach().double().requires_grad_()
     expected = experts_of(x_64, wide, routed, ExpertFactors(*factors, lora.scale))  # a loop over the experts

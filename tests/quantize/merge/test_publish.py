@@ -105,7 +105,7 @@ def test_a_push_that_cannot_work_is_refused_first(run, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="write owner/name"):
         check_push("name")
-    with pytest.raises(CheckpointError, match="the hub cannot be reached"):
+    with pytest.raises(CheckpointError, match="the hub does not answer"):
         export(ExportOptions(str(run), "adapter", tmp_path / "out", base_name="a/b", push_to_hub="me/model"))
     assert not (tmp_path / "out").exists()
 
@@ -199,12 +199,12 @@ def test_a_failed_push_leaves_the_folder_and_says_how_to_go_on(run, hub, tmp_pat
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("token", "expected"), [(None, "no hub token is set"), ("hf_bad", "does not take the token")])
-def test_without_a_valid_token_nothing_is_written(run, hub, tmp_path, server, token, expected):
+@pytest.mark.parametrize("token", [None, "hf_bad"])
+def test_without_a_valid_token_nothing_is_written(run, hub, tmp_path, server, token):
     server.accept = False
     code, stderr = hub(run, token=token)
     assert code == 2
-    assert expected in stderr
+    assert "does not take the token" in stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -46,7 +46,7 @@ def own_choices(model):
     for ids, mask in zip(IDS, MASK, strict=True):
         with torch.no_grad(), recorded_experts(model, True) as record:
             model(ids[mask.bool()][None])
-            found.append(record.of_row(0, 0, int(mask.sum())))
+            found.append(record(0, 0, int(mask.sum())))
     return found
 
 

@@ -31,7 +31,7 @@ def chosen(engine, prompt, completion):
     with torch.no_grad(), recorded_experts(engine.policy_model(), True) as found:
         ids = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
         engine.policy_model()(ids)
-        return found.of_row(0, 0, ids.shape[1])
+        return found(0, 0, ids.shape[1])
 
 
 def test_a_completion_says_what_was_chosen_for_each_token_that_was_read(engine):
