@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -50,22 +51,13 @@ def attend(qkv: QKV, sequences: Sequences, scale: float | None, window: int | No
     return varlen_attn(*qkv, *layout, scale=scale, window_size=(left, 0), **_gqa_option(*qkv[:2]))
 
 
-class Forward3(Protocol):
-    """FlashAttention 3's forward pass, which an engine brings (`bring_forward_3_`)."""
-
-    def takes(self, q: torch.Tensor) -> bool:
-        """Whether it takes queries of this dtype, head size and device."""
-
-    def forward(self, qkv: QKV, sequences: Sequences, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (T, heads, d) and the logarithm of the softmax's sums, float32 (heads, T)."""
+_BROUGHT: list[ModuleType] = []
 
 
-_BROUGHT: list[Forward3] = []
-
-
-def bring_forward_3_(forward: Forward3) -> None:
-    """Let packed attention use this forward pass from now on, where it takes the queries."""
-    _BROUGHT[:] = [forward]
+def bring_forward_3_(module: ModuleType) -> None:
+    """Let packed attention use the forward pass of FlashAttention 3 in `module` (`qerl.engine.vllm.flash`) from now on,
+    where it takes the queries."""
+    _BROUGHT[:] = [module]
 
 
 class _Attend3(torch.autograd.Function):

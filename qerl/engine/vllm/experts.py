@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         return layer.qerl_product(x, topk_weights, topk_ids)
 
-    def _finish(self, layer: RoutedExperts, base: ExpertBase) -> None:
+    def _finish(self, layer: RoutedExperts, base: MarlinBase | DenseBase) -> None:
         """Give the layer its product, and the adapter's buffers as buffers of the module."""
         adapter = None
         if self.options.expert_rank:
@@ -243,27 +243,8 @@ MARLIN_BLOCKS = (8, 16, 32, 48, 64)  # pairs per block that its kernel is built 
 FULL = 0.9  # blocks are made larger until they are less full than that (fused_marlin_moe in experts/marlin_moe.py)
 
 
-class ExpertBase(Protocol):
-    """The frozen weights of a layer's experts, and products with them; `name` names the kernel."""
-
-    name: str
-    experts: int
-
-    def block(self, tokens: int, chosen: int) -> int:
-        """How many pairs a block has."""
-
-    def gate_up(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
-        """(pairs, 2 width) for x (tokens, hidden)."""
-
-    def down(self, activation: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
-        """(pairs, hidden) for activation (pairs, width), times the pairs' weights (tokens, chosen)."""
-
-    def views(self) -> tuple[nn.Module, nn.Module]:
-        """The weights of both projections as the trainer reads them, in the very tensors that are multiplied by."""
-
-
 class MarlinBase:
-    """NVFP4 experts in Marlin's layout."""
+    """NVFP4 experts of a layer in Marlin's layout, and products with them; `name` names the kernel."""
 
     name = "marlin"
 
@@ -275,16 +256,20 @@ class MarlinBase:
         self._workspace = marlin_make_workspace_new(gate_up.weight_device, 4)
 
     def block(self, tokens: int, chosen: int) -> int:
+        """How many pairs a block has."""
         pairs = tokens * chosen / self.experts
         return next((block for block in MARLIN_BLOCKS if pairs / block < FULL), MARLIN_BLOCKS[-1])
 
     def gate_up(self, x: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        """(pairs, 2 width) for x (tokens, hidden)."""
         return self._product(x, self._gate_up, self._factors[0], routing, weights, routing.chosen)
 
     def down(self, activation: torch.Tensor, routing: Routing, weights: torch.Tensor) -> torch.Tensor:
+        """(pairs, hidden) for activation (pairs, width), times the pairs' weights (tokens, chosen)."""
         return self._product(activation, self._down, self._factors[1], routing, weights, 1)
 
     def views(self) -> tuple[nn.Module, nn.Module]:
+        """The weights of both projections as the trainer reads them, in the very tensors that are multiplied by."""
         return self._gate_up, self._down
 
     def _product(
@@ -328,7 +313,7 @@ class MarlinBase:
 
 
 class DenseBase:
-    """16-bit experts: gate above up (experts, 2 width, hidden), and down (experts, hidden, width)."""
+    """The same of 16-bit experts: gate above up (experts, 2 width, hidden), and down (experts, hidden, width)."""
 
     name = "triton"
 
@@ -382,7 +367,7 @@ class DenseBase:
 class ExpertProduct:
     """y (tokens, hidden) of a layer's experts: base, and the adapter in its buffers if it has some."""
 
-    def __init__(self, base: ExpertBase, adapter: ExpertBuffers | None) -> None:
+    def __init__(self, base: MarlinBase | DenseBase, adapter: ExpertBuffers | None) -> None:
         self.base, self.adapter = base, adapter
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
