@@ -118,9 +118,13 @@ class LayeredModel:
             module, _, leaf = name.rpartition(".")
             inside = self._names(module).removeprefix(f"model.layers.{number}.")
             own[f"{inside}.{leaf}"], in_files[inside] = tensor, module
-        linears = [(in_files[name], module) for name, module in _linears(layer)]
-        hooks = [] if see is None else [_watch(name, module, see) for name, module in linears]
-        hooks += [_replace(module, inputs[name]) for name, module in linears if name in (inputs or {})]
+        linears = {in_files[name]: each for name, each in layer.named_modules() if isinstance(each, nn.Linear)}
+        hooks = []
+        for name, linear in linears.items():
+            if see is not None:
+                hooks.append(linear.register_forward_pre_hook(lambda _, x, name=name: see(name, x[0])))
+            if name in (inputs or {}):
+                hooks.append(linear.register_forward_pre_hook(lambda _, x, name=name: (inputs[name](x[0]),)))
         try:
             for row, states in enumerate(hidden):
                 out = torch.func.functional_call(layer, own, (states,), self._arguments[number])
@@ -136,18 +140,6 @@ class LayeredModel:
             head["bias"] = outside["lm_head.bias"]
         normed = torch.func.functional_call(self._model.model.norm, {"weight": outside[NORM]}, (hidden,))
         return torch.func.functional_call(self._model.lm_head, head, (normed,)).float()
-
-
-def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
-
-
-def _watch(name: str, module: nn.Module, see: Callable[[str, torch.Tensor], None]) -> Any:
-    return module.register_forward_pre_hook(lambda _, inputs: see(name, inputs[0]))
-
-
-def _replace(module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
 
 
 class LinearExperts(nn.ModuleList):

@@ -158,11 +158,6 @@ class QuantizeOptions:
         return self.method in ("awq", "gptq") or self.observer is not None
 
     @property
-    def is_rounding(self) -> bool:
-        """Whether the result is what others are compared with."""
-        return self.method == "rtn" and self.observer is None
-
-    @property
     def judges_weights(self) -> bool:
         """Whether each weight must be near the source's; under the inputs' weights only the outputs must be."""
         return not self.by_compressor and (self.method == "rtn" or not self.has_rows)

@@ -162,8 +162,9 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
             task = progress.add_task("measuring", total=len(source.groups()) - 2)
             decoded = stack.enter_context(TensorReader(read_tensors(staging)))
             activations = read_activations(staging, source.format) if source.format.four_bit_inputs else {}
+            rounds = options.method == "rtn" and not options.by_compressor
             checkpoints = output_error.Checkpoints(
-                *(read, rescaled, decoded, options.global_scale, options.is_rounding, activations),
+                *(read, rescaled, decoded, options.global_scale, rounds, activations),
                 one_pass.read_factors(staging / START),
             )
             outputs = output_error.measure_outputs(source, checkpoints, rows, device, lambda: progress.advance(task))

@@ -185,6 +185,8 @@ def attach_lora(
     import torch
     from peft import LoraConfig, get_peft_model
 
+    from qerl.model.norms import block_norms
+
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if missing := [target for target in targets if target not in leaves]:
         raise ConfigError(
@@ -196,7 +198,7 @@ def attach_lora(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=list(targets),
-        modules_to_save=_norm_leaves(model) if train_norms else None,
+        modules_to_save=sorted({name.rpartition(".")[2] for name in block_norms(model)}) if train_norms else None,
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -397,12 +399,6 @@ def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             module.acting = types.MethodType(acting, module)
-
-
-def _norm_leaves(model: nn.Module) -> list[str]:
-    from qerl.model.norms import block_norms
-
-    return sorted({name.rpartition(".")[2] for name in block_norms(model)})
 
 
 def _fused_lora() -> dict[type, type]:

@@ -210,7 +210,10 @@ def from_peft(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> dic
                 f"{where} has {name} as {tuple(tensor.shape)}, which is not the rank {rank} of adapter_config.json for "
                 "each expert: save the adapter again"
             )
-        each = tensor.view(-1, rank, tensor.shape[1]) if match["factor"] == "A" else _per_expert_b(tensor, rank)
+        if match["factor"] == "A":
+            each = tensor.view(-1, rank, tensor.shape[1])
+        else:
+            each = tensor.view(tensor.shape[0], rank, -1).permute(2, 0, 1).contiguous()
         leaf = "gate_up_proj" if match["inner"] else "down_proj"
         found[f"{match['experts']}.{leaf}.lora_{match['factor']}.weight"] = each
     shared = ("gate_up_proj.lora_A.weight", "down_proj.lora_B.weight")
@@ -218,10 +221,6 @@ def from_peft(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> dic
     if all(bool((found[name] == found[name][:1]).all()) for name in outer):
         found |= {name: found[name][0].clone() for name in outer}
     return found
-
-
-def _per_expert_b(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    return tensor.view(tensor.shape[0], rank, -1).permute(2, 0, 1).contiguous()
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:

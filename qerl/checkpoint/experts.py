@@ -55,7 +55,8 @@ def matching(linears: Sequence[str], patterns: Iterable[str], option: str) -> li
     kept: set[str] = set()
     for pattern in patterns:
         try:
-            found = {module for module in (*linears, "lm_head") if _matches(module, pattern)}
+            regex = re.compile(pattern[3:] if pattern.startswith("re:") else re.escape(pattern) + r"\Z")
+            found = set(filter(regex.match, (*linears, "lm_head")))
         except re.error as error:
             raise ConfigError(f"{option} {pattern!r} is not a regular expression ({error}): correct it") from error
         if not found:
@@ -65,12 +66,6 @@ def matching(linears: Sequence[str], patterns: Iterable[str], option: str) -> li
             )
         kept |= found
     return [module for module in linears if module in kept]
-
-
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return module == pattern
 
 
 def fused(linears: Iterable[str]) -> list[tuple[str, ...]]:
@@ -345,17 +340,12 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
             raise CheckpointError(
                 f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
             )
-    if config.get("sliding_window") == 0 and _has_window(config):
+    kind = str(config.get("model_type"))  # Llama never reads it, Qwen where use_sliding_window says so
+    if config.get("sliding_window") == 0 and config.get("use_sliding_window", not kind.startswith(("qwen", "llama"))):
         raise CheckpointError(
             f"{name}: config.json has sliding_window 0, with which no token sees any: write null for no window, or "
             "copy the file from the original model"
         )
-
-
-def _has_window(config: Mapping[str, Any]) -> bool:
-    """Whether the model reads sliding_window: Llama never does, Qwen where use_sliding_window says so."""
-    kind = str(config.get("model_type"))
-    return bool(config.get("use_sliding_window", not kind.startswith(("qwen", "llama"))))
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:

@@ -10,6 +10,7 @@ are decoded, which is exact.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,14 +82,10 @@ class Masters:
     def output_bytes(self, dense: bool = False) -> int:
         """Bytes of the tensors to write."""
         total = sum(info.nbytes for info in self.tensors.values())
-        return int(total + (2 - self.format.bytes_per_weight) * self._packed_weights()) if dense else total
-
-    def _packed_weights(self) -> int:
-        shapes = (
-            self.format.dense_shape({part: self.tensors[f"{module}.{part}"].shape for part in self.format.tensors})
-            for module in self.packed
-        )
-        return sum(rows * columns for rows, columns in shapes)
+        for module in self.packed if dense else ():
+            shapes = {part: self.tensors[f"{module}.{part}"].shape for part in self.format.tensors}
+            total += (2 - self.format.bytes_per_weight) * math.prod(self.format.dense_shape(shapes))
+        return int(total)
 
 
 def _with_adapter(read: Read, adapter: PackedIn, name: str) -> torch.Tensor:

@@ -266,10 +266,6 @@ def _refuse_misfits(folder: Path, model: PreTrainedModel, there: Mapping[str, tu
         )
 
 
-def _unloadable(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral")
-
-
 def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """The modules that config.json describes, on the meta device and without quantization."""
     from accelerate import init_empty_weights
@@ -283,7 +279,9 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
         with init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the model's code, whatever value of the config it met
-        raise _unloadable(folder, error) from error
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
+        ) from error
 
 
 def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -64,13 +64,14 @@ def verify(
     _check_headers(folder, source, tensors)
     _check_config(folder, source)
     checks: dict[str, LayerCheck] = {}
+    least = source.format.min_sqnr_db
     with TensorReader(tensors) as read:
         for names in source.groups():
             for name in names:
                 if name in source.chosen:
                     check = _check_linear(source.chosen[name], source.format, read, dense(name).to(device))
-                    if judge_weights:
-                        _check_sqnr(check, source.format)
+                    if judge_weights and check.sqnr_db is not None and check.sqnr_db < least:
+                        raise FailedCheck(f"{check.name} has an SQNR of {check.sqnr_db:.1f} dB, less than {least:.0f}")
                     checks[check.name] = check
                 else:
                     check_same(name, read(name), dense(name))
@@ -131,11 +132,6 @@ def _check_linear(module: str, format: Format, read: TensorReader, dense: torch.
     value = sqnr_db(dense.to(torch.float32), decoded)
     shared = float(tensors[format.shared_tensor]) if format.shared_tensor else None
     return LayerCheck(module, tuple(dense.shape), shared, value)
-
-
-def _check_sqnr(check: LayerCheck, format: Format) -> None:
-    if check.sqnr_db is not None and check.sqnr_db < format.min_sqnr_db:
-        raise FailedCheck(f"{check.name} has an SQNR of {check.sqnr_db:.1f} dB, less than {format.min_sqnr_db:.0f}")
 
 
 def sqnr_db(weight: torch.Tensor, decoded: torch.Tensor) -> float | None:

@@ -85,7 +85,8 @@ def with_chosen_engine(options: EngineOptions) -> EngineOptions:
     """The options with the engine that "auto" stands for here. Raises ConfigError for a command's option of vllm where
     another engine runs, and EngineError as `choose_engine`."""
     engine = choose_engine(options.engine, options.device)
-    if engine != "vllm" and (given := options.given_for_vllm()):
+    given = [name for name in ("memory", "cap_gib", "kernel") if getattr(options, name) != getattr(EngineOptions, name)]
+    if engine != "vllm" and given:
         option = "--" + given[0].replace("_", "-")
         raise ConfigError(f"{option} is vllm's, and the engine here is {engine}: leave it out, or write --engine vllm")
     return replace(options, engine=engine)

@@ -73,7 +73,3 @@ class EngineOptions:
     def linear_rank(self) -> int:
         """The rank of all that the engine multiplies by beside a linear's own weight: the start and the adapter."""
         return self.max_rank + (self.start.rank if self.start else 0)
-
-    def given_for_vllm(self) -> list[str]:
-        """The names of options that only vllm reads and that a command was given, in the order of its help."""
-        return [name for name in ("memory", "cap_gib", "kernel") if getattr(self, name) != getattr(EngineOptions, name)]

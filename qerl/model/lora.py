@@ -249,9 +249,10 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
     if not (ranks := sum(part.rank for part in parts)):
         return None
     g = grad.new_empty(len(grad), ranks)
-    for part, rows, columns in _adapted(parts):
-        out, (up, scale) = g[:, rows], part.up(grad.dtype)
-        torch.addmm(out, grad[:, columns], up, beta=0, alpha=scale, out=out)
+    for part, rows, columns in _columns(parts):
+        if part.rank:
+            out, (up, scale) = g[:, rows], part.up(grad.dtype)
+            torch.addmm(out, grad[:, columns], up, beta=0, alpha=scale, out=out)
     return g
 
 
@@ -333,10 +334,6 @@ def _columns(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
         rank_end, row_end = rank + part.rank, row + part.base.out_features
         yield part, slice(rank, rank_end), slice(row, row_end)
         rank, row = rank_end, row_end
-
-
-def _adapted(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
-    return (entry for entry in _columns(parts) if entry[0].rank)
 
 
 def _blocks(parts: Sequence[Part], one: bool) -> Iterator[tuple[slice, Sequence[Part]]]:

@@ -78,11 +78,6 @@ def _noisy_forward(noise: torch.Tensor):
     return forward
 
 
-def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x = x.float()
-    return weight * (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt())
-
-
 def _eps(module: nn.Module) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
@@ -106,7 +101,8 @@ def _check_formula(name: str, module: nn.Module) -> None:
     with torch.no_grad():
         x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
         out = type(module).forward(module, x)
-        expected = _rms(x, weight.float(), _eps(module))
+        wide = x.float()
+        expected = weight.float() * (wide * (wide.pow(2).mean(-1, keepdim=True) + _eps(module)).rsqrt())
     tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2  # by the output: a trained weight may be wider than it
     if not torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance):
         raise EngineError(

@@ -113,7 +113,8 @@ def _side_by_side(
     """s [B, sign B0 / s] [A; A0] for the linears, in float32. Trained norms and experts stay as they are."""
     if not adapter.scaling:
         raise CheckpointError(f"{adapter.folder} has alpha 0, so that it changes nothing: merge another adapter")
-    own, added = read_json(adapter.folder / CONFIG)["r"], _rank(start)
+    own = read_json(adapter.folder / CONFIG)["r"]
+    added = next(len(tensor) for name, tensor in start.items() if name.endswith(FACTOR_A))
     rank = own + added
     alpha = adapter.scaling * rank
     scaling = alpha / rank  # as whoever reads the file computes it
@@ -132,10 +133,6 @@ def _side_by_side(
         tensors[linear + FACTOR_A] = torch.cat([a, a0])
         tensors[linear + FACTOR_B] = torch.cat([b, b0 * (sign / scaling)], dim=1)
     return replace(adapter, tensors=tensors, scaling=scaling, settings=_settings(adapter, linears, rank, alpha))
-
-
-def _rank(start: Mapping[str, torch.Tensor]) -> int:
-    return next(len(tensor) for name, tensor in start.items() if name.endswith(FACTOR_A))
 
 
 def _settings(adapter: Adapter, linears: Collection[str], rank: int, alpha: float) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from qerl.base.errors import DataError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
-from qerl.base.hub import HUB_ID
 from qerl.base.printable import quoted
 from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
-from qerl.checkpoint.peft_folder import loading, trained_on
+from qerl.checkpoint.peft_folder import loading, on_hub, trained_on
 from qerl.config.recipe import read_config
 from qerl.report.read import About, Metrics
 from quantize.export.report import ExportReport, MergeReport
@@ -43,7 +42,8 @@ RECIPE_SECTIONS = ("data", "rollout", "loss", "noise", "optim")
 def write_card(report: ExportReport | MergeReport, run: Path | None, path: Path) -> None:
     """Write the card, metadata and text, in one step: whole or not at all. `run` is what the training is read from."""
     results = read_results(run) if run else []
-    parts = [_title(report), _measured(report), _loading(report)]
+    measured = report.measured()
+    parts = [_title(report), measured and f"## What is left of the adapter\n\n{table_text(measured)}", _loading(report)]
     if run is not None:
         parts.append(training_text(run))
     if results:
@@ -57,10 +57,7 @@ def base_on_hub(base: str) -> str | None:
     """The hub id of a base, or of the model that it was quantized from; None if neither is known."""
     if base in EMBEDDED or Path(base) in WORDS:
         return None
-    if Path(base).is_dir():
-        source = quantized_from(Path(base))
-        return source if source and HUB_ID.fullmatch(source) and not Path(source).is_dir() else None
-    return base if HUB_ID.fullmatch(base) else None
+    return on_hub(quantized_from(Path(base)) if Path(base).is_dir() else base)
 
 
 def licence_of(base: str) -> str | None:
@@ -127,11 +124,6 @@ def _title(report: ExportReport | MergeReport) -> str:
     }
     notes = "".join(f"\n> {note}\n" for note in report.warnings())
     return f"# {report.out.name}\n\n{table_text(rows)}\n{notes}".rstrip()
-
-
-def _measured(report: ExportReport | MergeReport) -> str:
-    found = report.measured()
-    return f"## What is left of the adapter\n\n{table_text(found)}" if found else ""
 
 
 def _loading(report: ExportReport | MergeReport) -> str:

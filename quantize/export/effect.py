@@ -36,7 +36,7 @@ from quantize.export.base import Adapter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.engine.interface import Completion, Engine
+    from qerl.engine.interface import Engine
 
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ def measure_effect(
     model = open_model(resolve_model(str(merged)), options)
     try:
         merged_logprobs = model.score(prompts, tokens)
-        same = _same(greedy_exact, model.generate(prompts, greedy))
+        pairs = zip(greedy_exact, model.generate(prompts, greedy), strict=True)
+        same = sum(one.token_ids == other.token_ids for one, other in pairs)
     finally:
         model.close()
     kl_base, kl_merged = kl(exact_logprobs, base_logprobs), kl(exact_logprobs, merged_logprobs)
@@ -108,13 +109,16 @@ def load_prompts(
 ) -> tuple[list[list[int]], str]:
     """Prompts (token ids) and their origin: `file` (rows with `question`), else the adapter's run, else QUESTIONS.
 
-    A run's prompts come from its saved completions, which already have the chat template, then from its data.
+    A run's prompts come from its saved completions, the newest first, which already have the chat template, then from
+    its data.
     """
     if file is not None:
         return _rendered(tokenizer, questions_in(file)[:count]), str(file)
     run = run_of_adapter(ref.adapter)
     if run is not None:
-        saved = [tokenizer.encode(text, add_special_tokens=False) for text in _saved_prompts(run)]
+        files = sorted(run.glob("completions/step-*.jsonl"), reverse=True)
+        texts = dict.fromkeys(prompt for file in files for prompt in _column(file, "prompt"))
+        saved = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         found = [*saved, *_task_prompts(tokenizer, run, count - len(saved))][:count]
         if found:
             return found, f"the run {run.name}"
@@ -127,12 +131,6 @@ def questions_in(file: Path) -> list[str]:
     if not questions:
         raise DataError(f"{file} has no row with a `question`: write jsonl or csv with such a column")
     return questions
-
-
-def _saved_prompts(run: Path) -> list[str]:
-    """The distinct prompts that the run saved, newest first."""
-    files = sorted(run.glob("completions/step-*.jsonl"), reverse=True)
-    return list(dict.fromkeys(prompt for file in files for prompt in _column(file, "prompt")))
 
 
 def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> list[list[int]]:
@@ -171,7 +169,3 @@ def _neutralize(engine: Engine, exact: ModelRef) -> None:
     with TensorReader(read_tensors(local_folder(exact.base))) as read:
         neutral |= {name: read(name).to(tensor.dtype) for name, tensor in adapter.norms.items()}
     deliver(AdapterUpdate(neutral, adapter.scaling), engine)
-
-
-def _same(one: Sequence[Completion], other: Sequence[Completion]) -> int:
-    return sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))

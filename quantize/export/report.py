@@ -80,10 +80,13 @@ class ExportReport(_Written):
 
     def rows(self) -> dict[str, str]:
         """What the result is, by the names that people read."""
+        how = f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
+        if formats.get(self.to).quantized:
+            how = "packed as the engine holds them"
         rows = {
             "run": f"{self.run}, step {self.step}",
             "begun from": self.begun_from,
-            "weights": f"{self.linears} trained linears, {self._how()}",
+            "weights": f"{self.linears} trained linears, {how}",
         }
         if self.lowest_sqnr_db is not None:
             rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
@@ -92,11 +95,6 @@ class ExportReport(_Written):
     def card_rows(self, origin: str) -> dict[str, str]:
         """The same for a card, which others read: names in place of paths."""
         return {**self.rows(), "run": f"`{Path(self.run).name}`, step {self.step}", "begun from": origin}
-
-    def _how(self) -> str:
-        if formats.get(self.to).quantized:
-            return "packed as the engine holds them"
-        return f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,7 +269,8 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
     from quantize.export.base import check_original, choose_base, read_base
     from quantize.export.weights import check_merged, plan_merge, total, write_merged
 
-    exact, to = _exact(options), formats.get(options.to)
+    exact = resolve_model(options.model or options.adapter, adapter=options.adapter if options.model else None)
+    to = formats.get(options.to)
     onto, notes = choose_base(options.onto, to, exact)
     start = _start_on(exact, adapter)
     logger.info("merging %s", describe(exact))
@@ -305,12 +306,6 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
         report = replace(report, bytes=size, survival=total(sums), layers=layers)
         _write_texts(report, adapter, staging)
     return _with_effect(options, exact, adapter, report)
-
-
-def _exact(options: ExportOptions) -> ModelRef:
-    if options.model is None:
-        return resolve_model(options.adapter)
-    return resolve_model(options.model, adapter=options.adapter)
 
 
 def _start_on(exact: ModelRef, adapter: Adapter) -> AdapterStart | None:

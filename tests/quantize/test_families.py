@@ -222,7 +222,7 @@ def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_th
 @pytest.mark.parametrize(
     ("family", "part"),
     [
-        ("qwen3_5_text", "layer_types .linear_attention"),
+        ("qwen3_5_text", "linear_num_key_heads"),
         ("olmo_hybrid", "linear_"),
         ("gemma4_text", "hidden_size_per_layer_input 32|per_layer"),
         ("phi3", "gate_up_proj|qkv_proj"),

@@ -91,7 +91,12 @@ class TransformersEngine(Engine):
         pad_id = self._tokenizer.pad_token_id
         self._model.generation_config = GenerationConfig(eos_token_id=list(self.end_token_ids), pad_token_id=pad_id)
         self._batch_size, self._records_experts = options.batch_size, options.records_experts
-        self._kv_in_8_bits = self._uncalibrated = _takes_8_bits(options)
+        if options.kv_cache_dtype not in ("auto", "fp8"):
+            raise EngineError(
+                "the transformers engine rounds keys and values by scales that a run calibrates, and no others: write "
+                "rollout.kv_cache_dtype: fp8, or auto"
+            )
+        self._kv_in_8_bits = self._uncalibrated = options.kv_cache_dtype == "fp8"
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
@@ -270,16 +275,6 @@ def _continued(request: Request, begun: Completion) -> Request:
     left = request.sampling.max_new_tokens - len(begun.token_ids)
     sampling = replace(request.sampling, max_new_tokens=left)
     return replace(request, prompt=[*request.prompt, *begun.token_ids], sampling=sampling)
-
-
-def _takes_8_bits(options: EngineOptions) -> bool:
-    """Whether keys and values are rounded to 8 bits. Raises EngineError for scales that are not calibrated by a run."""
-    if options.kv_cache_dtype not in ("auto", "fp8"):
-        raise EngineError(
-            "the transformers engine rounds keys and values by scales that a run calibrates, and no others: write "
-            "rollout.kv_cache_dtype: fp8, or auto"
-        )
-    return options.kv_cache_dtype == "fp8"
 
 
 def _check_activations(model: PreTrainedModel, expected: Mapping[str, Activations]) -> str:

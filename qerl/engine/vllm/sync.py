@@ -287,11 +287,8 @@ def attention_layers(model: Any) -> dict[int, Any]:
 
     named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
     found = {re.search(r"\blayers\.(\d+)\.", name): module for name, module in named.items()}
-    return {int(match[1]): module for match, module in found.items() if match and _in_8_bits(module)}
-
-
-def _in_8_bits(layer: Any) -> bool:
-    return layer.kv_cache_dtype in ("fp8", "fp8_e4m3")
+    in_8_bits = {match: module for match, module in found.items() if module.kv_cache_dtype in ("fp8", "fp8_e4m3")}
+    return {int(match[1]): module for match, module in in_8_bits.items() if match}
 
 
 def set_scales_(layers: Mapping[int, Any], scales: Mapping[int, KVScales]) -> int:
