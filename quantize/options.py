@@ -13,7 +13,7 @@ from qerl.formats.base import Format
 
 SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
 METHODS = ("auto", "search", "search_gptq", "rtn", "awq", "gptq")
-OWN = ("search", "search_gptq")  # by quantize/rounding.py; the others are llm-compressor's
+OWN = ("search", "search_gptq")  # by quantize/rounding.py
 OBSERVERS = ("memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse")  # llm-compressor's names
 LEARNING_OBSERVERS = ("imatrix_mse",)  # those that need calibration rows
 NO_ROWS = "none"  # as --calibration
@@ -31,7 +31,7 @@ class QuantizeOptions:
         Literal[METHODS],
         typer.Option(
             help="auto: search_gptq on a GPU or for a small model, else search. search: the best scale for each block; "
-            "search_gptq: then GPTQ. By llm-compressor: rtn (round to nearest), awq, gptq."
+            "search_gptq: then GPTQ. rtn: to nearest. awq, gptq: by llm-compressor."
         ),
     ] = "auto"
     global_scale: Annotated[
@@ -165,85 +165,65 @@ class QuantizeOptions:
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
         check_choices(self)
-        self._check_scheme()
-        self._check_observer()
-        self._check_rows()
-        if self.start_rank is not None and self.start_rank < 0:
-            raise ConfigError(f"--start-rank {self.start_rank} is not a rank: write 0 for no start, or more")
-
-    def _check_observer(self) -> None:
-        if self.observer is None:
-            return
-        if self.method not in ("rtn", "gptq"):
-            raise ConfigError(
-                f"--observer {self.observer} is of llm-compressor's rtn and gptq, not of --method {self.method}: write "
-                "--method gptq as well, or leave it out"
-            )
-        if self.global_scale == "pow2":
-            raise ConfigError(
-                f"--observer {self.observer} --global-scale pow2: the power of two is an observer itself, and "
-                "llm-compressor takes one: leave one of them out"
-            )
-
-    def _check_rows(self) -> None:
-        if not self.has_rows:
-            if self.calibrates:
-                what = f"--method {self.method}" if self.observer is None else f"--observer {self.observer}"
-                raise ConfigError(
-                    f"{what} needs data: leave out --calibration none, or write --calibration FILE.jsonl or a hub data "
-                    "set's name"
-                )
-            if self.start_rank:
-                raise ConfigError(
-                    f"--start-rank {self.start_rank} weights the error by the linears' inputs over rows: leave out "
-                    "--calibration none, or write --start-rank 0"
-                )
-        for name in ("calibration_size", "sequence_length", "batch_size"):
-            value, option = getattr(self, name), f"--{name.replace('_', '-')} {getattr(self, name)}"
-            if value is not None and value < 1:
-                raise ConfigError(f"{option} must be at least 1")
-            if not self.has_rows and value != getattr(QuantizeOptions, name):
-                raise ConfigError(
-                    f"{option} is of calibration rows, and there are none: write --calibration FILE.jsonl as well, or "
-                    "leave it out"
-                )
-
-    def _check_scheme(self) -> None:
         default, own = QuantizeOptions, formats.get(self.scheme)
+        if self.start_rank is not None and self.start_rank < 0:
+            raise ConfigError(f"{self._option('start_rank')} is not a rank: write 0 for no start, or more")
         if own.scales is None:
-            if self.scales != default.scales:
-                raise ConfigError(
-                    f"--scales {self.scales} is of 8-bit weights, not of --scheme {self.scheme}: leave it out"
-                )
-            self._check_four_bit_inputs()
-            return
-        if self.activations == "static":
-            raise ConfigError(
-                f"--activations static: --scheme {self.scheme} has dynamic scales only: write dynamic or none"
-            )
-        if self.global_scale != default.global_scale:
-            raise ConfigError(
-                f"--global-scale {self.global_scale}: --scheme {self.scheme} has none: write --scales pow2 or fp32"
-            )
-        if self.method not in ("auto", "rtn") or self.observer is not None:
-            given = f"--method {self.method}" if self.observer is None else f"--observer {self.observer}"
-            raise ConfigError(
-                f"{given}: --scheme {self.scheme} rounds to nearest, which leaves nothing to calibrate: leave it out"
-            )
-        if self.start_rank:
-            raise ConfigError(
-                f"--start-rank {self.start_rank}: --scheme {self.scheme} has 8 bits, whose error is too small for a "
-                "start: leave it out"
-            )
-
-    def _check_four_bit_inputs(self) -> None:
-        if self.activations == "static" and not self.has_rows:
-            raise ConfigError(
-                "--activations static computes its scales from rows: leave out --calibration none, or write "
-                "--activations dynamic"
-            )
+            alien, why = [self.scales != default.scales and "scales"], "whose weights have 4 bits"
+        else:
+            alien, why = self._beside_8_bits(), "which rounds 8-bit weights to nearest by dynamic scales"
+        for name in filter(None, alien):
+            raise ConfigError(f"{self._option(name)} is not of --scheme {self.scheme}, {why}: leave it out")
         if self.activations in ("static", "dynamic") and self.method == "awq":
             raise ConfigError(
                 f"--method awq --activations {self.activations}: AWQ moves what is hard to round from weights to "
                 "activations, which it takes for 16 bits: write --method gptq or rtn"
+            )
+        self._check_observer()
+        self._check_rows()
+
+    def _option(self, name: str) -> str:
+        return f"--{name.replace('_', '-')} {getattr(self, name)}"
+
+    def _beside_8_bits(self) -> list[str | bool]:
+        """The options given that weights of 8 bits have no use for."""
+        return [
+            self.activations == "static" and "activations",
+            self.global_scale != QuantizeOptions.global_scale and "global_scale",
+            self.observer is not None and "observer",
+            self.method not in ("auto", "rtn") and "method",
+            bool(self.start_rank) and "start_rank",
+        ]
+
+    def _check_observer(self) -> None:
+        if self.observer is None:
+            return
+        given = self._option("observer")
+        if self.method not in ("rtn", "gptq"):
+            raise ConfigError(
+                f"{given} is of llm-compressor's rtn and gptq, not of --method {self.method}: write --method gptq as "
+                "well, or leave it out"
+            )
+        if self.global_scale == "pow2":
+            raise ConfigError(
+                f"{given} --global-scale pow2: the power of two is an observer itself, and llm-compressor takes one: "
+                "leave one of them out"
+            )
+
+    def _check_rows(self) -> None:
+        sizes = ("calibration_size", "sequence_length", "batch_size")
+        for name in sizes:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{self._option(name)} must be at least 1")
+        needing = [
+            self.observer in LEARNING_OBSERVERS and "observer",
+            self.calibrates and "method",
+            self.activations == "static" and "activations",
+            bool(self.start_rank) and "start_rank",
+            *(getattr(self, name) != getattr(QuantizeOptions, name) and name for name in sizes),
+        ]
+        for name in () if self.has_rows else filter(None, needing):
+            raise ConfigError(
+                f"{self._option(name)} needs calibration rows, and there are none: write --calibration FILE.jsonl or a "
+                "hub data set's name, or leave it out"
             )

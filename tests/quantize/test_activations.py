@@ -112,9 +112,9 @@ def test_a_scale_that_was_not_written_is_found(source, rows, tmp_path, monkeypat
     [
         (
             {"activations": "static", "calibration": "none"},
-            "--activations static computes its scales from rows: leave out --calibration none",
+            "--activations static needs calibration rows, and there are none",
         ),
-        ({"activations": "static", "scheme": "fp8_block"}, "has dynamic scales only: write dynamic or none"),
+        ({"activations": "static", "scheme": "fp8_block"}, "--activations static is not of --scheme fp8_block"),
         ({"activations": "dynamic", "method": "awq", "calibration": "gsm8k"}, "--method gptq or rtn"),
         ({"activations": "int8"}, "--activations 'int8' is not known: write auto, none, dynamic, static"),
     ],

@@ -358,21 +358,24 @@ def test_a_weight_that_is_not_finite_is_named_without_rows_too(made, tmp_path):
     ("values", "words"),
     [
         ({"start_rank": -1}, "--start-rank -1 is not a rank"),
-        ({"start_rank": 8, "calibration": "none"}, "--start-rank 8 weights the error by the linears' inputs"),
-        ({"method": "search_gptq", "calibration": "none"}, "--method search_gptq needs data"),
+        ({"start_rank": 8, "calibration": "none"}, "--start-rank 8 needs calibration rows, and there are none"),
+        ({"method": "search_gptq", "calibration": "none"}, "--method search_gptq needs calibration rows"),
         (
             {"calibration": "none", "calibration_size": 4},
-            "--calibration-size 4 is of calibration rows, and there are none",
+            "--calibration-size 4 needs calibration rows, and there are none",
         ),
-        ({"scheme": "fp8_block", "start_rank": 8}, "has 8 bits, whose error is too small for a start"),
-        ({"scheme": "fp8_block", "method": "search"}, "--method search: --scheme fp8_block rounds to nearest"),
+        ({"scheme": "fp8_block", "start_rank": 8}, "--start-rank 8 is not of --scheme fp8_block"),
+        ({"scheme": "fp8_block", "method": "search"}, "--method search is not of --scheme fp8_block, which rounds"),
         (
             {"observer": "imatrix_mse"},
             "--observer imatrix_mse is of llm-compressor's rtn and gptq, not of --method auto",
         ),
         ({"observer": "mse", "method": "gptq"}, "--observer 'mse' is not known: write memoryless_minmax"),
         ({"observer": "memoryless_mse", "method": "rtn", "global_scale": "pow2"}, "leave one of them out"),
-        ({"observer": "imatrix_mse", "method": "rtn", "calibration": "none"}, "--observer imatrix_mse needs data"),
+        (
+            {"observer": "imatrix_mse", "method": "rtn", "calibration": "none"},
+            "--observer imatrix_mse needs calibration rows",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(made, tmp_path, values, words):

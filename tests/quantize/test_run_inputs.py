@@ -173,7 +173,7 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
     [
         ({"method": "rnt"}, "--method 'rnt' is not known: write auto, search, search_gptq, rtn"),
         ({"global_scale": "power"}, "--global-scale 'power' is not known: write auto, amax, pow2"),
-        ({"method": "awq", "calibration": "none"}, "--method awq needs data"),
+        ({"method": "awq", "calibration": "none"}, "--method awq needs calibration rows"),
         ({"method": "awq", "calibration": "x", "calibration_size": 0}, "--calibration-size 0 must be at least 1"),
         ({"method": "gptq", "calibration": "x", "batch_size": -1}, "--batch-size -1 must be at least 1"),
         ({"method": "gptq", "calibration": "x", "sequence_length": 2048}, "is more than the model's 256 positions"),
