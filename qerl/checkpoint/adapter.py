@@ -138,8 +138,8 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], shap
         if odd := sorted(there ^ expected):
             raise CheckpointError(
                 f"{adapter} acts on {kind} in {len(there)} layers, and {base} has it in {len(expected)} (not in both: "
-                f"{', '.join(map(str, odd[:4]))}): give the base it was trained on; of that qerl takes adapters that "
-                f"have a kind of linear or norm in all layers or in none; {_way_out(adapter)}"
+                f"{', '.join(map(str, odd[:4]))}): give the base it was trained on; qerl takes adapters that have a "
+                f"kind of linear or norm in all layers or in none; {_way_out(adapter)}"
             )
 
 

@@ -171,10 +171,11 @@ def _with_quantized(source: Source, base: Base) -> Source:
 
 
 def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) -> None:
-    changed = {name: tuple(tensor.shape) for name, tensor in adapter.norms.items()}
+    changed = {}
     for module in adapter.modules:
         a, b = (adapter.tensors[module + factor].shape for factor in (FACTOR_A, FACTOR_B))
         changed[f"{module}.weight"] = b[0], a[1]
+    changed |= {name: tuple(tensor.shape) for name, tensor in adapter.norms.items()}
     for name, shape in changed.items():
         there, remedy = tensors.get(name), "give the base that it was trained on as --model"
         if name in (EMBEDDINGS, HEAD) and HEAD not in tensors:

@@ -171,8 +171,8 @@ def test_an_adapter_is_compared_with_its_base(moe, tmp_path, kind):
     for change, message in (
         ({"num_experts": 8}, r"its model.layers.0.mlp.experts.* and the base's (gate_up|down)_proj 8 x"),
         ({"moe_intermediate_size": 32}, "gate_up_proj 4 x 64 x 64"),
-        ({"num_hidden_layers": 1}, "it has 2 layers and the base 1"),
-        ({"mlp_only_layers": [0]}, r"it has experts\..*_proj in layer 0, and the base does not"),
+        ({"num_hidden_layers": 1}, "acts on experts.gate_up_proj in 2 layers, and .* has it in 1 "),
+        ({"mlp_only_layers": [0]}, r"acts on experts\..*_proj in 2 layers, and .* has it in 1 \(not in both: 0\)"),
     ):
         other = make_moe(tmp_path / next(iter(change)), **{"layers": change.pop("num_hidden_layers", 2), **change})
         with pytest.raises(CheckpointError, match=message):

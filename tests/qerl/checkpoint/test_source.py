@@ -133,14 +133,14 @@ def change(drop=(), **add):
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (None, {"num_experts": 8}, "is a mixture of experts of another family .llama, num_experts: 8.*Qwen3-MoE"),
+        (None, {"num_experts": 8}, "is a mixture of experts of another kind .llama, num_experts: 8.*Qwen3-MoE"),
         (None, {"num_local_experts": 8, "model_type": "mixtral"}, "has num_experts_per_tok None, which cannot be"),
         (None, {"text_config": {}, "model_type": "qwen2_5_vl"}, r"pictures and text \(qwen2_5_vl\)"),
         (None, {"num_hidden_layers": None, "model_type": "gpt2"}, "has no num_hidden_layers"),
         (
             {"model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", (8, 16))},
             {},
-            r"has model\.layers\.0\.mlp\.experts\.0\.up_proj\.weight of shape \[8, 16\], experts in this layout",
+            r"has model\.layers\.0\.mlp\.experts\.0\.up_proj\.weight of shape \[8, 16\]",
         ),
         (
             {"model.layers.0.self_attn.qkv_proj.weight": ("BF16", (128, 64))},
