@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import JSON_BYTES, parse_json, read_text
@@ -104,8 +104,6 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    if any(folder.glob("model-*-of-*.safetensors")):
-        raise CheckpointError(f"{folder} has shards but no {INDEX} to list them: copy or download it again")
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise CheckpointError(
@@ -250,7 +248,7 @@ class TensorReader:
         self._stack = ExitStack()
         self._open: tuple[Path, object] | None = None
 
-    def __enter__(self) -> TensorReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -189,32 +189,21 @@ def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) 
             )
 
 
-class BaseReader:
-    """Reads a checkpoint's tensors by name, and decodes its linears; a context manager."""
+class BaseReader(TensorReader):
+    """Reads a checkpoint's tensors by name, and decodes its linears."""
 
     def __init__(self, base: Base, device: torch.device) -> None:
+        super().__init__(base.tensors)
         self.base, self._device = base, device
-        self._read = TensorReader(base.tensors)
-
-    def __enter__(self) -> BaseReader:
-        self._read.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._read.__exit__(*error)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as it is in the file, on the CPU."""
-        return self._read(name)
 
     def weight(self, module: str) -> torch.Tensor:
         """The weight of one linear, decoded if it is packed, with its start: a float32 copy (out, in) on the device."""
         if module in self.base.packed:
             format = self.base.format
-            packed = {part: self._read(f"{module}.{part}").to(self._device) for part in format.tensors}
+            packed = {part: self(f"{module}.{part}").to(self._device) for part in format.tensors}
             weight = format.dequantize(packed, torch.float32)
         else:
-            weight = self._read(f"{module}.weight").to(self._device, torch.float32, copy=True)
+            weight = self(f"{module}.weight").to(self._device, torch.float32, copy=True)
         if module + FACTOR_A in self.base.start:
             a, b = (self.base.start[module + factor].to(self._device).float() for factor in (FACTOR_A, FACTOR_B))
             weight.addmm_(b, a)
@@ -238,7 +227,7 @@ class MergedReader:
         elif name != module and (module in self._base.base.packed or module + FACTOR_A in self._base.base.start):
             merged = self._base.weight(module)
         else:
-            merged = self._base.tensor(name)
+            merged = self._base(name)
         dtype = {"BF16": torch.bfloat16, "F32": torch.float32}.get(self._source.tensors[name].dtype, merged.dtype)
         return merged.to(dtype).cpu().contiguous()
 
