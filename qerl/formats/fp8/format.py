@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format, TensorSpec, config_entry, config_groups, make_config
+from qerl.formats.base import Format, config_entry, config_groups, make_config
 from qerl.formats.fp8 import layout
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ OTHER_DEFAULTS = {"activation_scheme": "dynamic", "fmt": "e4m3"}
 
 @dataclass(frozen=True)
 class _FP8Block(Format):
+    check_features = staticmethod(layout.check_features)
+    tensor_specs = staticmethod(layout.tensor_specs)
+
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         if quantization is None:
             return False
@@ -50,12 +53,6 @@ class _FP8Block(Format):
             _refuse(folder, group.get("weights") or {}, WEIGHTS)
             if group.get("input_activations"):
                 _refuse(folder, group["input_activations"], INPUTS)
-
-    def check_features(self, out_features: int, in_features: int, name: str = "linear") -> None:
-        layout.check_features(out_features, in_features, name)
-
-    def tensor_specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        return layout.tensor_specs(out_features, in_features)
 
     def dense_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         rows, columns = shapes[layout.CODES]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.base import Format, TensorSpec, config_entry, config_groups, make_config
+from qerl.formats.base import Format, config_entry, config_groups, make_config
 from qerl.formats.nvfp4 import layout
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ INPUTS: dict[str, dict[str, Any]] = {  # `input_activations`, by what a recipe c
 
 @dataclass(frozen=True)
 class _NVFP4(Format):
+    check_features = staticmethod(layout.check_features)
+    tensor_specs = staticmethod(layout.tensor_specs)
+
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return (
             quantization is not None
@@ -65,12 +68,6 @@ class _NVFP4(Format):
         groups = (quantization or {}).get("config_groups", {}).values()
         kinds = {_kind_of(group.get("input_activations"), group.get("output_activations")) for group in groups}
         return kinds.pop() if len(kinds) == 1 else "unknown" if kinds else "none"
-
-    def check_features(self, out_features: int, in_features: int, name: str = "linear") -> None:
-        layout.check_features(out_features, in_features, name)
-
-    def tensor_specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        return layout.tensor_specs(out_features, in_features)
 
     def dense_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         rows, half = shapes[layout.PACKED]
