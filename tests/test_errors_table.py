@@ -78,7 +78,7 @@ CASES = {
         "quantize --model base --method awq --calibration rows.jsonl --calibration-size 0", "calibration", "at least 1",
     ),
     "size of no calibration": (
-        "quantize --model base --calibration none --calibration-size 8", "-size 8 is of", "leave it out",
+        "quantize --model base --calibration none --calibration-size 8", "-size 8 needs", "leave it out",
     ),
     "no such device": (
         "quantize --model base --device tpu", "tpu cannot be used here .torch knows no such", "auto or cpu",
