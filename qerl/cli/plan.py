@@ -191,7 +191,7 @@ def micro_batch_sentences(made: Plan) -> list[str]:
 
 def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
     """What the experts are, and the adapter on them, in one sentence; none for a dense model."""
-    from qerl.config.experts import adapts_experts, expert_rank
+    from qerl.config.names import adapts_experts, expert_rank
 
     sizes, decoder = made.sizes, made.sizes.decoder
     if not decoder.has_experts:

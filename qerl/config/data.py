@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.names import TASKS, unknown_name
 from qerl.config.rewards import check_rewards
-from qerl.config.section import Section
+from qerl.config.section import Conflict, Conflicts, Section, unknown
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -118,9 +116,7 @@ ASKING = ("prompt", "messages")  # other names of the question
 def known_task(key: str, name: str) -> Conflicts:
     """There is a task of this name."""
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
-        hint = f"{key}: {near[0]} (tasks: {', '.join(TASKS)})" if near else f"one of {', '.join(TASKS)}"
-        yield Conflict({key: name}, "there is no such task", hint)
+        yield unknown(key, "task", name, TASKS)
 
 
 def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
@@ -180,19 +176,11 @@ def sources(config: RunConfig) -> Conflicts:
 
 def _held_out(config: RunConfig) -> Conflicts:
     """What data.held_out leaves and what it needs, where there is one source."""
-    data, this = config.data, config.validation
+    data = config.data
     if not data.held_out:
         return
-    if data.limit is not None and data.held_out >= data.limit:
-        yield _none_left("data", data.held_out, data.limit)
-    for name in ("task", "source"):
-        if (value := getattr(this, name)) is not None:
-            yield Conflict(
-                {f"validation.{name}": value, "data.held_out": data.held_out},
-                "both say which rows validations ask",
-                f"validation.{name}: null, or data.held_out: 0",
-            )
-    if this.every is None:
+    yield from _held_out_once(config, "data", data.held_out, data.limit)
+    if config.validation.every is None:
         yield Conflict(
             {"data.held_out": data.held_out, "validation.every": None},
             "the rows that are held out would be neither trained on nor validated",
@@ -200,12 +188,21 @@ def _held_out(config: RunConfig) -> Conflicts:
         )
 
 
-def _none_left(key: str, held_out: int, limit: int) -> Conflict:
-    return Conflict(
-        {f"{key}.held_out": held_out, f"{key}.limit": limit},
-        "no row would be left to train on",
-        f"{key}.limit above {held_out}",
-    )
+def _held_out_once(config: RunConfig, key: str, held_out: int, limit: int | None) -> Conflicts:
+    """Rows are left to train on, and nothing else says which rows validations ask."""
+    if limit is not None and held_out >= limit:
+        yield Conflict(
+            {f"{key}.held_out": held_out, f"{key}.limit": limit},
+            "no row would be left to train on",
+            f"{key}.limit above {held_out}",
+        )
+    for name in ("task", "source"):
+        if (value := getattr(config.validation, name)) is not None:
+            yield Conflict(
+                {f"validation.{name}": value, f"{key}.held_out": held_out},
+                "both say which rows validations ask",
+                f"validation.{name}: null, or leave held_out and validation out of data",
+            )
 
 
 def _validated(config: RunConfig, i: int) -> Conflicts:
@@ -218,12 +215,4 @@ def _validated(config: RunConfig, i: int) -> Conflicts:
             "both say which rows validations ask",
             "one of the two",
         )
-    if (limit := source.limit or config.data.limit) is not None and source.held_out >= limit:
-        yield _none_left(key, source.held_out, limit)
-    for name in ("task", "source"):
-        if (value := getattr(config.validation, name)) is not None:
-            yield Conflict(
-                {f"validation.{name}": value, f"{key}.name": source.name},
-                "this source names the rows that validations ask",
-                f"validation.{name}: null, or neither held_out nor validation in any source",
-            )
+    yield from _held_out_once(config, key, source.held_out, source.limit or config.data.limit)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from qerl.base.http import url_mistake, url_shown
-from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.names import ENVIRONMENTS
-from qerl.config.rewards import check_headers_of
-from qerl.config.section import Section
+from qerl.config.section import Conflict, Conflicts, Section, check_name
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -46,13 +41,16 @@ def environment(config: RunConfig) -> Conflicts:
     """An environment or a tool is named in a form that can be found, and a reward of it has one."""
     this = config.environment
     if this is None:
-        for key, name in _rewards(config):
-            if name == "environment":
-                yield Conflict(
-                    {key: "environment", "environment": None},
-                    "there is no environment that could give a reward",
-                    "environment: {name: word_game}, or your own",
-                )
+        rewards = {"rewards": config.rewards}
+        rewards |= {f"data.sources.{i}.rewards": source.rewards for i, source in enumerate(config.data.sources)}
+        for key, listed in rewards.items():
+            for i, reward in enumerate(listed):
+                if reward.name == "environment":
+                    yield Conflict(
+                        {f"{key}.{i}.name": "environment", "environment": None},
+                        "there is no environment that could give a reward",
+                        "environment: {name: word_game}, or your own",
+                    )
         return
     if this.name is None and not this.tools:
         yield Conflict(
@@ -61,34 +59,6 @@ def environment(config: RunConfig) -> Conflicts:
             f"environment.name: calculator, word_game, {OWN}; or environment.tools: [file.py:function]",
         )
     if this.name is not None:
-        yield from _name("environment.name", this.name)
-        if "://" in this.name:  # a class of the user's own may have such an argument
-            yield from check_headers_of("environment", this.args)
+        yield from check_name("environment.name", "environment", this.name, sorted(ENVIRONMENTS), OWN)
     for i, tool in enumerate(this.tools):
-        yield from _name(f"environment.tools.{i}", tool, "tool")
-
-
-def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and name of each reward, the sources' rewards included."""
-    for i, reward in enumerate(config.rewards):
-        yield f"rewards.{i}.name", reward.name
-    for i, source in enumerate(config.data.sources):
-        for j, reward in enumerate(source.rewards):
-            yield f"data.sources.{i}.rewards.{j}.name", reward.name
-
-
-def _name(key: str, name: str, kind: str = "environment") -> Conflicts:
-    if "://" in name and (mistake := url_mistake(name)):
-        yield Conflict({key: url_shown(name)}, mistake, "a URL such as http://localhost:8000")
-        return
-    if name in ENVIRONMENTS or name.startswith(("http://", "https://")):
-        return
-    if name.endswith(".py"):
-        yield Conflict({key: name}, "it is a file", f"the name in it too, {name}:NAME")
-    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if place and attribute.isidentifier():
-        return
-    known = sorted(ENVIRONMENTS)
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    write = f"{key}: {near[0]} (or {OWN})" if near else f"one of {', '.join(known)}, or your own: {OWN}"
-    yield Conflict({key: name}, f"there is no such {kind}", write)
+        yield from check_name(f"environment.tools.{i}", "tool", tool, sorted(ENVIRONMENTS), OWN)

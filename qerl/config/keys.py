@@ -8,7 +8,6 @@ replaces what was there.
 from __future__ import annotations
 
 import difflib
-import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from pydantic.fields import FieldInfo
 
 from qerl.base.errors import ConfigError
 from qerl.base.http import may_hold_key
-from qerl.config.conflict import Conflict
 from qerl.config.quant import expanded
 from qerl.config.schema import RunConfig
-from qerl.config.section import OneOf, Section
+from qerl.config.section import Conflict, OneOf, Section, yaml_word
 from qerl.config.yaml_text import Path, YamlError, parse
 
 OTHER_NAMES = {  # what TRL, PEFT and verl call our keys, where the words are too different for difflib
@@ -141,7 +139,7 @@ def default_text(field: FieldInfo) -> str:
     """The default as YAML writes it; "required" where there is none."""
     if field.is_required():
         return "required"
-    return _yaml_word(field.get_default(call_default_factory=True))
+    return yaml_word(field.get_default(call_default_factory=True))
 
 
 def field_at(path: Path) -> FieldInfo | None:
@@ -269,19 +267,6 @@ def _bounds(field: FieldInfo) -> Iterator[str]:
                 yield f"{sign} {getattr(bound, name)}"
 
 
-def _yaml_word(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml_word, value))}]"
-    if isinstance(value, Section):
-        changed = value.model_dump(exclude_defaults=True)
-        return "{" + ", ".join(f"{key}: {_yaml_word(each)}" for key, each in changed.items()) + "}"
-    return str(value)
-
-
 SHOWN = 60  # characters of a value that are shown
 
 
@@ -376,59 +361,14 @@ def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     if kind == "literal_error" and isinstance(value, str):
         close = nearest(value, detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
         return f"; did you mean {close}?" if close else ""
-    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off", "y", "n"):
-        return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
-    if kind in ("int_type", "float_type") and (number := _as_number(value, kind)) is not None:
-        return f"; write {number}" + (" without quotes" if isinstance(value, str) and "_" not in value else "")
-    if kind == "string_type" and isinstance(value, int | float):
-        return f"; write '{str(value).lower()}' in quotes if that text is meant"
-    if kind == "string_type" and isinstance(value, dict | list):
-        again = f"--set '{'.'.join(map(str, detail['loc']))}=\"...\"'"
-        return f"; write text with a colon, brace or bracket in quotes (after --set in a second pair: {again})"
-    if kind == "tuple_type" and isinstance(value, str):
-        return f"; write [{value if section_at(detail['loc']) is None else _named(value)}]"
-    if kind == "model_type" and isinstance(value, str) and isinstance(detail["loc"][-1], int):
-        return f"; write {_named(value)}"
-    if kind == "model_type":
-        return _section_remedy(detail["loc"], value)
-    if field is None:
+    dotted = ".".join(map(str, detail["loc"]))
+    if kind == "string_type":
+        return f"; write text in quotes (after --set in a second pair: --set '{dotted}=\"...\"')"
+    if field is None or field.is_required() or isinstance(detail["loc"][-1], int):
         return ""
-    default = default_text(field)
-    return f"; the default is {default}" if default != "required" and not isinstance(detail["loc"][-1], int) else ""
-
-
-def _named(value: str) -> str:
-    """The YAML for an item of a list of sections of which only the name was written."""
-    return f'{{name: "{value}"}}' if ":" in value else f"{{name: {value}}}"
-
-
-def _section_remedy(path: Path, value: object) -> str:
-    """What to write instead of a single value for a whole section: usually its switch."""
-    dotted = ".".join(map(str, path))
-    keys = section_at(path).model_fields
-    switch = next((key for key in ("enabled", "mode") if key in keys), None)
-    if field_at(path).default is None:
-        return f"; write keys under it, or {dotted}: null"
-    if switch and value in (None, False, "off", "no", "none"):
-        return (
-            f"; write {dotted}.{switch}: {'false' if switch == 'enabled' else 'off'}, or leave it out for the defaults"
-        )
-    return "; write keys under it, or leave it out for the defaults"
-
-
-def _as_number(value: object, kind: str) -> str | None:
-    """The number that was probably meant by a text, or by a float where a whole number belongs."""
-    if isinstance(value, bool) or not isinstance(value, str | float):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    if not math.isfinite(number):
-        return None
-    if kind == "int_type":
-        return str(int(number)) if number.is_integer() else None
-    return repr(number) if isinstance(value, str) else None
+    if kind == "model_type":
+        return f"; write keys under it, or {f'{dotted}: null' if field.default is None else 'leave it out'}"
+    return f"; the default is {default_text(field)}"
 
 
 def _holds_list(field: FieldInfo) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from qerl import formats
+
+if TYPE_CHECKING:
+    from qerl.config.schema import AdapterConfig
 
 ENGINES = ("auto", "transformers", "vllm")
 KERNELS = ("auto", *dict.fromkeys(kernel for each in formats.all_formats() for kernel in each.kernels))
@@ -13,6 +17,7 @@ MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns 
 
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in adapter.targets: linears of dense MLPs and of experts
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_EXPERTS)
+PER_EXPERT_SHARE = 8  # each of many experts gets an eighth of the rank: as many parameters as a few experts have
 
 TASKS = (  # each is a module of qerl/data/tasks
     *("gsm8k", "dapo_math", "bigmath", "bigmath_hard", "amc23", "aime24", "aime25", "math500"),
@@ -22,6 +27,18 @@ ENVIRONMENTS = {"calculator", "word_game"}  # `qerl.episodes.build.register` add
 
 NAME = re.compile(r"\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 LITERAL = re.compile(r"(?:\\[A-Za-z]+\*?|[{}^_$\\\]])\Z")  # before braces of LaTeX (\boxed{x}, x^{n}) and doubled ones
+
+
+def adapts_experts(adapter: AdapterConfig) -> bool:
+    """Whether the experts of a model that has some get an adapter."""
+    return adapter.experts != "none" and any(name in adapter.targets for name in OF_EXPERTS)
+
+
+def expert_rank(adapter: AdapterConfig) -> int:
+    """The rank of the adapter on each expert, by `adapter.expert_rank` or what it is by default."""
+    if adapter.expert_rank is not None:
+        return adapter.expert_rank
+    return adapter.rank if adapter.experts == "shared" else max(1, adapter.rank // PER_EXPERT_SHARE)
 
 
 def unknown_name(template: str) -> str | None:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.section import Section
+from qerl.config.section import Conflict, Conflicts, Section
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

@@ -6,7 +6,6 @@ keys; what a run writes down is always complete.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,8 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from qerl import formats
 from qerl.config import yaml_text
-from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.section import OneOf, Section
+from qerl.config.section import Conflict, Conflicts, OneOf, Section, unknown
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -81,10 +79,7 @@ def expanded(given: object) -> object:
         return {**PRESETS[given]}
     if Path(given).suffix in (".yaml", ".yml"):
         return _read(given)
-    near = difflib.get_close_matches(given, PRESETS, n=1, cutoff=0.5)
-    presets = f"presets: {', '.join(PRESETS)}"
-    hint = f"qat.quant_cfg: {near[0]} ({presets})" if near else f"one of the {presets}"
-    raise _conflict(given, "there is no such preset", f"{hint}, a YAML file, or keys under it")
+    raise unknown("qat.quant_cfg", "preset", given, PRESETS, "a YAML file, or keys under it")
 
 
 def with_its_format(given: object) -> object:

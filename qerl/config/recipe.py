@@ -208,17 +208,13 @@ def _read(path: Path, extended: bool = False) -> Draft:
 
 
 def _find_base(base: str, path: Path, where: str) -> Path:
-    if base in recipe_names():
-        return recipe_path(base)
     beside = path.parent / base
-    if beside.is_file():
+    if base not in recipe_names() and beside.is_file():
         return beside
-    close = nearest(base, recipe_names(), 0.5)
-    hint = f"did you mean {close}? " if close else ""
-    raise ConfigError(
-        f"{where}: extends: {base!r} is no recipe and no file beside this one; {hint}"
-        f"shipped are {', '.join(recipe_names())}"
-    )
+    try:
+        return recipe_path(base)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: extends: {error} that lies beside this one") from None
 
 
 def _read_text(path: Path, place: str) -> str:

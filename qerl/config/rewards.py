@@ -6,12 +6,11 @@ noticed before anything heavy is imported.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.http import VARIABLE, header_mistake, is_secret, secret_place, url_mistake, url_shown
-from qerl.config.conflict import Conflict, Conflicts
+from qerl.base.http import VARIABLE, is_secret
+from qerl.config.section import Conflict, Conflicts, check_name
 
 if TYPE_CHECKING:
     from qerl.config.data import RewardConfig
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length", "judge", "environment")
 GRADED = ("accuracy", "length")  # by the task's grading, or the user's own
-UNAVAILABLE = ("code",)  # find_reward says why
 OWN = "your own: path/to/file.py:function, package.module:function or the http://... URL of a reward server"
 
 
@@ -59,23 +57,11 @@ def rewards(config: RunConfig) -> Conflicts:
 def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -> Conflicts:
     """The same for the rewards that stand under `key`."""
     for i, reward in enumerate(listed):
-        own = f"{key}.{i}"
-        yield from _name(own, reward.name)
-        if is_url(reward.name) or reward.name == "judge":  # a function of the user's own may have such an argument
-            yield from check_headers_of(own, reward.args)
-        url = reward.args.get("url") if reward.name == "judge" else None
-        if isinstance(url, str) and (mistake := url_mistake(url)):
-            shown = {f"{own}.args.url": url_shown(url)}
-            yield Conflict(shown, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
-        body = reward.args.get("body") if reward.name == "judge" else None
-        if (place := secret_place(body, f"{own}.args.body")) is not None:
-            yield Conflict(
-                {place: "(not shown)"},
-                "a key there would be written into the run and its report",
-                'args.headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable',
-            )
+        own = f"{key}.{i}.name"
+        if reward.name != "code":  # find_reward says why there is none
+            yield from check_name(own, "reward", reward.name, REWARD_NAMES, OWN)
         if any(reward.name == earlier.name for earlier in listed[:i]):
-            yield Conflict({f"{own}.name": reward.name}, "this reward stands twice", "it once, with the weights added")
+            yield Conflict({own: reward.name}, "this reward stands twice", "it once, with the weights added")
     if listed and config.distill is None and all(reward.weight == 0 for reward in listed):
         yield Conflict(
             {f"{key}.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", f"{key}.0.weight: 1"
@@ -100,37 +86,3 @@ def _limits(config: RunConfig, own: str, reward: RewardConfig) -> Conflicts:
             "the punishment would begin before the first token",
             f"a cache below {longest}, such as {longest // 4}",
         )
-
-
-def check_headers_of(own: str, args: Mapping[str, object]) -> Conflicts:
-    """Each header can be sent and holds no key. Its value is left out of the error."""
-    headers = args.get("headers")
-    for name, value in headers.items() if isinstance(headers, dict) else ():
-        if mistake := header_mistake(name, value):
-            why, write = mistake
-            yield Conflict({f"{own}.args.headers.{name}": "(not shown)"}, why, write)
-
-
-def _name(own: str, name: str) -> Conflicts:
-    """The name is registered, or has the form of a function's path or of a URL (which are not tried)."""
-    if name in REWARD_NAMES or name in UNAVAILABLE:
-        return
-    key = {f"{own}.name": name}
-    if is_url(name):
-        mistake = url_mistake(name)
-        if mistake:
-            key = {f"{own}.name": url_shown(name)}
-            yield Conflict(key, mistake, "a URL such as http://localhost:8000/grade")
-        return
-    if name.endswith(".py"):
-        yield Conflict(key, "it is a file", f"the function in it too, {name}:FUNCTION")
-    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if place and attribute.isidentifier():
-        return
-    if place and (attribute[:1].isdigit() or "/" in attribute):
-        yield Conflict(key, "it names no function", f"http://{name} if a reward server is meant; {OWN}")
-        return
-    near = difflib.get_close_matches(name.lower(), REWARD_NAMES, n=1)
-    known = ", ".join(REWARD_NAMES)
-    write = f"{own}.name: {near[0]} (rewards: {known}; {OWN})" if near else f"one of {known} ({OWN})"
-    yield Conflict(key, "there is no such reward", write)

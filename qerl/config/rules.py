@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.data import columns_of, known_task, sources, template_of
 from qerl.config.environment import environment
-from qerl.config.experts import experts
-from qerl.config.names import MIN_TEMPERATURE
+from qerl.config.names import MIN_TEMPERATURE, OF_EXPERTS, adapts_experts
 from qerl.config.noise import noise
 from qerl.config.objectives import distill, sft, without_sft
 from qerl.config.quant import qat
 from qerl.config.rewards import rewards
+from qerl.config.section import Conflict, Conflicts
 from qerl.config.train import train
 from qerl.config.validation import validation
 
@@ -97,6 +96,26 @@ def adapter_start(config: RunConfig) -> Conflicts:
             {"adapter.start_rank": own.start_rank, "adapter.start": own.start},
             "there is no start that could have a rank",
             "adapter.start: auto, or leave adapter.start_rank out",
+        )
+
+
+def experts(config: RunConfig) -> Conflicts:
+    """Keys of the adapter on experts are given only where there will be one."""
+    adapter = config.adapter
+    if adapts_experts(adapter):
+        return
+    if adapter.experts == "per_expert":
+        yield Conflict(
+            {"adapter.experts": adapter.experts, "adapter.targets": list(adapter.targets)},
+            "these targets name none of the linears that experts consist of",
+            f"adapter.targets with {', '.join(OF_EXPERTS)}, or leave adapter.experts out",
+        )
+    if adapter.expert_rank is not None:
+        yield Conflict(
+            {"adapter.expert_rank": adapter.expert_rank, "adapter.experts": adapter.experts},
+            "experts get no adapter",
+            f"adapter.experts: shared or per_expert with {', '.join(OF_EXPERTS)} in adapter.targets, or leave "
+            "adapter.expert_rank out",
         )
 
 

@@ -1,12 +1,15 @@
-"""What the sections of a RunConfig have in common. Importing this loads pydantic and nothing heavier."""
+"""What the sections of a RunConfig and their rules have in common. Importing this loads pydantic, nothing heavier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
+
+from qerl.base.http import url_mistake, url_shown
 
 
 class Section(BaseModel):
@@ -30,3 +33,50 @@ class OneOf:
             expected = " or ".join(repr(name) for name in names)
             raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
         return value
+
+
+class Conflict(ValueError):
+    """An impossible combination. `values` maps dotted keys to their values; the error names the first one's line."""
+
+    def __init__(self, values: dict[str, object], why: str, write: str) -> None:
+        self.keys = tuple(values)
+        given = " with ".join(f"{key} {yaml_word(value)}" for key, value in values.items())
+        super().__init__(f"{given}: {why}; write {write}")
+
+
+Conflicts = Iterator[Conflict]
+
+
+def yaml_word(value: object) -> str:
+    """A plain value, a list or a section in YAML's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_word, value))}]"
+    if isinstance(value, Section):
+        changed = value.model_dump(exclude_defaults=True)
+        return "{" + ", ".join(f"{key}: {yaml_word(each)}" for key, each in changed.items()) + "}"
+    return repr(value) if isinstance(value, str) and " " in value else str(value)
+
+
+def unknown(key: str, kind: str, name: str, known: Collection[str], own: str = "") -> Conflict:
+    """There is no `kind` of this name: the nearest one, all that are `known`, and how one's `own` is written."""
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    nearest = f"{key}: {near[0]}, or " if near else ""
+    other = f", or {own}" if own else ""
+    return Conflict({key: name}, f"there is no such {kind}", f"{nearest}one of {', '.join(known)}{other}")
+
+
+def check_name(key: str, kind: str, name: str, known: Collection[str], own: str) -> Conflicts:
+    """The name is known, or has the form of a path to code or of a URL, which are not tried."""
+    if "://" in name:
+        if mistake := url_mistake(name):
+            yield Conflict({key: url_shown(name)}, mistake, "a URL such as http://localhost:8000")
+        return
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if name.endswith(".py"):
+        yield Conflict({key: name}, "it is a file", f"the name in it too, {name}:NAME")
+    elif name not in known and not (place and attribute.isidentifier()):
+        yield unknown(key, kind, name, known, own)

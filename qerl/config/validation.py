@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.names import MIN_TEMPERATURE, TASKS
-from qerl.config.section import Section
+from qerl.config.data import known_task
+from qerl.config.names import MIN_TEMPERATURE
+from qerl.config.section import Conflict, Conflicts, Section
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -61,7 +60,8 @@ def validation(config: RunConfig) -> Conflicts:
                     f"validation.every: 50, or leave {key} out",
                 )
         return
-    yield from _rows(config)
+    if this.task is not None:
+        yield from known_task("validation.task", this.task)
     yield from _sampling(config)
     yield from _verdict(config)
     updates = config.loss.num_iterations
@@ -70,16 +70,6 @@ def validation(config: RunConfig) -> Conflicts:
             {"loss.num_iterations": updates, "validation.every": this.every},
             "a validated step has to be one that can be saved, which it cannot between two updates on one rollout",
             f"validation.every: {(this.every // updates + 1) * updates}",
-        )
-
-
-def _rows(config: RunConfig) -> Conflicts:
-    this = config.validation
-    if this.task is not None and this.task not in TASKS:
-        near = difflib.get_close_matches(this.task, TASKS, n=1, cutoff=0.4)
-        hint = f"validation.task: {near[0]} (tasks: {', '.join(TASKS)})" if near else f"one of {', '.join(TASKS)}"
-        yield Conflict(
-            {"validation.task": this.task}, "there is no such task", f"{hint}; a file of rows is validation.source"
         )
 
 

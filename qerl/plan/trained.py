@@ -13,7 +13,7 @@ from qerl.base.errors import ConfigError
 from qerl.checkpoint.base_start import DEFAULT_RANK
 from qerl.checkpoint.experts import matching, projections
 from qerl.checkpoint.source import by_layer
-from qerl.config.experts import adapts_experts, expert_rank
+from qerl.config.names import adapts_experts, expert_rank
 from qerl.formats.nvfp4.ways import padded_power
 
 if TYPE_CHECKING:

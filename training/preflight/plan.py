@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
-from qerl.config.experts import adapts_experts, expert_rank
-from qerl.config.names import OF_EXPERTS
+from qerl.config.names import OF_EXPERTS, adapts_experts, expert_rank
 from qerl.data.rows import sources_of
 from qerl.model.costs import UNRECORDED
 from qerl.plan.engine_memory import (

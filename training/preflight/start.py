@@ -30,8 +30,7 @@ from qerl.checkpoint.base_start import (
     start_of_adapter,
 )
 from qerl.checkpoint.load import local_folder
-from qerl.config.experts import expert_rank
-from qerl.config.names import OF_EXPERTS, PROJECTIONS
+from qerl.config.names import OF_EXPERTS, PROJECTIONS, expert_rank
 from qerl.plan.trained import DEFAULT_START
 from training.preflight.advice import with_values
 

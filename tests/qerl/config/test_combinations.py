@@ -8,7 +8,11 @@ from tests.helpers.recipe_text import RECIPE, check_wrong_edit
 
 COMBINATIONS = [
     ("  limit: 100", "  limit: 4", "data.limit 4 with rollout.prompts_per_step 16: there are fewer rows"),
-    ("  task: gsm8k", "  task: gsm8", "data.task gsm8: there is no such task; write data.task: gsm8k (tasks: gsm8k,"),
+    (
+        "  task: gsm8k",
+        "  task: gsm8",
+        "data.task gsm8: there is no such task; write data.task: gsm8k, or one of gsm8k,",
+    ),
     ("  prompt_template: default", "  prompt_template: 'Solve.'", "it has no {question}, so no prompt would hold"),
     ("  - name: soft_overlong", "  - name: accuracy", "rewards.1.name accuracy: this reward stands twice"),
     (
@@ -116,24 +120,24 @@ PAIRS = [
     ),
     (
         ["data.prompt_template=Q: {question}"],
-        "got the mapping {'Q': {'question': None}}, expected text; write text with a colon, brace or bracket in quotes "
+        "got the mapping {'Q': {'question': None}}, expected text; write text in quotes "
         "(after --set in a second pair: --set 'data.prompt_template=\"...\"')",
     ),
     (["loss.correction.floor=1.5"], "loss.correction.floor 1.5: a ratio of 1, where sampler and trainer agree, would"),
     (
         ["rewards=[{name: acuracy}]"],
-        "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy (rewards: accuracy, format, "
-        "soft_overlong, length, judge, environment; your own: path/to/file.py:function,",
+        "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy, or one of accuracy, format, "
+        "soft_overlong, length, judge, environment, or your own: path/to/file.py:function,",
     ),
     (
-        ["rewards=[{name: correctness}]"],
+        ["rewards=[{name: zzz}]"],
         "there is no such reward; write one of accuracy, format, soft_overlong, length, judge",
     ),
-    (["rewards=[{name: LENGTH}]"], "there is no such reward; write rewards.0.name: length (rewards: "),
-    (["rewards=[{name: 'rewards.py'}]"], "it is a file; write the function in it too, rewards.py:FUNCTION"),
+    (["rewards=[{name: LENGTH}]"], "there is no such reward; write rewards.0.name: length, or one of "),
+    (["rewards=[{name: 'rewards.py'}]"], "it is a file; write the name in it too, rewards.py:NAME"),
     (["rewards=[{name: 'rewards.py:'}]"], "there is no such reward"),
-    (["rewards=[{name: 'localhost:8000/grade'}]"], "it names no function; write http://localhost:8000/grade if a"),
-    (["rewards=[{name: 'localhost:8000'}]"], "it names no function; write http://localhost:8000 if a"),
+    (["rewards=[{name: 'localhost:8000/grade'}]"], "there is no such reward; write one of accuracy"),
+    (["rewards=[{name: 'localhost:8000'}]"], "or the http://... URL of a reward server"),
     (["rewards=[{name: 'htp://localhost:8000'}]"], "htp:// is spoken by no reward server; write a URL such as http://"),
     (["rewards=[{name: 'http:///grade'}]"], "it names no host"),
     (["rewards=[{name: 'http://local host/'}]"], "it holds a blank"),
@@ -150,19 +154,6 @@ PAIRS = [
     (["environment.name=http://host:99999"], "it is no URL (Port out of range"),
     (["environment.name='http://[::1'"], "it is no URL (Invalid IPv6 URL)"),
     (["environment.name=http://"], "it names no host"),
-    (
-        ["environment={name: 'http://host', args: {headers: {Authorization: sk-secret-123}}}"],
-        "environment.args.headers.Authorization '(not shown)': a key in the recipe would be written into the run",
-    ),
-    (
-        ["rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {extra: [{api_key: SECRETKEY12345}]}}}]"],
-        "rewards.0.args.body.extra.0.api_key '(not shown)': a key there would be written into the run and its report; "
-        'write args.headers: {Authorization: "Bearer ${NAME}"}',
-    ),
-    (
-        ["rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {user: sk-secret-123}}}]"],
-        "rewards.0.args.body.user '(not shown)': a key there",
-    ),
     (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),
     (["rewards=[]"], "expected a list of {name, weight, args, timeout_s}; the default is [{name: accuracy}]"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
@@ -232,11 +223,8 @@ def test_combinations_close_to_impossible_ones_are_accepted(tmp_path, overrides,
 @pytest.mark.parametrize(
     "override",
     [
-        "rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {extra: [{api_key: SECRETKEY12345}]}}}]",
-        "rewards=[{name: judge, args: {url: 'http://h/v1', model: m, body: {user: sk-SECRETKEY12345}}}]",
         "environment.name=http://me:SECRETKEY12345@host/",
         "environment.name=http://host/?api_key=SECRETKEY12345",
-        "environment={name: 'http://host', args: {headers: {X-Api-Key: SECRETKEY12345}}}",
     ],
 )
 def test_no_error_repeats_a_key(override):

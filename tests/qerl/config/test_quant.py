@@ -90,7 +90,7 @@ def test_masters_that_the_trainer_multiplies_by_are_corrected_for_and_see_a_seco
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("qat.quant_cfg=nvfp4_w4a1", "there is no such preset; write qat.quant_cfg: nvfp4_w4a16 "),
+        ("qat.quant_cfg=nvfp4_w4a1", "there is no such preset; write qat.quant_cfg: nvfp4_w4a16, or "),
         ("qat.quant_cfg=none.yaml", "that file cannot be read"),
         ("qat={quant_cfg: {wieghts: 3}}", "unknown key; did you mean qat.quant_cfg.weights?"),
         ("qat.mode=w4a16", "expected one of weights, adapter"),
@@ -99,7 +99,7 @@ def test_masters_that_the_trainer_multiplies_by_are_corrected_for_and_see_a_seco
             "qat.quant_cfg={activations: static, weights: {format: fp8_block}}",
             "activations before FP8 weights have dynamic scales only; write qat.quant_cfg.activations: dynamic",
         ),
-        ("qat.targets=down_proj", "write [down_proj]"),
+        ("qat.targets=down_proj", "expected list of text or null; the default is null"),
         ("policy={quant_cfg: nvfp4_w4a16}", "policy: unknown key; the keys here are model, adapter,"),
         ("rollout.quant_cfg=nvfp4_w4a16", "rollout.quant_cfg: unknown key; did you mean qat.quant_cfg?"),
     ],

@@ -194,7 +194,7 @@ def test_extends_is_one_level_and_names_a_recipe(recipe):
     with pytest.raises(ConfigError, match="one level is all there is"):
         load_recipe(mine)
     recipe("extends: dapo_7\n")
-    with pytest.raises(ConfigError, match=r"mine.yaml:1: extends: 'dapo_7' is no recipe and no file beside.*dapo_7b\?"):
+    with pytest.raises(ConfigError, match=r"mine.yaml:1: extends: no recipe is named 'dapo_7'; did you mean dapo_7b\?"):
         load_recipe(mine)
     recipe("extends: [tiny]\n")
     with pytest.raises(ConfigError, match=r"mine.yaml:1: extends: got the list \['tiny'\], expected one recipe"):
@@ -262,21 +262,19 @@ def test_an_override_is_read_as_yaml(recipe, override, read, value):
         ("rewards.0.wait=2", "rewards.0.wait: unknown key; did you mean rewards.0.weight?"),
         (
             "rewards=accuracy",
-            "rewards: got 'accuracy' (text), expected a list of {name, weight, args, timeout_s}; write "
+            "rewards: got 'accuracy' (text), expected a list of {name, weight, args, timeout_s}; the default is "
             "[{name: accuracy}]",
         ),
         (
             "rewards=[accuracy]",
-            "rewards.0: got 'accuracy' (text), expected keys (name, weight, args, timeout_s); write {name: accuracy}",
+            "rewards.0: got 'accuracy' (text), expected keys (name, weight, args, timeout_s)",
         ),
-        ("rewards=a.py:short", 'write [{name: "a.py:short"}]'),
-        ("adapter.targets=q_proj", "write [q_proj]"),
         ("rewards=[]", "rewards: got the list [], expected a list of {name, weight, args, timeout_s}"),
         ("noise=off", "noise: got 'off' (text), expected keys (enabled, sigma_start,"),
-        ("noise=off", "write noise.enabled: false"),
+        ("noise=off", "; write keys under it, or leave it out"),
         (
             "loss.correction=null",
-            "loss.correction: got null, expected keys (mode, cap, floor); write loss.correction.mode",
+            "loss.correction: got null, expected keys (mode, cap, floor); write keys under it, or leave it out",
         ),
         (
             "data.prompt_template={question} = ?",

@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
 from tests.helpers.http_server import serving
@@ -178,6 +177,11 @@ def test_a_key_reaches_the_judge_and_nothing_else(tmp_path, monkeypatch, caplog)
         ({"url": "http://h/v1", "range": [1, 1]}, "it is no lowest and highest score; write [0, 10]"),
         ({"url": "http://h/v1", "scores": {"yes": "1"}}, "it gives no number for a word"),
         ({"url": "http://h/v1", "body": {"stream": True}}, "it sets what qerl sets"),
+        (
+            {"url": "http://h/v1", "body": {"extra": [{"api_key": KEY}]}},
+            "args.body.extra.0.api_key is not shown: a key",
+        ),
+        ({"url": "http://h/v1", "body": {"user": KEY}}, "args.body.user is not shown: a key there would be written"),
         ({"url": "http://h/v1", "concurrency": 0}, "args.concurrency is 0: no request would be sent"),
         ({"url": "http://h/v1", "timeout_s": 0}, "args.timeout_s is 0: write a number of seconds above 0"),
         ({"url": "http://h/v1", "headers": {"Authorization": "${NO_KEY}"}}, "names ${NO_KEY}, which is not set"),
@@ -189,17 +193,6 @@ def test_arguments_are_refused_before_the_judge_is_asked(args, says):
     with pytest.raises(ConfigError) as error:
         check_rewards(wanted(**args), FIXED)
     assert says in str(error.value)
-    assert KEY not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "args",
-    [{"url": f"http://me:{KEY}@h/v1"}, {"url": "http://h/v1", "headers": {"Authorization": f"Bearer {KEY}"}}],
-    ids=["url", "header"],
-)
-def test_a_recipe_with_a_key_in_it_is_refused_without_showing_it(args):
-    with pytest.raises(ConfigError, match=r"rewards\.0\.args\.") as error:
-        load_recipe("tiny", [f"rewards={json.dumps([{'name': 'judge', 'args': {'model': MODEL, **args}}])}"])
     assert KEY not in str(error.value)
 
 
