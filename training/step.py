@@ -233,7 +233,7 @@ def backward(
     planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
     # Counting waits for the GPU, so it comes only now.
     done = [done_of(micro_batches[each.index], config.correction, each) for each in queued]
-    return step_result(parts, batch, micro_batches, parallel.gather((done, {**memory.metrics, **planned})))
+    return step_result(parts, batch, micro_batches, parallel.gather((done, memory | planned)))
 
 
 def teach(parts: TrainingParts, row: PackedRow) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ from tests.helpers.bases import write_base
 from tests.helpers.killed import killed_in
 from tests.helpers.small_run import numbers, small_config
 from tests.helpers.trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, run_backward, with_plan
-from training.loss.divergence import Measure
 from training.policy.teacher import Teacher
 from training.run import resume, start
 from training.trainer import QerlTrainer
@@ -70,7 +69,8 @@ def dense_loss(trainer, teacher_model, beta, temperature):
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 def test_a_step_is_the_dense_loss_however_it_is_cut(base, teacher, tmp_path, monkeypatch, beta):
-    monkeypatch.setattr(Teacher, "measure", lambda self: Measure(beta, 3))
+    pair = Teacher.pair
+    monkeypatch.setattr(Teacher, "pair", lambda self, student: pair(self, student)._replace(chunk_tokens=3))
     keys = (f"distill.beta={beta}", f"distill.teacher={teacher}", "model.format=bf16", "rollout.temperature=0.9")
     trainer = build_trainer(config_of(base, tmp_path, *keys), tmp_path)
     expected = dense_loss(trainer, load_model(teacher, "bf16"), beta, 0.9)

@@ -218,7 +218,7 @@ SCALES = {
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_advantages_equal_values_by_hand(scale):
-    advantages = group_advantages(torch.tensor(REWARDS).view(2, 4), scale).advantages_P_G
+    advantages = group_advantages(torch.tensor(REWARDS).view(2, 4), scale)[0]
     expected = torch.tensor([[0.75, -0.25, -0.25, -0.25], [1, 1, -1, -1]])
     if SCALES[scale] is not None:
         expected = expected / (torch.tensor(SCALES[scale]).view(2, 4) + 1e-4)
@@ -235,7 +235,7 @@ def test_overlong_filtering_removes_truncated_completions_from_the_loss_only(mas
         GradedGroup(group_of(row, completions[4 * row :][:4], end), ("",) * 4, total[:, None], total, True)
         for row, total in enumerate(total_P_G)
     ]
-    batch = padded_batch(graded, group_advantages(total_P_G, "group").advantages_P_G, 0, masked)
+    batch = padded_batch(graded, group_advantages(total_P_G, "group")[0], 0, masked)
     kept = [2, 0, 3, 0, 2, 2, 1, 0] if masked else [len(ids) for ids in completions]
     assert batch.completion_mask_B_T.sum(1).tolist() == batch.loss_mask_B_T.sum(1).tolist() == kept
     assert batch.advantages_B[1] == pytest.approx(-0.25 / 0.5001, rel=1e-5)

@@ -19,7 +19,7 @@ from quantize.export.run import export
 from tests.helpers.checkpoint_tensors import same_tensors, tensors_in
 from tests.helpers.killed import killed_in
 from tests.helpers.small_run import numbers, same_adapters, small_config
-from training.policy.policy import AdapterPolicy, PackedInPolicy
+from training.policy.policy import PackedInPolicy
 from training.run import resume, start
 from training.trainer import QerlTrainer
 
@@ -180,7 +180,7 @@ def test_within_the_reference_the_weights_are_the_packed_base_s(base, nvfp4_base
     engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", device="cpu"))
     model, start = engine.policy_model(), tensors_in(base)
     names = [name for name in base_linears(model) if name.endswith("_proj")]
-    policy = PackedInPolicy(AdapterPolicy(attach_lora(model, 4, 8)), {name: start[f"{name}.weight"] for name in names})
+    policy = PackedInPolicy(attach_lora(model, 4, 8), {name: start[f"{name}.weight"] for name in names})
     codes = {name: linear.weight_packed for name, linear in base_linears(model).items() if name in names}
     engine.sync(policy.update())
     begun = {name: tensor.clone() for name, tensor in codes.items()}

@@ -9,23 +9,14 @@ batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 
-class Advantages(NamedTuple):
-    """`advantages_P_G` is 0 in groups whose rewards are equal; `equal_share` is the share of such groups."""
-
-    advantages_P_G: torch.Tensor
-    equal_share: float
-
-
-def group_advantages(total_P_G: torch.Tensor, scale: str) -> Advantages:
-    """(reward - mean of its group) / (standard deviation + 1e-4), of float32 rewards (P, G).
+def group_advantages(total_P_G: torch.Tensor, scale: str) -> tuple[torch.Tensor, float]:
+    """(reward - mean of its group) / (standard deviation + 1e-4), of float32 rewards (P, G); the share of equal groups.
 
     `scale` chooses the unbiased standard deviation: of the "group", of the "batch", or "none" for no
-    division. A completion whose reward is NaN counts in neither, and has the advantage 0.
+    division. A completion whose reward is NaN counts in neither. It has the advantage 0, as all of an equal group.
     """
     advantages_P_G = total_P_G - _means(total_P_G)
     if scale == "group":
@@ -34,7 +25,7 @@ def group_advantages(total_P_G: torch.Tensor, scale: str) -> Advantages:
         advantages_P_G = advantages_P_G / (deviation(total_P_G.reshape(1, -1)) + 1e-4)
     equal_P = ~rewards_differ(total_P_G)
     none_P_G = equal_P[:, None] | total_P_G.isnan()
-    return Advantages(advantages_P_G.masked_fill(none_P_G, 0.0), equal_P.float().mean().item())
+    return advantages_P_G.masked_fill(none_P_G, 0.0), equal_P.float().mean().item()
 
 
 def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:

@@ -39,13 +39,8 @@ class Pair(NamedTuple):
     student: Head
     teacher: Head
     shared: int
-
-
-class Measure(NamedTuple):
-    """What is measured, and how many tokens at once."""
-
-    beta: float
-    chunk_tokens: int = CHUNK_TOKENS
+    beta: float  # of the divergence that is the loss
+    chunk_tokens: int = CHUNK_TOKENS  # that have logits at once
 
 
 class Divergences(NamedTuple):
@@ -58,13 +53,11 @@ class Divergences(NamedTuple):
     logprobs: torch.Tensor  # of the targets, by the student, over its whole vocabulary
 
 
-def token_divergences(
-    hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, pair: Pair, measure: Measure
-) -> Divergences:
+def token_divergences(hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, pair: Pair) -> Divergences:
     """Of `targets` (M,) after the student's hidden states (M, d) and the teacher's (M, d'). Only `hidden` gets a
     gradient."""
     taught = taught.to(pair.teacher.weight.dtype)
-    values = _TokenDivergences.apply(hidden.to(pair.student.weight.dtype), taught, targets, pair, measure)
+    values = _TokenDivergences.apply(hidden.to(pair.student.weight.dtype), taught, targets, pair)
     return Divergences(values[0], *(value.detach() for value in values[1:]))
 
 
@@ -72,19 +65,19 @@ class _TokenDivergences(torch.autograd.Function):
     """The backward pass only scales the slopes."""
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, pair: Pair, measure: Measure):
+    def forward(ctx, hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, pair: Pair):
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         values = hidden.new_empty(len(Divergences._fields), len(targets), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(targets), measure.chunk_tokens):
-                part = slice(start, start + measure.chunk_tokens)
+            for start in range(0, len(targets), pair.chunk_tokens):
+                part = slice(start, start + pair.chunk_tokens)
                 student, teacher = head_logits(hidden[part], pair.student), head_logits(taught[part], pair.teacher)
                 values[4, part] = _logprobs(student, targets[part], pair.student.temperature)
                 log_p = _log_softmax(student, pair.student.temperature, pair.shared)
                 del student
                 log_q = _log_softmax(teacher, pair.teacher.temperature, pair.shared)
                 del teacher
-                slope = _fill(values[:4, part], log_p, log_q, measure.beta, slopes is not None)
+                slope = _fill(values[:4, part], log_p, log_q, pair.beta, slopes is not None)
                 if slope is not None:
                     head = pair.student._replace(weight=pair.student.weight[: pair.shared])
                     descend(slope.neg_(), head, slopes[part])
@@ -95,7 +88,7 @@ class _TokenDivergences(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor, *_: torch.Tensor):
         (slopes,) = ctx.saved_tensors
-        return (grad[:, None] * slopes).to(slopes.dtype), None, None, None, None
+        return (grad[:, None] * slopes).to(slopes.dtype), None, None, None
 
 
 def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:

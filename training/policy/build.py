@@ -26,7 +26,7 @@ from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets
 from qerl.checkpoint.base_start import read_start
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import TensorReader, read_tensors
-from qerl.config.experts import adapts_experts, expert_rank
+from qerl.config.names import adapts_experts, expert_rank
 from qerl.formats.fp8.training import recipe_of
 from qerl.formats.linear import PackedLinear
 from qerl.model.master import multiply_by_masters_
@@ -127,7 +127,7 @@ def build_packed_in_policy(engine: Engine, start: ModelRef, config: RunConfig) -
     logger.info(
         "the adapter is packed into %d linears; their 16-bit weights are %s (%.1f GiB)", len(names), where, size
     )
-    return PackedInPolicy(adapter, weights)
+    return PackedInPolicy(adapter.model, weights)
 
 
 def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:

@@ -40,11 +40,7 @@ class KVCalibration:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
-        refresh: int,
-        parallel: Parallel = ALONE,
+        self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], refresh: int, parallel: Parallel = ALONE
     ) -> None:
         self._model, self._rows, self._refresh = model, [list(ids[:LENGTH]) for ids in prompts[:ROWS]], refresh
         self._parallel = parallel

@@ -88,7 +88,7 @@ class PackedPolicy:
         with packed_attention_of(self._model), self._autocast():
             hidden = hidden_states(self._model, row)
             head = dense_head(self._model.get_output_embeddings(), self._temperature)
-            found = token_divergences(hidden, taught, row.targets, teacher.pair(head), teacher.measure())
+            found = token_divergences(hidden, taught, row.targets, teacher.pair(head))
         return Divergences(*(row.scatter(values, shape) for values in found))
 
     @torch.no_grad()

@@ -34,7 +34,8 @@ from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import by_layer
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, pack_weights_
 from qerl.formats.base import TensorSpec
-from qerl.model.master import LowRankSum
+from qerl.formats.linear import PackedLinear
+from qerl.model.master import LowRankSum, set_master_
 from qerl.plan.trained import ADAPTER_WORK
 
 if TYPE_CHECKING:
@@ -158,8 +159,6 @@ class WeightsPolicy:
         return None if tensor is None else {name: tensor}
 
     def load(self, folder: Path) -> int:
-        import torch
-
         place, own = Path(folder) / WEIGHTS, self._named()
         saved = read_tensors(place)
         specs = {name: TensorSpec(DTYPES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in own.items()}
@@ -193,18 +192,11 @@ class WeightsPolicy:
 
 
 def _set_linear_(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype | None) -> nn.Parameter:
-    import torch
-
-    from qerl.formats.linear import PackedLinear
-    from qerl.model.master import set_master_
-
     device = linear.weight_device if isinstance(linear, PackedLinear) else linear.weight.device
     return set_master_(linear, weight.detach().to(device, dtype or torch.float32, copy=True))
 
 
 def _set_norm_(norm: nn.Module) -> nn.Parameter:
-    import torch
-
     norm.weight = torch.nn.Parameter(norm.weight.detach().to(torch.float32, copy=True))
     return norm.weight
 
@@ -218,39 +210,25 @@ def check_reference(policy: Policy, kl_coef: float) -> None:
         )
 
 
-class PackedInPolicy:
+class PackedInPolicy(AdapterPolicy):
     """A LoRA adapter that is trained through the quantizer: each sync packs Q(W0 + s B A) into the engine's weights.
 
     W0 are the 16-bit weights that the run started from, which never change; from packed ones an update of less than
     half a step between two codes would vanish. Engine and trainer multiply by the packed weights alone, and A and B
-    receive the gradients of the packed weight as if rounding were the identity (`qerl.model.lora`). Parameters and
-    files are the adapter's, an `AdapterPolicy`.
+    receive the gradients of the packed weight as if rounding were the identity (`qerl.model.lora`).
     """
 
-    shards = None
-
-    def __init__(self, adapter: AdapterPolicy, start: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: PeftModel, start: Mapping[str, torch.Tensor]) -> None:
         """`start` has W0 (out, in) of each adapted linear by its module name, on the card or in host memory."""
-        self.model, self.base_model, self._adapter, self._start = adapter.model, adapter.base_model, adapter, start
-        self.trained_bytes = adapter.trained_bytes
-        pack_in_(self.model)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self._adapter.parameters()
-
-    replicas = parameters
+        super().__init__(model)
+        self._start = start
+        pack_in_(model)
 
     def update(self) -> WeightsUpdate:
         """The sums, which are computed while they are packed, and trained norms."""
         tensors = adapter_tensors(self.model)
         norms = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if ".lora_" not in name}
         return WeightsUpdate(self._sums(tensors), norms)
-
-    def save(self, folder: Path) -> None:
-        self._adapter.save(folder)
-
-    def load(self, folder: Path) -> int:
-        return self._adapter.load(folder)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from qerl.formats import BF16
 from qerl.model.logprobs import Head, dense_head
 from qerl.model.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
 from qerl.plan.sizes import ModelSizes, sizes_of
-from training.loss.divergence import Measure, Pair
+from training.loss.divergence import Pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,11 +52,7 @@ class Teacher:
     def pair(self, student: Head) -> Pair:
         """The student's head beside the teacher's, at the temperature of the loss."""
         own = dense_head(self.model.get_output_embeddings(), self._temperature * self._divisor)
-        return Pair(student, own, self._shared)
-
-    def measure(self) -> Measure:
-        """What is measured."""
-        return Measure(self._beta)
+        return Pair(student, own, self._shared, self._beta)
 
 
 @dataclass(frozen=True)

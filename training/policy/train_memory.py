@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,11 +83,6 @@ def recorded_plan(about: Mapping[str, Any], micro_batch_tokens: int | None) -> M
     return plan if micro_batch_tokens in (None, plan.micro_batch_tokens) else None
 
 
-def as_record(plan: MicroBatchPlan) -> dict[str, object]:
-    """The plan in the form that `recorded_plan` reads."""
-    return asdict(plan)
-
-
 def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
     """The sizes of a model with this transformers config."""
     return Shapes.of(sizes_of(config.to_dict(), "the model"), rank, trained)
@@ -119,17 +114,13 @@ def _saved_bytes(model: PreTrainedModel, tokens: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in known)
 
 
-@dataclass
-class TrainingMemory:
-    """The metrics of one training phase; empty on a CPU."""
-
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
 @contextmanager
-def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
-    """Measure how far the peak of a training phase is above the memory before it; running out raises EngineError."""
-    memory, on_gpu = TrainingMemory(), torch.cuda.is_available()
+def training_memory(plan: MicroBatchPlan) -> Iterator[dict[str, float]]:
+    """Measure how far the peak of a training phase is above the memory before it; running out raises EngineError.
+
+    The metrics are there when the phase has ended; empty on a CPU.
+    """
+    memory: dict[str, float] = {}
     before = torch.cuda.memory_allocated()
     begin_phase()
     try:
@@ -141,9 +132,9 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
             f"({str(error).splitlines()[0]}): set run.micro_batch_tokens: {plan.micro_batch_tokens // 2}, or "
             "run.gradient_checkpointing: true"
         ) from error
-    if on_gpu:
-        above = (torch.cuda.max_memory_allocated() - before) / GIB
-        memory.metrics = {"memory/train_gib": above, **card_memory("memory/train_card_gib", {})}
+    if torch.cuda.is_available():
+        memory["memory/train_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB
+        memory |= card_memory("memory/train_card_gib")
 
 
 @contextmanager
@@ -183,8 +174,8 @@ def begin_phase() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
-    """{name: the peak of the card's used memory since `begin_phase`, in GiB}, or `so_far` if that is more.
+def card_memory(name: str) -> dict[str, float]:
+    """{name: the peak of the card's used memory since `begin_phase`, in GiB}.
 
     It is what the driver reports now, plus what torch has given back since its own peak (under a cap torch frees its
     cache at the limit and tries again); memory outside torch counts as it is now. The figure includes other processes,
@@ -195,7 +186,7 @@ def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
         return {}
     free, total = torch.cuda.mem_get_info()
     given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-    return {name: max(so_far.get(name, 0.0), (total - free + given_back) / GIB)}
+    return {name: (total - free + given_back) / GIB}
 
 
 def warn_of_retries() -> None:

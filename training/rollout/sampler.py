@@ -118,7 +118,7 @@ class Sampler:
         drawn = draw(derive_seed(self._options.seed, step, f"rollout/{attempt}" if attempt else "rollout"))
         seconds = time.perf_counter() - started
         self._after_rollout(noise)
-        memory, ended = card_memory("memory/rollout_card_gib", {}), time.perf_counter()
+        memory, ended = card_memory("memory/rollout_card_gib"), time.perf_counter()
         self._engine.sleep()
         return drawn, {
             "seconds": seconds,

@@ -7,14 +7,14 @@ import torch
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from qerl.model.logprobs import Head
-from training.loss.divergence import Divergences, Measure, Pair, token_divergences
+from training.loss.divergence import Divergences, Pair, token_divergences
 
 BETAS = (0.0, 0.3, 0.5, 1.0)
 TOKENS, SHARED = 11, 20
 VALUES = ("loss", "forward", "reverse", "entropy", "logprob", "gradient")
 
 
-def dense(hidden, taught, targets, pair, measure):
+def dense(hidden, taught, targets, pair):
     """The same by all logits in float64, written as the equations in the module's docstring."""
     student, teacher = (
         states @ head.weight.double().t() + (0 if head.bias is None else head.bias.double())
@@ -29,7 +29,7 @@ def dense(hidden, taught, targets, pair, measure):
         return (of.exp() * (of - to)).sum(-1)
 
     forward, reverse = kl(log_q, log_p), kl(log_p, log_q)
-    beta = measure.beta
+    beta = pair.beta
     if beta in (0.0, 1.0):
         loss = (forward, reverse)[int(beta)]
     else:
@@ -44,8 +44,8 @@ def problem(beta, temperature=1.0, chunk=4, padding=(0, 0), bias=False):
     sizes = [SHARED + each for each in padding]
     student = Head(torch.randn(sizes[0], 8), torch.randn(sizes[0]) if bias else None, temperature)
     teacher = Head(torch.randn(sizes[1], 6), None, temperature)
-    pair, measure = Pair(student, teacher, SHARED), Measure(beta, chunk)
-    return torch.randn(TOKENS, 8), torch.randn(TOKENS, 6), torch.randint(sizes[0], (TOKENS,)), pair, measure
+    pair = Pair(student, teacher, SHARED, beta, chunk)
+    return torch.randn(TOKENS, 8), torch.randn(TOKENS, 6), torch.randint(sizes[0], (TOKENS,)), pair
 
 
 def with_gradient(function, hidden, *rest, double=False):
@@ -98,8 +98,8 @@ def test_the_size_of_a_chunk_changes_no_result(fresh_seed, beta):
 @pytest.mark.parametrize("beta", BETAS)
 def test_of_equal_models_it_is_zero_and_so_is_its_gradient(beta):
     torch.manual_seed(0)
-    hidden, _, targets, pair, measure = problem(beta)
-    found = with_gradient(token_divergences, hidden, hidden, targets, pair._replace(teacher=pair.student), measure)
+    hidden, _, targets, pair = problem(beta)
+    found = with_gradient(token_divergences, hidden, hidden, targets, pair._replace(teacher=pair.student))
     for value in (*found[:3], found[-1]):
         assert value.abs().max() < 1e-6
 
@@ -108,7 +108,7 @@ def test_hand_values():
     """Two tokens, p = (1/4, 3/4), q = (1/2, 1/2)."""
     eye = Head(torch.eye(2), None, 1.0)
     hidden, taught = torch.tensor([[0.0, math.log(3)]]), torch.zeros(1, 2)
-    found = token_divergences(hidden, taught, torch.tensor([1]), Pair(eye, eye, 2), Measure(0.5, 8))
+    found = token_divergences(hidden, taught, torch.tensor([1]), Pair(eye, eye, 2, 0.5, 8))
     forward = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     reverse = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
     middle = 0.5 * (0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5)) + 0.5 * (

@@ -1,6 +1,7 @@
 """The recorded plan, the memory of the training phase, and the error if the card is full."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from qerl.base.errors import EngineError
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan
 from tests.helpers.small_run import small_config
 from training.policy.train_memory import (
-    as_record,
     card_memory,
     growing_segments,
     recorded_plan,
@@ -24,7 +24,7 @@ PLAN = MicroBatchPlan(4096, 0, 28, 40 * GIB, Footprint(28, 240_064, 7168, 237_56
 def test_a_plan_is_read_back_unchanged():
     assert recorded_plan({}, None) is None
     for plan in (PLAN, MicroBatchPlan(50, 2, 2)):
-        about = json.loads(json.dumps({"recipe": "x", "micro_batches": as_record(plan)}))
+        about = json.loads(json.dumps({"recipe": "x", "micro_batches": asdict(plan)}))
         assert recorded_plan(about, None) == plan
     assert recorded_plan(about, 50) is not None
     assert recorded_plan(about, 51) is None
@@ -50,8 +50,7 @@ def test_out_of_memory_says_which_key_to_lower():
 def test_the_memory_of_the_card_is_the_peak_of_a_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 24 * GIB))
-    assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
-    assert card_memory("memory/x_card_gib", {"memory/x_card_gib": 22.5}) == {"memory/x_card_gib": 22.5}
+    assert card_memory("memory/x_card_gib") == {"memory/x_card_gib": 21.0}
 
 
 def test_memory_that_torch_gave_back_at_its_limit_counts(monkeypatch):
@@ -60,7 +59,7 @@ def test_memory_that_torch_gave_back_at_its_limit_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 28 * GIB)
-    assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
+    assert card_memory("memory/x_card_gib") == {"memory/x_card_gib": 21.0}
 
 
 def test_the_state_of_the_optimizer_does_not_lie_among_freed_blocks_of_training(nvfp4_base, tmp_path, monkeypatch):
