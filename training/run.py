@@ -18,7 +18,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from training.parts import Given, GivenRows, Loaded, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.teacher import find_teacher
-from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
+from training.policy.train_memory import plan_run, recorded_plan, warn_of_retries
 from training.preflight.advice import check_ranks
 from training.preflight.checks import (
     check_activations,
@@ -146,7 +146,7 @@ def resume(
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from `step`'s; to
     `steps` in all, if that is given; with its base and files where they are now. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
-    config = _teacher_beside(config_to_resume(run_dir, step, steps, moved.base, moved.files)[0], run_dir)
+    config = _teacher_beside(config_to_resume(run_dir, step, steps, moved)[0], run_dir)
     if step is not None and parallel.first:
         rewind_(run_dir, step)
     checkpoint = parallel.broadcast(newest_checkpoint(run_dir) if parallel.first else None)
@@ -404,7 +404,7 @@ def _open_run_dir(run: Opened) -> None:
     if not (run_dir / "run.json").exists():
         about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
         about |= {"inputs": dict(run.inputs), "on_adapter": base.adapter is not None}
-        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(run.plan)}
+        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": asdict(run.plan)}
         about |= {"kind": config.kind.model_dump(), "qat": qat_record(config.qat)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)

@@ -39,7 +39,7 @@ from qerl.checkpoint.adapter import keep_expert_reference_
 from qerl.plan.trained import masters_dtype
 from qerl.report.metrics import rename
 from training.loss.correction import mean_k3
-from training.loss.gates import MismatchGate, check_gradient, check_loss, check_trained, rounding_causes
+from training.loss.gates import MismatchGate, check_finite, check_trained, rounding_causes
 from training.policy.rounding import RandomlyRounded
 from training.policy.shards import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
@@ -153,7 +153,7 @@ class QerlTrainer(GRPOTrainer):
         times = self.parts.times
         times.begin_step()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        check_loss(loss, self.state.global_step + 1, self.parts.run_dir)
+        check_finite(loss.item(), "loss", self.state.global_step + 1, self.parts.run_dir)
         found = self._collected.metrics
         older = found.get("carry_over/old_tokens_share", 0.0) > 0
         self.gate.check(self._result.mismatch, found.get("noise/sigma", 0.0), self.state.log_history, older)
@@ -220,7 +220,7 @@ class QerlTrainer(GRPOTrainer):
             return
         parts, step = self.parts, self.state.global_step
         parts.times.end()
-        check_gradient(logs.get("grad_norm"), step, parts.run_dir)
+        check_finite(logs.get("grad_norm"), "gradient", step, parts.run_dir)
         mismatch = self._result.mismatch.metrics(parts.config.loss.correction)
         metrics = {**logs, **self._collected_metrics(), **mismatch, **self._result.metrics}
         before_s = metrics.pop("time/rollout_and_grading_s", 0.0)

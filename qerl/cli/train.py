@@ -268,10 +268,10 @@ def find_resumed(options: TrainOptions, resume: str) -> tuple[Path, int | None]:
             "--model, --data, --grader, --environment or --set KEY=PATH for what has moved: leave the others out"
         )
     from training.preflight.checks import check_resumed
-    from training.run_dir.resume import find_run
+    from training.run_dir.resume import Moved, find_run
 
     run_dir, step = find_run(resume, options.recipe, options.out)
-    check_resumed(run_dir, step, options.steps, options.model, moved_files(options))
+    check_resumed(run_dir, step, options.steps, Moved(options.model, moved_files(options)))
     return run_dir, step
 
 

@@ -76,11 +76,7 @@ class Mismatch:
     changed_choices: float = 0.0  # of these, the ones that the trainer would make otherwise
 
     def add(
-        self,
-        old_logprobs: torch.Tensor,
-        sampling_logprobs: torch.Tensor,
-        mask: torch.Tensor,
-        config: CorrectionConfig,
+        self, old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, mask: torch.Tensor, config: CorrectionConfig
     ) -> None:
         """Count one micro-batch of (B, T) tensors."""
         inside = mask.bool()

@@ -196,22 +196,10 @@ def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | N
     return max((row["mismatch_kl"] for row in rows if row["noise/sigma"] == least), default=None)
 
 
-def check_loss(loss: torch.Tensor, step: int, run_dir: Path) -> None:
-    """Raise EngineError if the loss (a scalar) is NaN or infinite. Called before the update."""
-    if not torch.isfinite(loss):
-        raise EngineError(
-            f"the loss of step {step} is {loss.item()}: lower optim.learning_rate or optim.max_grad_norm, and resume "
-            f"from the last checkpoint in {run_dir}"
-        )
-
-
-def check_gradient(norm: float | None, step: int, run_dir: Path) -> None:
-    """Raise EngineError if the gradient's norm is NaN or infinite. Called after the update, which is lost."""
-    if norm is not None and not math.isfinite(norm):
-        raise EngineError(
-            f"the gradient of step {step} is {norm}, and its update broke the adapter: lower optim.learning_rate, and "
-            f"resume from the last checkpoint in {run_dir}"
-        )
+def check_finite(value: float | None, what: str, step: int, run_dir: Path) -> None:
+    """Raise EngineError if the loss of a step, or the norm of its gradient, is NaN or infinite."""
+    if value is not None and not math.isfinite(value):
+        raise _broken(f"the {what} of step {step} is {value}", run_dir)
 
 
 def check_trained(parameters: Iterable[torch.Tensor], step: int, run_dir: Path, parallel: Parallel) -> None:
@@ -221,7 +209,10 @@ def check_trained(parameters: Iterable[torch.Tensor], step: int, run_dir: Path, 
     """
     bounds = [bound.float() for parameter in parameters for bound in parameter.detach().aminmax()]
     if not all(parallel.gather(not bounds or bool(torch.stack(bounds).isfinite().all()))):
-        raise EngineError(
-            f"the update of step {step} left NaN or infinity in what is trained, and is not saved: lower "
-            f"optim.learning_rate, and resume from the last checkpoint in {run_dir}"
-        )
+        raise _broken(f"the update of step {step} left NaN or infinity in what is trained, and is not saved", run_dir)
+
+
+def _broken(what: str, run_dir: Path) -> EngineError:
+    return EngineError(
+        f"{what}: lower optim.learning_rate or optim.max_grad_norm, and resume from the last checkpoint in {run_dir}"
+    )

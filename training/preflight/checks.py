@@ -41,7 +41,7 @@ from training.preflight.plan import GIB, check_experts, plan, settled_for
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
-from training.run_dir.resume import base_to_resume, check_files, config_to_resume
+from training.run_dir.resume import NOTHING_MOVED, Moved, base_to_resume, check_files, config_to_resume
 from training.validation.questions import check_rows
 
 if TYPE_CHECKING:
@@ -160,18 +160,13 @@ def check_conversation_sources(config: RunConfig) -> None:
 
 
 def check_resumed(
-    run_dir: Path,
-    step: int | None = None,
-    steps: int | None = None,
-    model: str | None = None,
-    moved: Sequence[str] = (),
+    run_dir: Path, step: int | None = None, steps: int | None = None, moved: Moved = NOTHING_MOVED
 ) -> None:
-    """Raise QerlError if a run cannot continue from `step` (None: its last one) to `steps` (None: its present total).
+    """Raise QerlError if a run cannot continue as `config_to_resume` says.
 
-    Unless the run is finished, the base and data it was started with have to be there; `model` and `moved` say where
-    the base and files are now, if they have moved.
+    Unless the run is finished, the base and data it was started with have to be there.
     """
-    config, done = config_to_resume(run_dir, step, steps, model, moved)
+    config, done = config_to_resume(run_dir, step, steps, moved)
     if done < config.run.steps:
         check_files(config, run_dir)
         check_config(config)

@@ -178,23 +178,10 @@ class RunLog:
 class NoLog(RunLog):
     """The log of a rank that writes nothing."""
 
-    def __enter__(self) -> NoLog:
-        return self
-
-    def phase(self, name: str) -> None:
+    def _nothing(self, *_: object) -> None:
         pass
 
-    def start_at(self, step: int) -> None:
-        pass
-
-    def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        pass
-
-    def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        pass
-
-    def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        pass
+    phase = start_at = write_step = write_validation = write_completions = _nothing
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

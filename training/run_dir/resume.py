@@ -152,21 +152,21 @@ def _steps(run_dir: Path) -> str:
 
 
 def config_to_resume(
-    run_dir: Path,
-    step: int | None = None,
-    steps: int | None = None,
-    model: str | None = None,
-    moved: Sequence[str] = (),
+    run_dir: Path, step: int | None = None, steps: int | None = None, moved: Moved = NOTHING_MOVED
 ) -> tuple[RunConfig, int]:
     """The recipe of a run that continues from `step` to `steps`, and the number of steps done.
 
     Without `step` the run continues from its last checkpoint, damaged or not; without `steps` the number of steps is
-    the run's own, and without `model` the base is where it was. `moved` says where other files are
-    now. Raises ConfigError if this is not a run, if it cannot
-    continue to that number, or if what it trains through the quantizer was changed.
+    the run's own. Raises ConfigError if this is not a run, if it cannot continue to that number, or if what it trains
+    through the quantizer was changed.
     """
     check_run(run_dir)
-    config = with_moved(load_config(run_dir / "config.yaml", base=model), run_dir, moved)
+
+    def prolonged(steps: int | None) -> RunConfig:
+        config = load_config(run_dir / "config.yaml", base=moved.base, steps=steps)
+        return with_moved(config, run_dir, moved.files)
+
+    config = prolonged(None)
     check_same_kind(run_dir, config)
     done = max(map(checkpoint_step, checkpoints(run_dir)), default=0) if step is None else step
     if steps is None:
@@ -184,7 +184,7 @@ def config_to_resume(
             f"{run_dir} ended between two updates on one rollout (step {done}, loss.num_iterations {updates}), which "
             f"is not kept: {remedy}"
         )
-    return with_moved(load_config(run_dir / "config.yaml", base=model, steps=steps), run_dir, moved), done
+    return prolonged(steps), done
 
 
 def with_moved(config: RunConfig, run_dir: Path, moved: Sequence[str]) -> RunConfig:

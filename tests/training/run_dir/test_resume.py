@@ -175,9 +175,9 @@ def test_a_base_is_not_taken_for_the_adapter_that_a_run_began_from(nvfp4_base, t
     first = start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1, out="first"), "tiny").run_dir
     with killed_in(Sampler, "sample", 2):
         start(small_config(first, tmp_path, "noise.enabled=false", "run.save_every=1", steps=2), "tiny")
-    check_resumed(tmp_path / "run", model=str(first))
+    check_resumed(tmp_path / "run", moved=Moved(str(first)))
     with pytest.raises(ConfigError, match=r"began from a run or an adapter and .* is a base: give the model"):
-        check_resumed(tmp_path / "run", model=str(nvfp4_base))
+        check_resumed(tmp_path / "run", moved=Moved(str(nvfp4_base)))
 
 
 GRADER = "def right(completion): return len(completion) % 2 == 0\n"
@@ -216,12 +216,12 @@ def test_files_that_have_moved_are_named_at_resume(moved, tmp_path):
         check_resumed(run, steps=2)
     places = [str(new / name) for name in ("grader.py", "rewards.py:short", "a.jsonl", "b.jsonl")]
     with pytest.raises(DataError, match=r"data\.sources\.1\.source .*b\.jsonl, which is not here: write `qerl train"):
-        check_resumed(run, steps=2, moved=places[:3])
-    check_resumed(run, steps=2, moved=places)
+        check_resumed(run, steps=2, moved=Moved(files=tuple(places[:3])))
+    check_resumed(run, steps=2, moved=Moved(files=tuple(places)))
     with pytest.raises(
         ConfigError, match=r"names no file other\.py \(its files: .*a\.jsonl.*: a file that has moved keeps"
     ):
-        check_resumed(run, steps=2, moved=["other.py"])
+        check_resumed(run, steps=2, moved=Moved(files=("other.py",)))
     assert resume(run, steps=2, moved=Moved(files=tuple(places))).steps == 2
     config, _ = config_to_resume(run)
     assert [source.source for source in config.data.sources] == places[2:]
