@@ -9,7 +9,7 @@ from pydantic import Field
 
 from qerl.config.names import TASKS, unknown_name
 from qerl.config.rewards import check_rewards
-from qerl.config.section import Conflict, Conflicts, Section, unknown
+from qerl.config.section import Conflict, Conflicts, Section, unknown, unread
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -155,13 +155,8 @@ def sources(config: RunConfig) -> Conflicts:
     if not data.sources:
         yield from _held_out(config)
         return
-    for key in ("source", "held_out"):
-        if value := getattr(data, key):
-            yield Conflict(
-                {f"data.{key}": value, "data.sources": [each.name for each in data.sources]},
-                "each of several sources has its own",
-                f"data.sources.0.{key}, or leave data.sources out (--set 'data.sources=[]')",
-            )
+    given = {"data.sources": "given"}
+    yield from unread(config, given, "each of several sources has its own", "data.source", "data.held_out")
     names = [source.name for source in data.sources]
     for i, source in enumerate(data.sources):
         key = f"data.sources.{i}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from qerl.config.section import Conflict, Conflicts, Section
+from qerl.config.section import Conflict, Conflicts, Section, unread
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -40,12 +40,8 @@ def noise(config: RunConfig) -> Conflicts:
             "the reference policy would be noisy too, and the KL divergence would not be the one from the base",
             "noise.where: rollout, or loss.kl_coef: 0",
         )
-    if not this.enabled and this.where == "both":
-        yield Conflict(
-            {"noise.where": "both", "noise.enabled": False},
-            "there is no noise",
-            "noise.enabled: true, or noise.where: rollout",
-        )
+    if not this.enabled:
+        yield from unread(config, {"noise.enabled": False}, "there is no noise", "noise.where")
     yield from _schedule(config)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from qerl import formats
-from qerl.config.section import Conflict, Conflicts, Section
+from qerl.config.section import Conflict, Conflicts, Section, unread
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -58,8 +58,7 @@ class SftConfig(Section):
     )
 
 
-METRIC = "loss"  # what validations of such a run measure, the lower the better
-DEFAULT_METRIC = "accuracy"  # of the section validation; here it stands for METRIC
+METRIC = "loss"  # what validations of such a run measure, the lower the better; `accuracy`, the default, stands for it
 
 
 def sft(config: RunConfig) -> Conflicts:
@@ -73,40 +72,14 @@ def sft(config: RunConfig) -> Conflicts:
             "there are fewer rows than a step takes",
             f"data.limit: {rows} or more, or a smaller sft.rows_per_step",
         )
-    for key in ("distill", "environment"):
-        if getattr(config, key) is not None:
-            yield Conflict(
-                {key: "given", "sft": "given"},
-                "the one is about what the model writes itself, and with the other it is given what to learn",
-                f"{key}: null, or sft: null",
-            )
-    if config.data.grader is not None:
-        yield Conflict(
-            {"data.grader": config.data.grader, "sft": "given"},
-            "nothing is sampled that it could grade",
-            "data.grader: null, and give it to `qerl eval` as --grader",
-        )
-    for key in ("sources", "curriculum"):
-        if getattr(config.data, key):
-            yield Conflict(
-                {f"data.{key}": "given", "sft.rows_per_step": rows},
-                "these rows are given in their order, from one source",
-                f"data.{key}: {'[]' if key == 'sources' else 'null'}, and data.source",
-            )
-    loss = config.loss
-    for key, off in (("kl_coef", 0.0), ("entropy_coef", 0.0), ("num_iterations", 1)):
-        if (value := getattr(loss, key)) != off:
-            yield Conflict(
-                {f"loss.{key}": value, "sft.rows_per_step": rows},
-                "the loss is the mean negative log-likelihood of the assistant's tokens and has no other term",
-                f"loss.{key}: {off:g}",
-            )
-    if config.validation.metric not in (METRIC, DEFAULT_METRIC):
-        yield Conflict(
-            {"validation.metric": config.validation.metric, "sft.rows_per_step": rows},
-            "validations of such a run measure the loss",
-            f"validation.metric: {METRIC}",
-        )
+    given = {"sft": "given"}
+    why = "rows are given in their order, from one source, and nothing is sampled"
+    keys = ("distill", "environment", "data.grader", "data.sources", "data.curriculum")
+    yield from unread(config, given, why, *keys, other="sft: null")
+    why = "the loss is the mean negative log-likelihood of the assistant's tokens and has no other term"
+    yield from unread(config, given, why, "loss.kl_coef", "loss.entropy_coef", "loss.num_iterations")
+    if config.validation.metric != METRIC:
+        yield from unread(config, given, f"validations of such a run measure the {METRIC}", "validation.metric")
 
 
 def without_sft(config: RunConfig) -> Conflicts:
@@ -139,19 +112,9 @@ def distill(config: RunConfig) -> Conflicts:
     """The loss is the divergence from the teacher alone, and the teacher is another model than the student."""
     if config.distill is None:
         return
-    for key in ("kl_coef", "entropy_coef"):
-        if value := getattr(config.loss, key):
-            yield Conflict(
-                {f"loss.{key}": value, "distill.beta": config.distill.beta},
-                "the loss of a distillation is the divergence from the teacher and has no other term",
-                f"loss.{key}: 0",
-            )
-    if config.rollout.dynamic_sampling.enabled:
-        yield Conflict(
-            {"rollout.dynamic_sampling.enabled": True, "distill.beta": config.distill.beta},
-            "it throws away groups whose rewards are equal, and a teacher has something to say about each completion",
-            "rollout.dynamic_sampling.enabled: false",
-        )
+    why = "the loss of a distillation is the divergence from the teacher for each completion, and has no other term"
+    keys = ("loss.kl_coef", "loss.entropy_coef", "rollout.dynamic_sampling.enabled")
+    yield from unread(config, {"distill.beta": config.distill.beta}, why, *keys)
     if config.distill.teacher is None and config.qat is None and not formats.get(config.model.format).quantized:
         yield Conflict(
             {"distill.teacher": None, "model.format": config.model.format},

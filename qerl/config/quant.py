@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from qerl import formats
 from qerl.config import yaml_text
-from qerl.config.section import Conflict, Conflicts, OneOf, Section, unknown
+from qerl.config.section import Conflict, Conflicts, OneOf, Section, unknown, unread
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -101,14 +101,12 @@ def _read(path: str) -> dict:
     try:
         data = yaml_text.parse(Path(path).read_bytes().decode("utf-8-sig")).data
     except (OSError, UnicodeDecodeError, yaml_text.YamlError) as error:
-        raise _conflict(path, f"that file cannot be read ({error})", "another file, or the name of a preset") from None
+        why = f"that file cannot be read ({error})"
+        raise Conflict({"qat.quant_cfg": path}, why, "another file, or the name of a preset") from None
     if not isinstance(data, dict):
-        raise _conflict(path, "that file holds no keys", f"keys in it, such as {', '.join(QuantConfig.model_fields)}")
+        keys = ", ".join(QuantConfig.model_fields)
+        raise Conflict({"qat.quant_cfg": path}, "that file holds no keys", f"keys in it, such as {keys}")
     return data
-
-
-def _conflict(given: str, why: str, write: str) -> Conflict:
-    return Conflict({"qat.quant_cfg": given}, why, write)
 
 
 class QatConfig(Section):
@@ -172,20 +170,20 @@ def qat(config: RunConfig) -> Conflicts:
             f"model.format: {quant.weights.format}, or {_other_quant(own)}",
         )
     if quant.activations != "static":
-        yield from _calibrated(quant)
+        given, why = {"qat.quant_cfg.activations": quant.activations}, "only static scales are calibrated"
+        yield from unread(config, given, why, "qat.quant_cfg.calibration.data")
     if config.rollout.kernel not in PACKING_KERNELS:
         yield Conflict(
             {"rollout.kernel": config.rollout.kernel, "qat.mode": config.qat.mode},
             "that kernel cannot take weights that change",
             f"rollout.kernel: {' or '.join(PACKING_KERNELS)}",
         )
-    if config.adapter.start in ("frozen", "trained"):
-        yield Conflict(
-            {"adapter.start": config.adapter.start, "qat.mode": config.qat.mode},
-            "qat trains 16-bit weights, from which rounding has taken nothing",
-            "adapter.start: none",
-        )
-    yield from _packed_once(config)
+    if config.adapter.start != "none":
+        why = "qat trains 16-bit weights, from which rounding has taken nothing"
+        yield from unread(config, {"qat.mode": config.qat.mode}, why, "adapter.start")
+    if config.qat.forward == "packed":
+        why = "what is trained is packed when a rollout begins, and a second update on it would not see the first"
+        yield from unread(config, {"qat.mode": config.qat.mode}, why, "loss.num_iterations")
     yield from _adapter(config) if config.qat.mode == "adapter" else _whole_weights(config)
 
 
@@ -196,65 +194,18 @@ def _other_quant(format: str) -> str:
     return f"qat.quant_cfg: {preset}" if (preset := next(presets, None)) else "leave it out"
 
 
-def _calibrated(quant: QuantConfig) -> Conflicts:
-    for key, value in quant.calibration:
-        if value != type(quant.calibration).model_fields[key].default:
-            yield Conflict(
-                {f"qat.quant_cfg.calibration.{key}": value, "qat.quant_cfg.activations": quant.activations},
-                "only static scales of activations are calibrated",
-                "qat.quant_cfg.activations: static, or leave calibration out",
-            )
-
-
-def _packed_once(config: RunConfig) -> Conflicts:
-    if config.loss.num_iterations > 1 and config.qat.forward == "packed":
-        what = "masters are" if config.qat.mode == "weights" else "the adapter is"
-        yield Conflict(
-            {"loss.num_iterations": config.loss.num_iterations, "qat.mode": config.qat.mode},
-            f"{what} packed when a rollout begins, and a second update on it would not see the first",
-            "loss.num_iterations: 1",
-        )
-
-
 def _adapter(config: RunConfig) -> Conflicts:
     """There are no masters, and the adapter is in the packed weights alone."""
-    if config.adapter.dropout:
-        yield Conflict(
-            {"adapter.dropout": config.adapter.dropout, "qat.mode": "adapter"},
-            "the adapter is in the packed weights, and has no input of its own to drop out",
-            "adapter.dropout: 0",
-        )
-    own, none = config.qat, type(config.qat).model_fields
-    if own.forward == "masters":
-        yield Conflict(
-            {"qat.forward": own.forward, "qat.mode": "adapter"},
-            "an adapter has no masters to multiply by",
-            "qat.forward: packed; qat.mode: weights trains whole weights, and qat: null an adapter beside packed ones",
-        )
-    for key, write in (
-        ("targets", "adapter.targets: [gate_proj, up_proj, down_proj], or whatever it is to change"),
-        ("masters", "qat.masters: auto, since an adapter's are float32"),
-        ("train_norms", "adapter.train_norms: true"),
-    ):
-        if (value := getattr(own, key)) != none[key].default:
-            shown = list(value) if isinstance(value, tuple) else value
-            yield Conflict({f"qat.{key}": shown, "qat.mode": "adapter"}, "it is about whole weights", write)
+    why = "it is trained in the packed weights, and the section adapter says what of them"
+    keys = ("adapter.dropout", "qat.forward", "qat.targets", "qat.masters", "qat.train_norms")
+    yield from unread(config, {"qat.mode": "adapter"}, why, *keys, other="qat.mode: weights")
 
 
 def _whole_weights(config: RunConfig) -> Conflicts:
     """Without an adapter there is no reference, and keys of the adapter are not read."""
-    if config.qat.start_in != "auto":
-        yield Conflict(
-            {"qat.start_in": config.qat.start_in, "qat.mode": "weights"},
-            "the weights that masters start from are not kept",
-            "qat.mode: adapter, or leave qat.start_in out",
-        )
-    if config.loss.kl_coef:
-        yield Conflict(
-            {"loss.kl_coef": config.loss.kl_coef, "qat.mode": "weights"},
-            "a run that trains whole weights does not keep those that it started with",
-            "loss.kl_coef: 0",
-        )
+    why = "whole weights are trained, without an adapter, and those that they start from are not kept"
+    keys = ("qat.start_in", "loss.kl_coef", "adapter.train_norms", "adapter.dropout")
+    yield from unread(config, {"qat.mode": "weights"}, why, *keys, other="qat.mode: adapter")
     if config.qat.forward == "masters" and config.loss.correction.mode == "off":
         yield Conflict(
             {"qat.forward": "masters", "loss.correction.mode": "off"},
@@ -267,6 +218,3 @@ def _whole_weights(config: RunConfig) -> Conflicts:
             "no linear would be trained",
             "qat.targets: null, for all that are packed, or patterns such as ['re:.*mlp.*']",
         )
-    for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
-        if value := getattr(config.adapter, key):
-            yield Conflict({f"adapter.{key}": value, "qat.mode": "weights"}, "there is no adapter", write)

@@ -18,7 +18,7 @@ from qerl.config.noise import noise
 from qerl.config.objectives import distill, sft, without_sft
 from qerl.config.quant import qat
 from qerl.config.rewards import rewards
-from qerl.config.section import Conflict, Conflicts
+from qerl.config.section import Conflict, Conflicts, unread
 from qerl.config.train import train
 from qerl.config.validation import validation
 
@@ -28,29 +28,16 @@ if TYPE_CHECKING:
 
 def carry_over(config: RunConfig) -> Conflicts:
     """A step's groups are those that have ended, and what older policies drew is corrected for."""
-    rollout, steps = config.rollout, config.rollout.carry_over
-    if not steps:
+    if not (steps := config.rollout.carry_over):
         return
     asked = {"rollout.carry_over": steps}
-    if rollout.dynamic_sampling.enabled:
-        yield Conflict(
-            asked | {"rollout.dynamic_sampling.enabled": True},
-            "groups without a signal are replaced by rollouts that wait for their longest completion",
-            "rollout.dynamic_sampling.enabled: false, or rollout.carry_over: 0",
-        )
-    for key in ("sources", "curriculum"):
-        if value := getattr(config.data, key):
-            yield Conflict(
-                asked | {f"data.{key}": [each.name for each in value] if key == "sources" else "given"},
-                "a step then trains on the groups that have ended, whichever rows were its turn",
-                f"rollout.carry_over: 0, or leave data.{key} out",
-            )
-    if config.environment is not None:
-        yield Conflict(
-            asked | {"environment": config.environment.name or "of tools"},
-            "an episode cannot be left and gone on with, since its environment would have to wait as well",
-            "rollout.carry_over: 0",
-        )
+    yield from unread(
+        config,
+        asked,
+        "a step trains on the groups that have ended, whichever rows were its turn, and leaves completions unfinished",
+        *("rollout.dynamic_sampling.enabled", "data.sources", "data.curriculum", "environment"),
+        other="rollout.carry_over: 0",
+    )
     if config.loss.correction.mode == "off" and config.distill is None:
         yield Conflict(
             asked | {"loss.correction.mode": "off"},
@@ -91,12 +78,8 @@ def adapter_start(config: RunConfig) -> Conflicts:
             "dropout would drop a part of what repairs the base",
             "adapter.start: frozen, or adapter.dropout: 0",
         )
-    if own.start_rank is not None and own.start == "none":
-        yield Conflict(
-            {"adapter.start_rank": own.start_rank, "adapter.start": own.start},
-            "there is no start that could have a rank",
-            "adapter.start: auto, or leave adapter.start_rank out",
-        )
+    if own.start == "none":
+        yield from unread(config, {"adapter.start": "none"}, "there is no start", "adapter.start_rank")
 
 
 def experts(config: RunConfig) -> Conflicts:
@@ -104,19 +87,12 @@ def experts(config: RunConfig) -> Conflicts:
     adapter = config.adapter
     if adapts_experts(adapter):
         return
-    if adapter.experts == "per_expert":
-        yield Conflict(
-            {"adapter.experts": adapter.experts, "adapter.targets": list(adapter.targets)},
-            "these targets name none of the linears that experts consist of",
-            f"adapter.targets with {', '.join(OF_EXPERTS)}, or leave adapter.experts out",
-        )
-    if adapter.expert_rank is not None:
-        yield Conflict(
-            {"adapter.expert_rank": adapter.expert_rank, "adapter.experts": adapter.experts},
-            "experts get no adapter",
-            f"adapter.experts: shared or per_expert with {', '.join(OF_EXPERTS)} in adapter.targets, or leave "
-            "adapter.expert_rank out",
-        )
+    if adapter.experts == "none":
+        because, keys = {"adapter.experts": "none"}, ["adapter.expert_rank"]
+    else:
+        because, keys = {"adapter.targets": adapter.targets}, ["adapter.experts", "adapter.expert_rank"]
+    why = f"experts, which consist of {', '.join(OF_EXPERTS)}, get no adapter"
+    yield from unread(config, because, why, *keys)
 
 
 def vllm_only(config: RunConfig) -> dict[str, object]:
@@ -235,19 +211,11 @@ def correction(config: RunConfig) -> Conflicts:
 
 def sampling_filters(config: RunConfig) -> Conflicts:
     """Filters change the distribution that is sampled from, which the mismatch gate would take for a disagreement."""
-    rollout = config.rollout
-    filters = {
-        "rollout.top_p": (rollout.top_p, 1.0),
-        "rollout.top_k": (rollout.top_k, 0),
-        "rollout.min_p": (rollout.min_p, 0),
-    }
-    for key, (value, off) in filters.items():
-        if value != off and config.loss.mismatch_gate is not None:
-            yield Conflict(
-                {key: value, "loss.mismatch_gate": config.loss.mismatch_gate},
-                "the trainer's policy has no such filter, and the gate stops a run whose policies differ",
-                f"{key}: {off:g} (off), or loss.mismatch_gate: null",
-            )
+    if (gate := config.loss.mismatch_gate) is None:
+        return
+    why = "the trainer's policy has no such filter, and the gate stops a run whose policies differ"
+    keys = ("rollout.top_p", "rollout.top_k", "rollout.min_p")
+    yield from unread(config, {"loss.mismatch_gate": gate}, why, *keys, other="loss.mismatch_gate: null")
 
 
 def temperature(config: RunConfig) -> Conflicts:

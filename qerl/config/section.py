@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
@@ -59,6 +60,19 @@ def yaml_word(value: object) -> str:
         changed = value.model_dump(exclude_defaults=True)
         return "{" + ", ".join(f"{key}: {yaml_word(each)}" for key, each in changed.items()) + "}"
     return repr(value) if isinstance(value, str) and " " in value else str(value)
+
+
+def unread(config: Section, because: dict[str, object], why: str, *keys: str, other: str = "") -> Conflicts:
+    """Keys that others make useless keep their defaults; `other` is what else could be written."""
+    for key in keys:
+        *path, name = key.split(".")
+        section = reduce(getattr, path, config)
+        value, default = getattr(section, name), type(section).model_fields[name].get_default(call_default_factory=True)
+        if value != default:
+            items = value if isinstance(value, tuple) else (value,)
+            shown = "given" if any(isinstance(each, Section) for each in items) else value
+            given = {key: shown, **because}
+            yield Conflict(given, why, f"{key}: {yaml_word(default)}{other and f', or {other}'}")
 
 
 def unknown(key: str, kind: str, name: str, known: Collection[str], own: str = "") -> Conflict:

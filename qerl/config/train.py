@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from qerl import formats
-from qerl.config.section import Conflict, Conflicts, Section
+from qerl.config.section import Conflict, Conflicts, Section, unread
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -21,9 +21,6 @@ class TrainConfig(Section):
         description="round products of the decoder's linears and of their gradients to 8 bits, by one scale for each "
         "matrix or by blocks of 128; null: 16 bits, or as the base does",
     )
-    fp8: Literal["auto", "e4m3", "hybrid"] = Field(
-        "auto", description="numbers of fp8_recipe; hybrid: gradients in e5m2; auto: hybrid if tensorwise, else e4m3"
-    )
     fp8_products: Literal["all", "gradients"] = Field(
         "all", description="products that fp8_recipe rounds; gradients: those of the backward pass alone"
     )
@@ -33,32 +30,10 @@ def train(config: RunConfig) -> Conflicts:
     """A recipe in 8 bits acts on all that it is said to act on, and is corrected for."""
     this, qat = config.train, config.qat
     if this.fp8_recipe is None:
-        if this.fp8 != "auto":
-            yield Conflict(
-                {"train.fp8": this.fp8, "train.fp8_recipe": "null"},
-                "there is no recipe of which these are the numbers",
-                "train.fp8_recipe: tensorwise or blockwise, or leave train.fp8 out",
-            )
-        if this.fp8_products != "all":
-            yield Conflict(
-                {"train.fp8_products": this.fp8_products, "train.fp8_recipe": "null"},
-                "there is no recipe that would round them",
-                "train.fp8_recipe: tensorwise or blockwise, or leave train.fp8_products out",
-            )
+        yield from unread(config, {"train.fp8_recipe": None}, "nothing is rounded", "train.fp8_products")
         return
     given = {"train.fp8_recipe": this.fp8_recipe}
-    if this.fp8_recipe == "blockwise" and this.fp8 == "hybrid":
-        yield Conflict(
-            {**given, "train.fp8": "hybrid"},
-            "products in blocks take e4m3 on both sides",
-            "train.fp8: e4m3, or train.fp8_recipe: tensorwise",
-        )
-    if config.adapter.dropout:
-        yield Conflict(
-            {**given, "adapter.dropout": config.adapter.dropout},
-            "a linear whose adapter drops out is computed in 16 bits",
-            "adapter.dropout: 0",
-        )
+    yield from unread(config, given, "a linear whose adapter drops out is computed in 16 bits", "adapter.dropout")
     if this.fp8_products == "all" and config.loss.correction.mode == "off" and config.distill is None:
         yield Conflict(
             {**given, "loss.correction.mode": "off"},

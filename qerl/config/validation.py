@@ -8,7 +8,7 @@ from pydantic import Field
 
 from qerl.config.data import known_task
 from qerl.config.names import MIN_TEMPERATURE
-from qerl.config.section import Conflict, Conflicts, Section
+from qerl.config.section import Conflict, Conflicts, Section, unread
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -52,13 +52,9 @@ def validation(config: RunConfig) -> Conflicts:
     """Whoever asks for something that validations decide has validations, at steps that can be saved."""
     this = config.validation
     if this.every is None:
-        for key in ("stop_after", "target"):
-            if (value := getattr(this, key)) is not None:
-                yield Conflict(
-                    {f"validation.{key}": value, "validation.every": None},
-                    "without validations nothing would end the run",
-                    f"validation.every: 50, or leave {key} out",
-                )
+        why = "without validations nothing would end the run"
+        keys = ("validation.stop_after", "validation.target")
+        yield from unread(config, {"validation.every": None}, why, *keys, other="validation.every: 50")
         return
     if this.task is not None:
         yield from known_task("validation.task", this.task)

@@ -135,7 +135,7 @@ def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
 
     For a quantized base, only its packed linears count, so that what is kept in 16 bits stays so.
     """
-    recipe = recipe_of(train.fp8_recipe, train.fp8, train.fp8_products)
+    recipe = recipe_of(train.fp8_recipe, products=train.fp8_products)
     if recipe is None:
         return
     linears = [*base_linears(model).values()]
