@@ -76,8 +76,7 @@ from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_sign
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
 from training.run_dir.verdict import best_of, ending
-from training.trainer import QerlTrainer
-from training.trl_config import check_installed, trl_config
+from training.trainer import QerlTrainer, check_installed, trl_config
 from training.validate import Validation
 from training.validation.questions import read_questions
 

@@ -82,7 +82,7 @@ def url_shown(url: str) -> str:
     return f"{scheme}{slashes}{authority.rpartition('@')[2]}{slash}{path}{question}{query}"
 
 
-def header_mistake(name: object, value: object) -> tuple[str, str] | None:
+def _header_mistake(name: object, value: object) -> tuple[str, str] | None:
     """Why a header cannot be sent, and what to write instead; None if it can. The value is never repeated."""
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         return "this is no name of a header", "a name such as Authorization or X-Api-Key"
@@ -147,7 +147,7 @@ def check_headers(who: str, given: object) -> Headers:
             f'{who}: args.headers is no mapping: write for example {{Authorization: "Bearer ${{GRADER_KEY}}"}}'
         )
     for name, value in given.items():
-        if mistake := header_mistake(name, value):
+        if mistake := _header_mistake(name, value):
             raise ConfigError(f"{who}: args.headers.{name}: {mistake[0]}; write {mistake[1]}")
         for variable in VARIABLE.findall(value):
             held = os.environ.get(variable)

@@ -127,6 +127,17 @@ async def _listed(returned: AsyncIterator, expected: int) -> list[Any]:
     return values
 
 
+def signature_of(parameters: Sequence[inspect.Parameter], alone: bool) -> inspect.Signature:
+    """What every caller gives a function: `completions`, also where it takes one `alone`."""
+    names = {"completion": "completions"} if alone else {}
+    return inspect.Signature([each.replace(name=names.get(each.name, each.name)) for each in parameters])
+
+
+def seed_of(fixed: Mapping[str, Any], columns: Mapping[str, Any]) -> int:
+    """The seed of a call, by its step and its completions."""
+    return zlib.crc32(repr((fixed.get("step"), columns.get("completions"))).encode("utf-8", "replace"))
+
+
 def seed_all(seed: int) -> None:
     """Make what a function draws at random the same when a run is resumed and grades the same completions."""
     random.seed(seed)
@@ -167,16 +178,11 @@ class OwnFunction:
             self.close()
             raise
         self.files: list[str] = loaded["files"]  # of all modules that it has loaded, beginning with its own
-        self._alone: bool = loaded["alone"]  # it takes one completion at a time
-        kinds = {int(kind): kind for kind in (inspect.Parameter.POSITIONAL_ONLY, *_KINDS)}
-        names = {"completion": "completions"} if self._alone else {}
-        self.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter(
-                    names.get(name, name), kinds[kind], default=None if optional else inspect.Parameter.empty
-                )
-                for name, kind, optional in loaded["parameters"]
-            ]
+        kinds = {int(kind): kind for kind in type(inspect.Parameter.KEYWORD_ONLY)}
+        defaults = {True: None, False: inspect.Parameter.empty}
+        self.__signature__ = signature_of(
+            [inspect.Parameter(name, kinds[kind], default=defaults[has]) for name, kind, has in loaded["parameters"]],
+            loaded["alone"],
         )
 
     def __call__(
@@ -191,7 +197,7 @@ class OwnFunction:
         request = {
             "columns": dict(columns),
             "fixed": _picklable(fixed),
-            "seed": zlib.crc32(repr((fixed.get("step"), columns.get("completions"))).encode("utf-8", "replace")),
+            "seed": seed_of(fixed, columns),
             "logs": [*logs],
             "expected": expected,
         }
@@ -237,14 +243,6 @@ class OwnFunction:
         if "raised" in reply:
             raise OwnFunctionError(f"raised {reply['raised']}", reply.get("index"))
         return reply
-
-
-_KINDS = (
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.KEYWORD_ONLY,
-    inspect.Parameter.VAR_KEYWORD,
-)
 
 
 def _picklable(fixed: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,9 +308,7 @@ COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "ro
 LOGS = ("log_metric", "log_extra")  # what a function may call
 GIVEN = (*LOGS, "trainer_state")  # what it is given besides; both as TRL gives them
 EPISODE_COLUMNS = ("episode_reward", "turns", "tool_calls")  # of runs with an environment
-ENVIRONMENTS = (
-    "environments"  # a column of the same, where the environments are objects of this process: these, as in TRL
-)
+ENVIRONMENTS = "environments"  # a column of the same, where these are objects of this process, as in TRL
 LEAST_SHARE_S = 1.0  # a completion that takes less is not named as the one on which a function was late
 
 

@@ -94,22 +94,28 @@ class Group:
 
     def sum_(self, tensor: torch.Tensor, rank: int | None = None) -> None:
         """See `Parallel.sum_` and, for the sum on one `rank`, `Parallel.sum_to_`."""
+        from torch.distributed import ReduceOptions
+
         kind = f"sum of {tensor.dtype} {tuple(tensor.shape)}"
         self._meet(kind if rank is None else f"{kind} on rank {rank}", [tensor])
         with self._failing():
             group = self._group_of(tensor)
-            self._wait_for(group.allreduce([tensor]) if rank is None else group.reduce([tensor], _on(rank)), tensor)
+            every = rank is None
+            work = group.allreduce([tensor]) if every else group.reduce([tensor], _of_rank(ReduceOptions(), rank))
+            self._wait_for(work, tensor)
 
     def send_(self, tensors: Sequence[torch.Tensor], rank: int) -> None:
         """See `Parallel.send_`."""
         import torch
+        from torch.distributed import BroadcastOptions
 
         self._meet(f"{len(tensors)} tensors of rank {rank}", tensors)
         with self._failing():
             for tensor in tensors:
                 if tensor.numel():
                     data = tensor.detach().view(-1).view(torch.uint8)
-                    self._wait_for(self._group_of(data).broadcast([data], _from(rank)), data)
+                    work = self._group_of(data).broadcast([data], _of_rank(BroadcastOptions(), rank))
+                    self._wait_for(work, data)
 
     def _meet(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
         """Wait until all ranks are at `call`, and their cards have nothing else to do."""
@@ -170,18 +176,7 @@ class Group:
             raise ParallelError(f"{text} ({_first_sentence(error)})") from error
 
 
-def _on(rank: int) -> Any:
-    from torch.distributed import ReduceOptions
-
-    options = ReduceOptions()
-    options.rootRank = rank
-    return options
-
-
-def _from(rank: int) -> Any:
-    from torch.distributed import BroadcastOptions
-
-    options = BroadcastOptions()
+def _of_rank(options: Any, rank: int) -> Any:
     options.rootRank = rank
     return options
 

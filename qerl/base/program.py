@@ -21,7 +21,6 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import replace_text
 from qerl.base.isolate import LateError, OwnFunctionError, ReturnedError, one_line
-from qerl.base.own_function import ENVIRONMENTS, Caller, seed_all
+from qerl.base.own_function import ENVIRONMENTS, Caller, seed_all, seed_of, signature_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +73,7 @@ class GivenFunction:
             self._caller = Caller(function)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{function!r} cannot grade ({error}): give a function, or a name") from None
-        names = {"completion": "completions"} if self._caller.alone else {}
-        self.__signature__ = inspect.Signature(
-            [each.replace(name=names.get(each.name, each.name)) for each in self._caller.parameters]
-        )
+        self.__signature__ = signature_of(self._caller.parameters, self._caller.alone)
 
     def __call__(
         self, expected: int, timeout_s: float, fixed: Mapping[str, Any] | None = None, /, **columns: Any
@@ -88,10 +84,9 @@ class GivenFunction:
         thread alone), and ReturnedError for what it returns.
         """
         fixed = dict(fixed or {})
-        seed = zlib.crc32(repr((fixed.get("step"), columns.get("completions"))).encode("utf-8", "replace"))
         own = {name: values if name == ENVIRONMENTS else _copied(values) for name, values in columns.items()}
         try:
-            with _seeded(seed), self._state_kept(), _limited(timeout_s):
+            with _seeded(seed_of(fixed, columns)), self._state_kept(), _limited(timeout_s):
                 return self._caller.call(own, fixed, expected)
         except (ReturnedError, QerlError, KeyboardInterrupt):  # the second is raised by `log_metric`
             raise
@@ -165,14 +160,8 @@ def write_given_rows(folder: Path) -> None:
 def _line(row: Mapping[str, Any]) -> str:
     """The row as a line of JSON, in plain characters where each of them is whole."""
     text = json.dumps(row, ensure_ascii=False)
-    return (text if _is_whole(text) else json.dumps(row)) + "\n"
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:  # half a character
-        return False
+    halves = any("\ud800" <= character <= "\udfff" for character in text)
+    return (json.dumps(row) if halves else text) + "\n"
 
 
 def _copied(values: Any) -> Any:

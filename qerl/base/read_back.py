@@ -29,7 +29,11 @@ class Shape(BaseModel):
 def read_object(path: Path, shape: type[Shape], remedy: str) -> Row:
     """The object in a file. Raises DataError, which ends in `remedy`."""
     try:
-        return _checked(_text(path, remedy), shape)
+        text = read_text(path, JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): {remedy}") from error
+    try:
+        return _checked(text, shape)
     except ValueError as error:
         raise DataError(f"{path} is damaged ({_reason(error)}): {remedy}") from error
 
@@ -48,13 +52,6 @@ def read_rows(path: Path, shape: type[Shape], remedy: str) -> list[Row]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): {remedy}") from error
     return rows
-
-
-def _text(path: Path, remedy: str) -> str:
-    try:
-        return read_text(path, JSON_BYTES)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): {remedy}") from error
 
 
 def _checked(text: str, shape: type[Shape]) -> Row:

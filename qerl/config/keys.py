@@ -349,7 +349,7 @@ def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | No
 
 def _expected(path: Path, field: FieldInfo | None) -> str:
     section = section_at(path)
-    if section is not None and (isinstance(path[-1], int) or not _holds_list(field)):
+    if section is not None and (isinstance(path[-1], int) or not is_list(field)):
         return f"keys ({', '.join(section.model_fields)})"
     if section is not None:
         return "a list of " + "{" + ", ".join(section.model_fields) + "}"
@@ -370,10 +370,6 @@ def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     if kind == "model_type":
         return f"; write keys under it, or {f'{dotted}: null' if field.default is None else 'leave it out'}"
     return f"; the default is {default_text(field)}"
-
-
-def _holds_list(field: FieldInfo) -> bool:
-    return type(field.get_default()) is tuple
 
 
 def _cut(text: str) -> str:

@@ -22,8 +22,7 @@ from training.rollout.prompts import load_prompts
 from training.run import open_rollout_engine
 from training.run_dir.log import RunLog
 from training.step import backward, loss_inputs
-from training.trainer import QerlTrainer
-from training.trl_config import trl_config
+from training.trainer import QerlTrainer, trl_config
 
 PROMPT = torch.tensor([[3, 4, 5], [3, 4, 5], [6, 7, 8], [6, 7, 8]])
 COMPLETION = torch.tensor([[10, 11, 12, 13], [14, 15, 0, 0], [16, 17, 18, 0], [19, 0, 0, 0]])

@@ -34,12 +34,8 @@ def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, o
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["train.fp8=hybrid"], "there is no recipe of which these are the numbers; write train.fp8_recipe: tensorwise"),
-        (["train.fp8_recipe=blockwise", "train.fp8=hybrid"], "write train.fp8: e4m3, or train.fp8_recipe: tensorwise"),
-        (
-            ["train.fp8_products=gradients"],
-            "there is no recipe that would round them; write train.fp8_recipe",
-        ),
+        (["train.fp8=hybrid"], "this key is gone; gradients are e5m2 if train.fp8_recipe is tensorwise"),
+        (["train.fp8_products=gradients"], "nothing is rounded; write train.fp8_products: all"),
         (["train.fp8_recipe=tensorwise", "adapter.dropout=0.1"], "write adapter.dropout: 0"),
         (["train.fp8_recipe=tensorwise", "loss.correction.mode=off", *STILL], "has to be corrected for"),
         (["train.fp8_recipe=blockwise", "qat.quant_cfg=nvfp4_w4a4"], "are rounded to 4 bits already"),

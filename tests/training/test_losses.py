@@ -16,9 +16,8 @@ from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors
 from tests.helpers.small_run import small_config
 from tests.helpers.trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of, scores
-from training.loss.advantages import group_advantages
 from training.loss.correction import Mismatch
-from training.loss.groups import GradedGroup, Group, Prompt, Sample
+from training.loss.groups import GradedGroup, Group, Prompt, Sample, group_advantages
 from training.run import start
 from training.step import padded_batch
 

@@ -151,7 +151,7 @@ def stock(config, recorded, folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_equals_that_of_trl(tmp_path, monkeypatch, case):
-    monkeypatch.setattr("training.trl_config.EPSILON", 1e-4)
+    monkeypatch.setattr("training.trainer.EPSILON", 1e-4)
     base = write_base(tmp_path / "base", hidden=32, dtype=torch.float32)
     config = small_config(base, tmp_path, *COMMON, *CASES[case], steps=STEPS)
     recorded = Recorded(config, monkeypatch)

@@ -8,11 +8,11 @@ from trl.trainer.utils import nanstd
 
 from tests.helpers.small_run import small_config
 from tests.helpers.trainer_factory import MASK, batch_of, build_trainer, inputs_of, scores
-from training.loss.advantages import group_advantages
+from training.loss.groups import group_advantages
 from training.policy.packed_policy import PackedPolicy
 from training.run import start
 from training.step import collect
-from training.trl_config import trl_config
+from training.trainer import trl_config
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])

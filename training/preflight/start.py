@@ -176,18 +176,13 @@ def _of_base(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | None]:
 
 
 def _say_rate(rate: float, start: BaseStart) -> None:
-    """Say what the learning rate of an adapter that starts at the error amounts to; warn if it is far too high.
+    """Warn if the learning rate of an adapter that starts at the error is far too high.
 
     The first steps move the outputs of linears further than from zero (`quantize.rounding.rate_ratio`).
     """
     ratio = about_start(start.folder).get("rate_ratio")
     if not isinstance(ratio, int | float) or not ratio > 0:
         return
-    logger.info(
-        "a step from the trained start moves outputs %.1f times as far as one from zero: optim.learning_rate %g acts "
-        "like %.2g from zero",
-        *(ratio, rate, rate * ratio),
-    )
     if rate * ratio > HIGHEST_RATE:
         logger.warning(
             "optim.learning_rate %g acts from the trained start like %.2g from zero, and above %g runs collapsed "

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from qerl.base.own_function import ENVIRONMENTS
-from training.loss.advantages import deviation, informative_groups
-from training.loss.groups import GradedGroup, Group, Logged, Prompt, Sample, mean_of_known
+from training.loss.groups import (
+    GradedGroup,
+    Group,
+    Logged,
+    Prompt,
+    Sample,
+    deviation,
+    informative_groups,
+    mean_of_known,
+)
 from training.rewards.rewards import Reward, Rewards
 
 Extra = dict[str, Sequence[Any]]  # what a call of a reward gave to `log_extra`: column -> a value per completion

@@ -113,7 +113,8 @@ def _check_same(folder: Path, qat: QatConfig, run_dir: Path) -> None:
 
 def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Prompt]) -> None:
     quant = config.qat.quant_cfg
-    source = _source(start, config)
+    trust, packed = config.model.trust_remote_code, formats.get(quant.weights.format)
+    source = read_source(start.base, quant.ignore, trust, "qat.quant_cfg.ignore", packed)
     check_space(folder, source.output_bytes())
     logger.info("quantizing %s to %s", source.name, folder)
     static = quant.activations == "static"
@@ -138,11 +139,6 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _source(start: ModelRef, config: RunConfig) -> Source:
-    trust, quant = config.model.trust_remote_code, config.qat.quant_cfg
-    return read_source(start.base, quant.ignore, trust, "qat.quant_cfg.ignore", formats.get(quant.weights.format))
 
 
 def _as_masters(

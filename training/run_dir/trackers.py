@@ -1,7 +1,7 @@
 """Trackers: wandb, trackio and TensorBoard get the numbers of metrics.jsonl from transformers' callbacks, under train/.
 
 Ours are the folders, the id by which a resumed run continues at wandb, the resolved recipe without secrets, and samples
-of completions as tables of at most ROWS rows. The trainer's arguments name project and run (training/trl_config.py).
+of completions as tables of at most ROWS rows. The trainer's arguments name project and run (training/trainer.py).
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ PAIRS = [
     (["data.columns={problem: question}"], "data.columns.problem question: only our columns can be mapped (question,"),
     (["data.columns={problem: question}"], "; write data.columns: {question: problem}"),
     (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
-    (["sft={}", "data.grader=mine.py"], "data.grader mine.py with sft given: nothing is sampled that it could grade"),
+    (["sft={}", "data.grader=mine.py"], "data.grader mine.py with sft given: rows are given in their order, "),
     (["sft={}", "environment.name=calculator"], "write environment: null, or sft: null"),
     (["environment.name=http://me:secret@host/"], "environment.name http://host/: a name and password in it would be"),
     (["environment.name=http://host/?api_key=SECRETKEY12345"], "host/?api_key=...: a key in it would be logged"),

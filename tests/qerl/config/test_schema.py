@@ -74,8 +74,8 @@ TYPES = [
     ("  mismatch_gate: 0.003", "  mismatch_gate: 0", "loss.mismatch_gate: got 0, expected number > 0 or null"),
     ("  warmup_ratio: 0.1", "  warmup_ratio: 10", "optim.warmup_ratio: got 10, expected number >= 0 and < 1"),
     ("  num_stages: 10", "  num_stages: 1", "noise.num_stages: got 1, expected whole number >= 2; the default is 10"),
-    ("  steps: 100", "  steps: 1_000", "run.steps: got '1_000' (text), expected whole number >= 1; write 1000"),
-    ("  steps: 100", "  steps: 1e2", "run.steps: got 100.0, expected whole number >= 1; write 100"),
+    ("  steps: 100", "  steps: 1_000", "run.steps: got '1_000' (text), expected whole number >= 1"),
+    ("  steps: 100", "  steps: 1e2", "run.steps: got 100.0, expected whole number >= 1"),
 ]
 
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.small_run import small_config
-from training.loss.advantages import rewards_differ
+from training.loss.groups import rewards_differ
 from training.run import start
 from training.run_dir.log import read_metrics
 

@@ -73,7 +73,7 @@ def test_values_and_gradients_equal_the_dense_ones_in_float64(fresh_seed, beta, 
 @pytest.mark.parametrize("beta", BETAS)
 def test_values_and_gradients_equal_those_of_trl(fresh_seed, beta):
     given = problem(beta, temperature=0.8, bias=True)
-    hidden, taught, _, (student, teacher, _), _ = given
+    hidden, taught, _, (student, teacher, *_) = given
 
     def theirs(leaf, *_):
         heads = (student.weight, student.bias, taught, teacher.weight, teacher.bias)

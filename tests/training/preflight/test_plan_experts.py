@@ -183,13 +183,13 @@ def test_keys_of_experts_are_refused_for_a_dense_model(given):
     [
         (
             ("adapter.experts=per_expert", "adapter.targets=[q_proj]"),
-            "name none of the linears that experts",
+            "experts, which consist of gate_proj, up_proj, down_proj, get no adapter",
         ),
         (
             ("adapter.experts=none", "adapter.expert_rank=4"),
-            "expert_rank 4 with adapter.experts none: experts get no",
+            "expert_rank 4 with adapter.experts none: experts, which consist of",
         ),
-        (("adapter.expert_rank=4", "adapter.targets=[q_proj]"), "adapter.expert_rank 4 .*experts get no adapter"),
+        (("adapter.expert_rank=4", "adapter.targets=[q_proj]"), "adapter.expert_rank 4 .*get no adapter"),
     ],
 )
 def test_keys_that_contradict_one_another_are_refused(values, words):

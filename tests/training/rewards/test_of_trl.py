@@ -19,7 +19,7 @@ from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import grade_many
 from qerl.data.tasks import Example, get_task, with_grader
 from tests.helpers.small_run import small_config
-from training.loss.advantages import deviation, group_advantages, rewards_differ
+from training.loss.groups import deviation, group_advantages, rewards_differ
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.log import read_metrics
 

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from training.loss.advantages import informative_groups
-from training.loss.groups import GradedGroup, Group, Prompt, Sample
+from training.loss.groups import GradedGroup, Group, Prompt, Sample, informative_groups
 from training.rollout.dynamic_sampling import (
     MAX_EXTRA_ROLLOUTS,
     extra_order,

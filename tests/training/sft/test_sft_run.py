@@ -82,7 +82,7 @@ def stock(base, tensors, config, folder):
 
 
 def test_a_run_equals_that_of_trl(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.trl_config.EPSILON", 1e-4)
+    monkeypatch.setattr("training.trainer.EPSILON", 1e-4)
     base = write_base(tmp_path / "base", hidden=32, dtype=torch.float32)
     (base / "chat_template.jinja").write_text(GENERATION)
     settings = ("model.format=bf16", "sft.rows_per_step=8", "optim.learning_rate=1e-3")

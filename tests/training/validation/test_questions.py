@@ -168,7 +168,7 @@ def test_the_last_rows_of_a_single_file_are_held_out(nvfp4_base, tokenizer, tmp_
         (("validation.every=null",), "would be neither trained on nor validated; write validation.every"),
         (
             ("data.sources=[{name: a, source: a.jsonl}]", "data.source=null", "data.limit=null"),
-            "each of several sources has its own; write data.sources.0.held_out",
+            "each of several sources has its own; write data.held_out: 0",
         ),
     ],
 )
