@@ -37,8 +37,7 @@ ENTRY_POINTS = {
     "qerl/api/training.py": {"training", "eval", "quantize"},
 }
 
-# Folders that still have more than 15 modules, and how many they may have. Lower a number with its folder.
-MOST_MODULES = 15
+MOST_MODULES = 15  # of a folder
 
 
 def is_type_checking(node):

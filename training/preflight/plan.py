@@ -14,6 +14,7 @@ from qerl import formats
 from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
 from qerl.config.names import OF_EXPERTS, adapts_experts, expert_rank
+from qerl.config.section import Conflict, Conflicts, unread
 from qerl.data.rows import sources_of
 from qerl.model.costs import UNRECORDED
 from qerl.plan.engine_memory import (
@@ -413,65 +414,37 @@ def validation_sentences(config: RunConfig, made: Plan) -> list[str]:
 
 def check_experts(config: RunConfig, decoder: Decoder) -> None:
     """Raise ConfigError for keys that do not fit a model: of experts where it has none, or what experts cannot have."""
-    problem = _of_experts(config, decoder) if decoder.has_experts else _of_dense(config)
-    if problem is not None:
-        raise ConfigError(problem)
+    for problem in _of_experts(config, decoder) if decoder.has_experts else _of_dense(config):
+        raise ConfigError(str(problem))
 
 
-def _of_dense(config: RunConfig) -> str | None:
-    given = {
-        "adapter.experts": None if config.adapter.experts == "shared" else config.adapter.experts,
-        "adapter.expert_rank": config.adapter.expert_rank,
-        "rollout.router_replay": None if config.rollout.router_replay else "false",
-    }
-    key, value = next(((key, value) for key, value in given.items() if value is not None), (None, None))
-    if key is None:
-        return None
-    return f"{key} {value}: {config.model.base} has no experts: leave {key} out, or give a mixture of experts"
+def _of_dense(config: RunConfig) -> Conflicts:
+    keys = ("adapter.experts", "adapter.expert_rank", "rollout.router_replay")
+    return unread(config, {"model.base": config.model.base}, "it has no experts", *keys)
 
 
-def _of_experts(config: RunConfig, decoder: Decoder) -> str | None:
-    adapter = config.adapter
-    if config.qat is not None:
-        return (
-            f"qat: {config.model.base} is a mixture of experts, whose weights qerl does not train: leave the section "
-            "qat out, and an adapter is trained"
-        )
+def _of_experts(config: RunConfig, decoder: Decoder) -> Conflicts:
+    adapter, base = config.adapter, {"model.base": config.model.base}
+    why = "it is a mixture of experts, which qerl trains by an adapter and by products in 16 bits"
+    yield from unread(config, base, why, "qat", "train.fp8_recipe")
     if not formats.get(config.model.format).holds_experts:
-        return (
-            f"model.format {config.model.format}: {config.model.base} is a mixture of experts, which qerl has in "
-            f"{' and '.join(each.name for each in formats.all_formats() if each.holds_experts)}: write one of these"
-        )
-    if config.train.fp8_recipe is not None:
-        return (
-            f"train.fp8_recipe {config.train.fp8_recipe}: {config.model.base} is a mixture of experts, whose products "
-            "are computed in 16 bits: leave train.fp8_recipe out"
-        )
+        others = " or ".join(each.name for each in formats.all_formats() if each.holds_experts)
+        why = "it is a mixture of experts, which qerl has in other formats"
+        yield Conflict({"model.format": config.model.format, **base}, why, f"model.format: {others}")
     if config.rollout.router_replay and decoder.experts > UNRECORDED:
-        return (
-            f"rollout.router_replay: {config.model.base} has {decoder.experts} experts in a layer, and choices are "
-            f"recorded of up to {UNRECORDED}: write rollout.router_replay: false"
-        )
+        why = f"it has {decoder.experts} experts in a layer, and choices are recorded of up to {UNRECORDED}"
+        yield Conflict({"rollout.router_replay": True, **base}, why, "rollout.router_replay: false")
+    targets = {"adapter.targets": adapter.targets, **base}
     if len(decoder.sparse) == decoder.layers and all(name in OF_EXPERTS for name in adapter.targets):
-        return (
-            f"adapter.targets: {', '.join(adapter.targets)} names no linear of attention, and an adapter on experts "
-            "needs one beside it: add q_proj, k_proj, v_proj or o_proj"
-        )
+        why = "an adapter on experts needs one on attention beside it"
+        yield Conflict(targets, why, "q_proj, k_proj, v_proj or o_proj beside them")
     if not adapts_experts(adapter):
-        return None
-    named = [name for name in OF_EXPERTS if name in adapter.targets]
-    if len(named) < len(OF_EXPERTS):
-        return (
-            f"adapter.targets names {' and '.join(named)}, and the experts of {config.model.base} are adapted as a "
-            f"whole: name all of {', '.join(OF_EXPERTS)}, or none of them"
-        )
-    if adapter.dropout:
-        return (
-            f"adapter.dropout {adapter.dropout}: files of adapters on experts have none (PEFT's target_parameters): "
-            "write adapter.dropout: 0, or adapter.experts: none"
-        )
+        return
+    if not set(OF_EXPERTS) <= set(adapter.targets):
+        yield Conflict(targets, "experts are adapted as a whole", f"all of {', '.join(OF_EXPERTS)}, or none of them")
+    why = "files of adapters on experts have none (PEFT's target_parameters)"
+    yield from unread(config, base, why, "adapter.dropout", other="adapter.experts: none")
     most = min(decoder.width, decoder.hidden)
     if (rank := expert_rank(adapter)) > most:
         key = "adapter.rank" if adapter.expert_rank is None else "adapter.expert_rank"
-        return f"{key} {rank} is more than any expert of {config.model.base} can have: write {key}: {most} or less"
-    return None
+        yield Conflict({key: rank, **base}, "it is more than any expert can have", f"{key}: {most} or less")

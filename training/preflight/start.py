@@ -31,12 +31,11 @@ from qerl.checkpoint.base_start import (
 )
 from qerl.checkpoint.load import local_folder
 from qerl.config.names import OF_EXPERTS, PROJECTIONS, expert_rank
+from qerl.config.section import yaml_word
 from qerl.plan.trained import DEFAULT_START
 from training.preflight.advice import with_values
 
 if TYPE_CHECKING:
-    import torch
-
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import AdapterConfig, RunConfig
 
@@ -45,53 +44,34 @@ def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
     """Raise ConfigError if the adapter contradicts the recipe's `own`, CheckpointError if it has another base."""
     tensors, scaling = read_adapter(adapter)
     check_fit(adapter, tensors, base)
-    _check_places(adapter, tensors, own)
-    rank, scale = own.rank, own.alpha / own.rank
     factors = [name for name in tensors if name.endswith(A_SUFFIX) and not is_of_experts(name)]
-    ranks = {tensors[name].shape[0] for name in factors}
-    if ranks != {rank}:
-        found = " and ".join(map(str, sorted(ranks)))
-        raise ConfigError(
-            f"{adapter} has rank {found} and the recipe adapter.rank {rank}: write adapter.rank: {found} and "
-            f"adapter.alpha: {scaling * max(ranks, default=rank):g}"
-        )
-    if not math.isclose(scaling, scale):
-        raise ConfigError(
-            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {scale:g}: write "
-            f"adapter.alpha: {scaling * rank:g}"
-        )
+    ranks = sorted({tensors[name].shape[0] for name in factors})
+    kind, of_experts = describe(tensors)
+    leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in factors} | set(
+        OF_EXPERTS if of_experts else ()
+    )
+    wanted, norms = set(own.targets), any(map(is_block_norm, tensors))
+    if own.experts == "none" and leaves == wanted - set(OF_EXPERTS):
+        wanted = leaves
+    places = [name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS))
+    same_rank = ranks == [own.rank]
+    alike = same_rank and math.isclose(scaling, own.alpha / own.rank)
+    trained = {  # whether it is the recipe's, what it is, and what the recipe has
+        "targets": (leaves == wanted, tuple(places), own.targets),
+        "train_norms": (norms == own.train_norms, norms, own.train_norms),
+        "experts": (not of_experts or kind == own.experts, kind, own.experts),
+        "expert_rank": (not of_experts or of_experts == expert_rank(own), of_experts, expert_rank(own)),
+        "rank": (same_rank, " and ".join(map(str, ranks)), own.rank),
+        "alpha": (alike, f"{scaling * max(ranks, default=own.rank):g}", own.alpha),
+    }
+    _check_same(adapter, {key: (was, now) for key, (same, was, now) in trained.items() if not same})
 
 
-def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], own: AdapterConfig) -> None:
-    """Raise ConfigError unless the adapter changes the linears and norms that the recipe trains."""
-    factors = [name for name in tensors if name.endswith(A_SUFFIX) and not is_of_experts(name)]
-    leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in factors}
-    kind, rank = describe(tensors)
-    if rank:
-        leaves |= set(OF_EXPERTS)
-        _check_experts(adapter, kind, rank, own)
-    if leaves != set(own.targets) and not (own.experts == "none" and leaves == set(own.targets) - set(OF_EXPERTS)):
-        found = ", ".join([name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS)))
-        raise ConfigError(
-            f"{adapter} adapts {found} and the recipe's adapter.targets are {', '.join(own.targets)}: write "
-            f"adapter.targets: [{found}]"
-        )
-    if (norms := any(map(is_block_norm, tensors))) != own.train_norms:
-        has, other = ("", "false") if norms else ("no ", "true")
-        raise ConfigError(
-            f"{adapter} has {has}trained norms and the recipe adapter.train_norms: {other}: write "
-            f"adapter.train_norms: {str(norms).lower()}"
-        )
-
-
-def _check_experts(adapter: Path, kind: str, rank: int, own: AdapterConfig) -> None:
-    """Raise ConfigError unless the recipe has an adapter of this kind and rank on experts."""
-    for key, found, asked in (("experts", kind, own.experts), ("expert_rank", rank, expert_rank(own))):
-        if found != asked:
-            raise ConfigError(
-                f"{adapter} has an adapter on experts with {key} {found} and the recipe adapter.{key}: {asked}: write "
-                f"adapter.{key}: {found}"
-            )
+def _check_same(adapter: Path, differing: Mapping[str, tuple[object, object]]) -> None:
+    """Raise ConfigError for values of the section `adapter` that were others when the adapter was trained."""
+    was, now = (", ".join(f"adapter.{key}: {yaml_word(pair[i])}" for key, pair in differing.items()) for i in (0, 1))
+    if differing:
+        raise ConfigError(f"{adapter} was trained with {was}, and the recipe has {now}: write {was}")
 
 
 HIGHEST_RATE = 1e-3  # from zero, with Adam: one run of five collapsed, and at 2e-3 all (docs/lab/study.md)
@@ -142,15 +122,9 @@ def _of_adapter(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | Non
     trained, own = start_of_adapter(base.adapter), config.adapter
     kind = "none" if trained is None else trained.kind
     if own.start not in ("auto", kind):
-        raise ConfigError(
-            f"{base.adapter} was trained with adapter.start: {kind}, and the recipe has {own.start}: write "
-            f"adapter.start: {kind}, or leave it out"
-        )
+        _check_same(base.adapter, {"start": (kind, own.start)})
     if trained is not None and own.start_rank not in (None, trained.rank):
-        raise ConfigError(
-            f"{base.adapter} was trained with a start of rank {trained.rank}, and the recipe has adapter.start_rank "
-            f"{own.start_rank}: leave adapter.start_rank out"
-        )
+        _check_same(base.adapter, {"start_rank": (trained.rank, own.start_rank)})
     return kind, find_start(base.adapter, base.base)
 
 
