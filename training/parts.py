@@ -17,7 +17,7 @@ from training.rewards.grading import Grader
 from training.rollout.asking import Asking
 from training.rollout.carry_over import CarryOver
 from training.rollout.prompts import Curriculum, StepPrompts, step_prompts, weights_of
-from training.rollout.sampler import Sampler, SamplerOptions
+from training.rollout.sampler import Sampler
 from training.run_dir.inputs import inputs_of_run
 from training.run_dir.phase_times import PhaseTimes
 from training.sft_step import collect_rows, measure_rows, sft_loss, step_rows
@@ -62,7 +62,12 @@ class Given:
     def parts(self, config: RunConfig, opened: Loaded, shared: Mapping[str, Any]) -> TrainingParts:
         """The parts of the run over what is open."""
         check_reference(opened.policy, config.loss.kl_coef)
-        sampler = Sampler(opened.engine, opened.policy, sampler_options(config, self.environments))
+        rollout, run = config.rollout, config.run
+        sampling = SamplingParams(
+            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
+        )
+        asking = Asking(sampling, rollout.group_size, self.environments)
+        sampler = Sampler(opened.engine, opened.policy, asking, config.noise, run.steps, run.seed)
         if config.rollout.kv_cache_dtype == "fp8":
             prompts = [prompt.ids for prompt in self.prompts]
             sampler.calibration = KVCalibration(opened.policy.base_model, prompts, KV_REFRESH, self.parallel)
@@ -227,10 +232,3 @@ def make_parts(config: RunConfig, given: Given, opened: Loaded, log: RunLog) -> 
         "teacher": opened.teacher,
     }
     return given.parts(config, opened, shared)
-
-
-def sampler_options(config: RunConfig, environments: Environments | None = None) -> SamplerOptions:
-    """How the recipe samples."""
-    rollout, run = config.rollout, config.run
-    sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-    return SamplerOptions(Asking(sampling, rollout.group_size, environments), config.noise, run.steps, run.seed)

@@ -76,7 +76,7 @@ from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_sign
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
 from training.run_dir.verdict import best_of, ending
-from training.trainer import QerlTrainer, check_installed, trl_config
+from training.trainer import QerlTrainer, trl_config
 from training.validate import Validation
 from training.validation.questions import read_questions
 
@@ -88,7 +88,6 @@ if TYPE_CHECKING:
     from qerl.engine.interface import Engine
     from training.loss.groups import Prompt
     from training.policy.policy import Policy
-    from training.policy.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +113,7 @@ class Opened:
     given: Given
     inputs: Inputs
     args: GRPOConfig
-    engine: Engine | LoadedBase
-    policy: Policy
-    plan: MicroBatchPlan
-    teacher: Teacher | None
+    loaded: Loaded
 
     @property
     def start_step(self) -> int:
@@ -187,15 +183,13 @@ def _train(
     teacher = None if given.teacher is None else given.teacher.opened(config, device)
     plan = settled_plan(config, base, place, policy, engine)
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
-    return _carry_out(
-        Opened(config, base, place, checkpoint, found, given, inputs, args, engine, policy, plan, teacher)
-    )
+    loaded = Loaded(engine, policy, plan, teacher)
+    return _carry_out(Opened(config, base, place, checkpoint, found, given, inputs, args, loaded))
 
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
     on_card = uses_card(config)
-    check_installed(config)
     check_trackers(config.logging.report_to)
     check_activations(config, base)
     check_ranks(config, place.parallel.size)
@@ -331,7 +325,7 @@ def _carry_out(run: Opened) -> TrainResult:
         log.start_at(run.start_step)
         if parallel.first:
             settle_best(run_dir, best_of(log.validations, config.validation), config.kind.has_adapter)
-        parts = make_parts(config, given, Loaded(run.engine, run.policy, run.plan, run.teacher), log)
+        parts = make_parts(config, given, run.loaded, log)
         validation = Validation(parts, stop) if parts.validates else None
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)
@@ -340,7 +334,7 @@ def _carry_out(run: Opened) -> TrainResult:
         if not stop.abandoned:  # else the engine may be in the midst of a rollout, and there is no time
             warn_of_retries()
             parts.clear_noise()
-            run.engine.close()
+            run.loaded.engine.close()
         if given.environments is not None:
             given.environments.close()
         ended = validation is not None and validation.ended(steps)
@@ -403,7 +397,7 @@ def _open_run_dir(run: Opened) -> None:
     if not (run_dir / "run.json").exists():
         about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
         about |= {"inputs": dict(run.inputs), "on_adapter": base.adapter is not None}
-        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": asdict(run.plan)}
+        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": asdict(run.loaded.plan)}
         about |= {"kind": config.kind.model_dump(), "qat": qat_record(config.qat)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)

@@ -378,11 +378,6 @@ def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
     )
 
 
-def check_installed(config: RunConfig) -> None:
-    """Raise EngineError for an optimizer that this machine lacks."""
-    _optimizer_name(config.optim.name, torch.cuda.is_available())
-
-
 def _optimizer_name(name: str, on_gpu: bool) -> str:
     has_8bit = on_gpu and importlib.util.find_spec("bitsandbytes") is not None
     if name == "adamw_8bit" and not has_8bit:

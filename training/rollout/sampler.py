@@ -48,28 +48,20 @@ class Rollout:
     drawn_tokens: int | None = None  # if `groups` has others
 
 
-@dataclass(frozen=True)
-class SamplerOptions:
-    """How a run samples. `steps` counts the whole run, over which the noise falls."""
-
-    asking: Asking
-    noise: NoiseConfig
-    steps: int
-    seed: int
-
-
 class Sampler:
-    """Samples by its options."""
+    """Samples for a run."""
 
     calibration: KVCalibration | None = None  # of an engine whose keys and values have 8 bits
 
-    def __init__(self, engine: Engine, policy: Policy, options: SamplerOptions) -> None:
-        self._engine = engine
-        self._policy = policy
-        self._options = options
-        self._norms = block_norms(policy.base_model) if options.noise.enabled else {}
+    def __init__(
+        self, engine: Engine, policy: Policy, asking: Asking, noise: NoiseConfig, steps: int, seed: int
+    ) -> None:
+        """`steps` counts the whole run, over which the noise falls."""
+        self._engine, self._policy, self._asking, self._seed = engine, policy, asking, seed
+        self._noise_in_policy = noise.where == "both"
+        self._norms = block_norms(policy.base_model) if noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
-        self._noise = NoiseSchedule(options.noise, sizes, options.steps, options.seed)
+        self._noise = NoiseSchedule(noise, sizes, steps, seed)
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
     def sync(self, step: int) -> float:
@@ -90,8 +82,7 @@ class Sampler:
 
         `first` is the place of the first prompt in the whole rollout, of which other ranks sample the rest.
         """
-        asking = self._options.asking
-        groups, cost = self._drawn(step, attempt, lambda seed: asking.groups(self._engine, prompts, seed, first))
+        groups, cost = self._drawn(step, attempt, lambda seed: self._asking.groups(self._engine, prompts, seed, first))
         return Rollout(groups, **cost)
 
     def go_on(self, pool: Pool, step: int) -> Rollout:
@@ -106,7 +97,7 @@ class Sampler:
     @property
     def sampling(self) -> SamplingParams:
         """How completions are sampled."""
-        return self._options.asking.sampling
+        return self._asking.sampling
 
     def _drawn(self, step: int, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
         """What `draw(seed)` gives on the engine with the step's noise, and what it cost by the fields of Rollout."""
@@ -115,7 +106,7 @@ class Sampler:
         begin_phase()
         started = time.perf_counter()
         touched = self._set_noise(noise)
-        drawn = draw(derive_seed(self._options.seed, step, f"rollout/{attempt}" if attempt else "rollout"))
+        drawn = draw(derive_seed(self._seed, step, f"rollout/{attempt}" if attempt else "rollout"))
         seconds = time.perf_counter() - started
         self._after_rollout(noise)
         memory, ended = card_memory("memory/rollout_card_gib"), time.perf_counter()
@@ -159,7 +150,7 @@ class Sampler:
 
     def _after_rollout(self, noise: StepNoise) -> None:
         self.clear_noise()
-        if self._options.noise.where == "both" and noise.vectors is not None:
+        if self._noise_in_policy and noise.vectors is not None:
             self._set_policy_noise(noise.vectors)
 
 

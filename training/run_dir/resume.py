@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
     from qerl.checkpoint.resolve import ModelRef
-    from qerl.config.noise import NoiseConfig
     from qerl.config.schema import RunConfig
 
 LAST = "last"  # the value of `--resume` if none is given
@@ -314,7 +313,7 @@ def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     if changed:
         save_config(config, run_dir / "config.yaml")
-        _say_change(config, done, before)
+        logger.info("the run has %d steps instead of %d from here on", config.run.steps, before)
 
 
 def _changes(changes: list[dict], done: int, before: int, steps: int) -> list[dict]:
@@ -328,20 +327,6 @@ def _changes(changes: list[dict], done: int, before: int, steps: int) -> list[di
         return kept
     command = later[-1 if before != steps else -2]["command"]
     return [*kept, {"after": done, "was": later[0]["was"], "is": steps, "command": command}]
-
-
-def _say_change(config: RunConfig, done: int, before: int) -> None:
-    logger.info("the run has %d steps instead of %d from here on", config.run.steps, before)
-    if config.noise.enabled:
-        sigma, was = (_sigma(config.noise, done, steps) for steps in (config.run.steps, before))
-        if sigma != was:
-            logger.info("sigma of the next step: %.3g (as it was: %.3g)", sigma, was)
-
-
-def _sigma(noise: NoiseConfig, step: int, steps: int) -> float:
-    from training.rollout.noise import stage_of, stage_sigmas  # late, since it imports torch
-
-    return stage_sigmas(noise)[stage_of(step, steps, noise.num_stages)]
 
 
 def set_rates_(scheduler: LambdaLR) -> None:

@@ -95,7 +95,9 @@ def _asked(config: RunConfig) -> list[_Asked]:
     if found:
         return found
     only = Source("", 1.0, config.data.model_copy(update={"sources": ()}), config.rewards)
-    return [_Asked(only, _task(config), _source(config))]
+    this = config.validation  # a grader of the user's own is for the task that trains
+    task = task_of(config.data) if this.task in (None, config.data.task) else get_task(this.task)
+    return [_Asked(only, task, (this.source, this.split, None if this.source is None else config.data.columns))]
 
 
 def check_rows(config: RunConfig) -> None:
@@ -168,24 +170,12 @@ def _questions(
     return prompts, wanted
 
 
-def _task(config: RunConfig) -> Task:
-    """The task that grades. A grader of the user's own is for the task that trains."""
-    task = config.validation.task
-    return task_of(config.data) if task in (None, config.data.task) else get_task(task)
-
-
 def _with_grading(rewards: Sequence[RewardConfig], task: Task, examples: Sequence[Example]) -> list[RewardConfig]:
     """The rewards with the task's grading among them; without it if there are no answers."""
     listed = any(reward.name == GRADING for reward in rewards)
     if listed or (task.grader is None and not all(example.answer for example in examples)):
         return list(rewards)
     return [*rewards, RewardConfig(name=GRADING, weight=0.0)]
-
-
-def _source(config: RunConfig) -> tuple[str | None, str, dict[str, str] | None]:
-    """Source, split and columns, as `load_examples` takes them."""
-    this = config.validation
-    return this.source, this.split, None if this.source is None else config.data.columns
 
 
 def _named(read, source: Source):
