@@ -167,7 +167,7 @@ def qat(config: RunConfig) -> Conflicts:
         yield Conflict(
             {"model.format": own, "qat.quant_cfg.weights.format": quant.weights.format},
             "the engine would sample from other weights than those that are trained",
-            f"model.format: {quant.weights.format}, or {_other_quant(own)}",
+            f"model.format: {quant.weights.format}, or another qat.quant_cfg",
         )
     if quant.activations != "static":
         given, why = {"qat.quant_cfg.activations": quant.activations}, "only static scales are calibrated"
@@ -185,13 +185,6 @@ def qat(config: RunConfig) -> Conflicts:
         why = "what is trained is packed when a rollout begins, and a second update on it would not see the first"
         yield from unread(config, {"qat.mode": config.qat.mode}, why, "loss.num_iterations")
     yield from _adapter(config) if config.qat.mode == "adapter" else _whole_weights(config)
-
-
-def _other_quant(format: str) -> str:
-    """What to write beside model.format: the first preset of that format; without one, nothing in its place."""
-    usual = WeightQuantConfig.model_fields["format"].default
-    presets = (n for n, keys in PRESETS.items() if keys.get("weights", {}).get("format", usual) == format)
-    return f"qat.quant_cfg: {preset}" if (preset := next(presets, None)) else "leave it out"
 
 
 def _adapter(config: RunConfig) -> Conflicts:

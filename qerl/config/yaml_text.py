@@ -153,10 +153,6 @@ def _build_mapping(node: yaml.MappingNode, path: Path, lines: dict[Path, int]) -
 
 def _explain(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "cannot be read"
-    if "'\\t'" in problem:
-        return "a tab begins or separates a value here; write spaces"
-    if "mapping values are not allowed here" in problem:
-        return "a second colon in one value, or a wrong indent; quote text that holds ': ', or align the keys"
     if "expected a single document" in str(error):
         return "a second document begins here (---); write one document"
-    return f"not YAML: {problem}; check the indent, the colons and the quotes here"
+    return f"not YAML: {problem}; write spaces for tabs, align the keys, and quote text with colons or brackets"

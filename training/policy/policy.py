@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,56 +49,33 @@ if TYPE_CHECKING:
 DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}  # of masters, as safetensors names them
 
 
-class Policy(Protocol):
-    """See the module docstring."""
+class AdapterPolicy:
+    """A LoRA adapter, and perhaps norms, on a frozen base."""
 
-    model: nn.Module  # what the trainer is given: its parameters that require a gradient are trained
-    base_model: PreTrainedModel  # the transformers model in it, over the engine's weights
-    trained_bytes: float  # per trained parameter, what training needs beside it: gradient, optimizer state, copies
-    shards: Shards | None  # of several ranks that share the parameters out
+    trained_bytes = ADAPTER_WORK  # per trained parameter, beside it: gradient, optimizer state, copies
+    shards = None  # of several ranks that share the parameters out
+
+    def __init__(self, model: PeftModel) -> None:
+        self.model = model  # what the trainer is given: its parameters that require a gradient are trained
+        self.base_model: PreTrainedModel = model.get_base_model()  # over the engine's weights
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The trained parameters; of a policy that ranks share out, this rank's."""
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def replicas(self) -> Iterator[nn.Parameter]:
-        """Those that every rank has and updates by the same gradient."""
+    replicas = parameters  # those that every rank has and updates by the same gradient
 
     def update(self) -> Update:
         """What a sync sends: the parameters as they are now, not copied."""
+        return AdapterUpdate(adapter_tensors(self.model), adapter_scaling(self.model))
 
     def save(self, folder: Path) -> None:
         """Write the parameters into an existing folder."""
+        save_adapter(self.model, folder)
 
     def load(self, folder: Path) -> int:
         """Copy saved parameters into those in training; returns the number of tensors. Raises QerlError if they do not
         fit."""
-
-    def reference(self) -> AbstractContextManager[None] | None:
-        """Within it the model is the policy that the run began with; None if that was not kept."""
-
-
-class AdapterPolicy:
-    """A LoRA adapter, and perhaps norms, on a frozen base."""
-
-    trained_bytes = ADAPTER_WORK
-    shards = None
-
-    def __init__(self, model: PeftModel) -> None:
-        self.model = model
-        self.base_model: PreTrainedModel = model.get_base_model()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    replicas = parameters
-
-    def update(self) -> AdapterUpdate:
-        return AdapterUpdate(adapter_tensors(self.model), adapter_scaling(self.model))
-
-    def save(self, folder: Path) -> None:
-        save_adapter(self.model, folder)
-
-    def load(self, folder: Path) -> int:
         tensors, scaling = read_adapter(folder)
         count = load_tensors_(self.model, tensors)
         if not math.isclose(scaling, own := adapter_scaling(self.model)):
@@ -108,7 +85,8 @@ class AdapterPolicy:
             )
         return count
 
-    def reference(self) -> AbstractContextManager[None]:
+    def reference(self) -> AbstractContextManager[None] | None:
+        """Within it the model is the policy that the run began with; None if that was not kept."""
         return reference_adapter(self.model)
 
 
@@ -255,3 +233,6 @@ class PackedInPolicy(AdapterPolicy):
         pack_weights_(self._sums(tensors), base_linears(self.base_model))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a product may read its weight before the launch ahead of it has ended
+
+
+Policy = AdapterPolicy | WeightsPolicy

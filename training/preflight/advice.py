@@ -55,7 +55,7 @@ def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts:
         )
     if prompts:
         return Likely(Lengths(mean(prompts), new), f"as its {len(prompts)} prompts have")
-    texts = _first_prompts(config)
+    texts = [_first_of(source.data) for source in sources_of(config.data)]
     if all(texts):
         weights = [source.weight for source in sources_of(config.data)]
         lengths = [mean(map(len, own)) for own in texts]
@@ -101,12 +101,8 @@ def in_words(seconds: float) -> str:
     return f"{hours:.1f} hours" if hours < 48 else f"{hours:.0f} hours ({hours / 24:.1f} days)"
 
 
-def _first_prompts(config: RunConfig) -> list[list[str]]:
-    """The text of each source's first prompts; none of rows that cannot be read, or not without network."""
-    return [_first_of(source.data) for source in sources_of(config.data)]
-
-
 def _first_of(data: DataConfig) -> list[str]:
+    """The text of the first prompts; none of rows that cannot be read, or not without network."""
     from qerl.data.tasks import build_messages, get_task
 
     task = get_task(data.task)
@@ -284,11 +280,8 @@ def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:
 
 
 def _options(values: dict[str, object]) -> str:
-    return " ".join(f"--set {_shown(key, value)}" for key, value in values.items())
-
-
-def _shown(key: str, value: object) -> str:
-    return f'"{key}={value}"' if isinstance(value, list) else f"{key}={'null' if value is None else value}"
+    set_to = {key: f"{key}={'null' if value is None else value}" for key, value in values.items()}
+    return " ".join(f'--set "{text}"' if "[" in text else f"--set {text}" for text in set_to.values())
 
 
 def check_ranks(config: RunConfig, size: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from tempfile import mkdtemp
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 ROWS = 5
 LEARNED = ">>>", "<<<"  # around what is learned of a row
-PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 ShowPlan = Callable[["RunConfig", str, "Console", Likely], bool]  # prints a plan and says whether the run would fit
 
 
@@ -55,25 +55,24 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
         return _dry_run_of_rows(config, base, console, show_plan)
     tokenizer, prompts, environments = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
-    console.print(
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(
         f"data: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
         f"{lengths[len(lengths) // 2]}; a run of {config.run.steps} steps samples "
-        f"{config.run.steps * config.rollout.prompts_per_step}",
-        highlight=False,
-        soft_wrap=True,
+        f"{config.run.steps * config.rollout.prompts_per_step}"
     )
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
     try:
         rewards = rewards_of_run(config, prompts, written, environments.columns if environments else ())
         if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written, environments):
-            console.print(_validation_text(config, questions), highlight=False, soft_wrap=True)
+            say(_validation_text(config, questions))
         for index, source in enumerate(sources_of(config.data, config.rewards)):
             own = [prompt for prompt in prompts if prompt.source == index]
             if source.name:
-                console.print(_source_text(config, index, own), highlight=False, soft_wrap=True)
+                say(_source_text(config, index, own))
             functions = [rewards.functions[i] for i in rewards.of_source(index)]
             console.print(reward_table(task_of(source.data), own, functions, environments))
-        console.print(_first_text(tokenizer, prompts[0], environments), **PLAIN)
+        say(_first_text(tokenizer, prompts[0], environments))
     finally:
         if environments:
             environments.close()

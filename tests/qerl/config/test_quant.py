@@ -48,10 +48,10 @@ def test_the_model_s_format_is_that_of_what_is_packed(tmp_path):
     file = tmp_path / "fp8.yaml"
     file.write_text("weights: {format: fp8_block}\n")
     assert load_recipe("qat_tiny", [f"qat.quant_cfg={file}"]).model.format == "fp8_block"
-    for format, other in (("nvfp4", "qat.quant_cfg: nvfp4_w4a16"), ("bf16", "leave it out")):
-        with pytest.raises(ConfigError, match=f"write model.format: fp8_block, or {other}$"):
+    for format in ("nvfp4", "bf16"):
+        with pytest.raises(ConfigError, match=r"write model.format: fp8_block, or another qat\.quant_cfg$"):
             load_recipe("qat_tiny", ["qat.quant_cfg=fp8_block", f"model.format={format}"])
-    with pytest.raises(ConfigError, match=r"write model\.format: nvfp4, or qat\.quant_cfg: fp8_block$"):
+    with pytest.raises(ConfigError, match=r"write model\.format: nvfp4, or another qat\.quant_cfg$"):
         load_recipe("tiny_fp8", ["qat.mode=weights"])
 
 

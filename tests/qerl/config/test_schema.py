@@ -26,8 +26,8 @@ KEYS = [
     ("  seed: 0", "  micro_batch: 8", "run.micro_batch: unknown key; did you mean run.micro_batch_tokens?"),
     ("  seed: 0", "  steps: 7", "run.steps stands twice (first in line 49); keep one of the two"),
     ("  seed: 0", "  7: 0", "'7' stands where a key belongs; write a key as text"),
-    ("  seed: 0", "\tseed: 0", "a tab begins or separates a value here; write spaces"),
-    ("  seed: 0", "  seed: 0: 1", "a second colon in one value"),
+    ("  seed: 0", "\tseed: 0", "write spaces for tabs, align the keys"),
+    ("  seed: 0", "  seed: 0: 1", "and quote text with colons or brackets"),
     ("  seed: 0", "  seed: &zero 0", "an anchor or alias"),
     ("  seed: 0", "  seed: !!python/name:os.system x", "the tag"),
 ]

@@ -98,7 +98,7 @@ def test_lines_count_from_one_and_reach_list_items():
         ("a: !!int x", 1, "'x' is not a int"),
         ("a: [1, 2", 1, "not YAML"),
         ("a: 'open", 1, "not YAML"),
-        ("a: b: c", 1, "a second colon"),
+        ("a: b: c", 1, "align the keys, and quote text with colons"),
         ("a: 1\nb: \x07", 2, "the character U+0007 cannot stand in YAML"),
         ("a: @b", 1, "not YAML"),
         ("[" * 5000, 1, "nested too deeply"),
