@@ -50,7 +50,7 @@ def _hidden(value: Any, name: str = "") -> Any:
 
 
 def rewards(config: RunConfig) -> Conflicts:
-    """Some reward has a weight, none is listed twice, and the soft punishment leaves room to answer."""
+    """Some reward has a weight, and none is listed twice."""
     yield from check_rewards(config, "rewards", config.rewards)
 
 
@@ -58,8 +58,7 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
     """The same for the rewards that stand under `key`."""
     for i, reward in enumerate(listed):
         own = f"{key}.{i}.name"
-        if reward.name != "code":  # find_reward says why there is none
-            yield from check_name(own, "reward", reward.name, REWARD_NAMES, OWN)
+        yield from check_name(own, "reward", reward.name, REWARD_NAMES, OWN)
         if any(reward.name == earlier.name for earlier in listed[:i]):
             yield Conflict({own: reward.name}, "this reward stands twice", "it once, with the weights added")
     if listed and config.distill is None and all(reward.weight == 0 for reward in listed):
@@ -71,18 +70,10 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
 
 
 def _limits(config: RunConfig, own: str, reward: RewardConfig) -> Conflicts:
-    """Only what the user wrote has a time limit here, and the soft punishment leaves room to answer."""
+    """Only what the user wrote has a time limit here."""
     graded = reward.name in GRADED and (config.data.grader or any(each.grader for each in config.data.sources))
     if reward.timeout_s is not None and not graded and (is_url(reward.name) or reward.name in REWARD_NAMES):
         asks = is_url(reward.name) or reward.name == "judge"
         why = "a server has its limit among its args" if asks else "it ends by itself"
         write = f"{own}.args.timeout_s" if asks else "it for your own functions only"
         yield Conflict({f"{own}.timeout_s": reward.timeout_s, f"{own}.name": reward.name}, why, write)
-    longest, cache = config.rollout.max_new_tokens, reward.args.get("cache")
-    own_limit = reward.args.get("max_length") is not None  # the reward itself refuses a cache above that
-    if reward.name == "soft_overlong" and not own_limit and isinstance(cache, int) and cache >= longest:
-        yield Conflict(
-            {f"{own}.args.cache": cache, "rollout.max_new_tokens": longest},
-            "the punishment would begin before the first token",
-            f"a cache below {longest}, such as {longest // 4}",
-        )

@@ -68,7 +68,8 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
     step_tokens = max(1, int(loss_mask.sum()))
     completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
     with_gradient = completion_tokens * (batch.advantages_B != 0) if advantage_only else completion_tokens
-    groups = _row_groups(batch, with_gradient, budget, ranks)
+    lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, with_gradient.tolist())  # of 0: left out
+    groups = split_by_tokens(lengths, budget, ranks)
     if not (trains := bool(groups)):
         first = completion_tokens.nonzero()[:1].flatten().tolist()
         groups = [first] if first else []
@@ -81,12 +82,6 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
         packed = ids[index], mask[index], loss_mask[index]
         micro_batches.append(MicroBatch(batch.rows(index), tokens, loss_share, token_share, *packed, trains))
     return micro_batches
-
-
-def _row_groups(batch: Batch, completion_tokens: torch.Tensor, budget: int, ranks: int) -> list[list[int]]:
-    """The rows of each micro-batch; those with 0 completion tokens are left out."""
-    lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, completion_tokens.tolist())
-    return split_by_tokens(lengths, budget, ranks)
 
 
 def _loss_share(loss_type: str, row_share: float, token_share: float) -> float:

@@ -102,7 +102,8 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
     own, theirs = student.get_vocab(), teacher.get_vocab()
     differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
     if differing:
-        shown = ", ".join(f"{token!r}: {_number(own, token)} and {_number(theirs, token)}" for token in differing[:2])
+        numbers = ((token, own.get(token, "none"), theirs.get(token, "none")) for token in differing[:2])
+        shown = ", ".join(f"{token!r}: {mine} and {other}" for token, mine, other in numbers)
         raise ConfigError(
             f"distill.teacher {name} has another tokenizer than the student: {len(differing)} tokens have another "
             f"number ({shown}): take a teacher with the student's tokenizer, mostly one of the same family"
@@ -117,7 +118,3 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
         logger.warning(
             "%s has another chat template than the student; it reads prompts that are written by the student's", name
         )
-
-
-def _number(vocabulary: dict[str, int], token: str) -> str:
-    return str(vocabulary[token]) if token in vocabulary else "none"

@@ -110,16 +110,9 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     cache_tokens = int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype))
     if chosen := cache_tokens * _chosen_bytes(config, sizes):
         common[CHOSEN] = chosen
-    footprint = _footprint(config, sizes, card.ranks)
-    micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
+    micro_batches, training = _trained(config, sizes, card.ranks, limit, common, problems)
     lengths = full_lengths(config)
-    tokens = largest_rows(config, micro_batches, lengths)[1]
-    least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
-    needed = micro_batches.needed(tokens) if micro_batches else least
-    memory = {
-        "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
-        "training": {**common, **_training(config, sizes, card.ranks, needed)},
-    }
+    memory = {"rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK}, "training": training}
     if calibrates(config.qat):
         memory = {CALIBRATING: calibration_memory(config.qat, config.data.max_prompt_tokens, sizes), **memory}
         problems += _calibration_problems(memory[CALIBRATING], limit)
@@ -152,14 +145,28 @@ def _plan_of_rows(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     weights, problems = int(sizes.weights_bytes(config.model.format)), []
     limit, _ = budget_bytes(int(card.memory_gib * GIB), None, config.memory.cap_gib, 0)
     common = {"weights": weights, **_trainer(config, sizes, card.ranks), "context": CONTEXT, "kernels": KERNELS}
-    longest, footprint = config.longest_row, _footprint(config, sizes, card.ranks)
-    micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
-    tokens = longest if micro_batches is None else max(longest, micro_batches.micro_batch_tokens)
+    micro_batches, training = _trained(config, sizes, card.ranks, limit, common, problems)
+    seconds, longest = step_seconds(config, sizes, card, micro_batches, full_lengths(config)), config.longest_row
+    return Plan(card, sizes, limit, {"training": training}, seconds, micro_batches, 0, 0, longest, tuple(problems))
+
+
+def _trained(
+    config: RunConfig,
+    sizes: ModelSizes,
+    ranks: int,
+    limit: int,
+    common: dict[str, float],
+    problems: list[Problem],
+) -> tuple[MicroBatchPlan | None, dict[str, float]]:
+    """The micro-batches beside what is always there, and what training takes then."""
+    footprint = _footprint(config, sizes, ranks)
+    made = _micro_batches(config, footprint, limit, sum(common.values()), problems)
+    if config.kind.samples:
+        tokens = largest_rows(config, made, full_lengths(config))[1]
+    else:
+        tokens = max(config.longest_row, made.micro_batch_tokens if made else 0)
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
-    needed = micro_batches.needed(tokens) if micro_batches else least
-    memory = {"training": {**common, **_training(config, sizes, card.ranks, needed)}}
-    seconds = step_seconds(config, sizes, card, micro_batches, full_lengths(config))
-    return Plan(card, sizes, limit, memory, seconds, micro_batches, 0, 0, longest, tuple(problems))
+    return made, {**common, **_training(config, sizes, ranks, made.needed(tokens) if made else least)}
 
 
 def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:

@@ -163,14 +163,6 @@ def length(
     return rewards
 
 
-def code(**_: Any) -> list[float]:
-    """Always raises ConfigError: running what a model wrote needs a sandbox, which qerl does not bring."""
-    raise ConfigError(
-        "there is no reward for code: running what a model wrote needs a sandbox, which qerl does not bring; write a "
-        "function that calls yours, and name it as path/to/file.py:function"
-    )
-
-
 Reward = Callable[..., Sequence[float]]
 LogMetric = Callable[[str, float], None]
 LogExtra = Callable[[str, Sequence[Any]], None]
@@ -492,15 +484,11 @@ def find_reward(name: str, timeout_s: float | None = None) -> Reward:
     """The reward that a name, URL, `file.py:function`, `package.module:function` or `package.module.function` means."""
     if name in REWARDS:
         return REWARDS[name]
-    if name == "code":
-        return code()
     if is_url(name):
         return RewardServer(name)
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
+        raise ConfigError(f"there is no reward {name!r}: write one of {', '.join(REWARDS)}, or {OWN}")
     if place == PYTHON:
         return given_function("reward", attribute)
     others = f"one of {', '.join(REWARDS)}"

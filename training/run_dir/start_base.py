@@ -35,8 +35,6 @@ from qerl.plan.trained import masters_dtype
 from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.quant import CalibrationConfig, QatConfig
@@ -127,7 +125,14 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         with TensorReader(source.tensors) as read:
             shares = source.format.shared_tensor is not None
             scale_of = power_of_two_scale_of(headroom_bits=HEADROOM_BITS) if shares else None
-            wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
+            masters, dtype = (
+                {f"{module}.weight" for module in source.quantized},
+                getattr(torch, masters_dtype(config.qat)),
+            )
+
+            def wide(name: str) -> torch.Tensor:
+                return read(name).to(dtype) if name in masters else read(name)
+
             write_weights(partial, with_input_scales(packed_groups(source, wide, device, scale_of), inputs))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
         entry = source.format.quantization_config(source.unquantized(), quant.activations)
@@ -139,10 +144,3 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _as_masters(
-    source: Source, read: Callable[[str], torch.Tensor], dtype: torch.dtype
-) -> Callable[[str], torch.Tensor]:
-    packed = {f"{module}.weight" for module in source.quantized}
-    return lambda name: read(name).to(dtype) if name in packed else read(name)

@@ -182,7 +182,7 @@ class Marker:
         A tokenizer joins a space at the end of a prompt to the answer's first word. The model is asked with the prompt
         alone, so that it never sees that token: the text is then cut there, and its parts are encoded apart.
         """
-        ids, places = self._encode(text)
+        ids, places = encode_with_places(self._tokenizer, text)
         cuts = sorted(
             {at for span in spans for at in span if 0 < at < len(text) and self._joined(text, at, ids, places)}
         )
@@ -190,7 +190,7 @@ class Marker:
             return ids, places
         parts_ids, parts_places = [], []
         for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            part, found = self._encode(text[first:last])
+            part, found = encode_with_places(self._tokenizer, text[first:last])
             parts_ids += part
             parts_places += [(first + start, first + end) for start, end in found]
         if self._tokenizer.decode(parts_ids) != self._tokenizer.decode(ids):
@@ -200,9 +200,6 @@ class Marker:
             )
         return parts_ids, parts_places
 
-    def _encode(self, text: str) -> tuple[list[int], list[Span]]:
-        return encode_with_places(self._tokenizer, text)
-
     def _joined(self, text: str, at: int, ids: Sequence[int], places: Sequence[Span]) -> bool:
         """Whether a token lies across a place of the text. Some tokenizers leave white space out of a token's place."""
         if any(first < at < last for first, last in places):
@@ -210,7 +207,7 @@ class Marker:
         before, after = text[at - 1], text[at]
         if not before.isspace() or (before == "\n" and not after.isspace()):
             return False
-        alone = self._encode(text[:at])[0]
+        alone = encode_with_places(self._tokenizer, text[:at])[0]
         return list(ids[: len(alone)]) != alone
 
     def _closing(self, ids: Sequence[int], inside: Sequence[int]) -> int:

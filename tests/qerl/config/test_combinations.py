@@ -16,12 +16,6 @@ COMBINATIONS = [
     ("  prompt_template: default", "  prompt_template: 'Solve.'", "it has no {question}, so no prompt would hold"),
     ("  - name: soft_overlong", "  - name: accuracy", "rewards.1.name accuracy: this reward stands twice"),
     (
-        "    args: {cache: 256}",
-        "    args: {cache: 1024}",
-        "rewards.1.args.cache 1024 with rollout.max_new_tokens 1024: the punishment would begin before the first "
-        "token; write a cache below 1024, such as 256",
-    ),
-    (
         "  clip_high: 0.28",
         "  clip_high: 0.1",
         "loss.clip_high 0.1 with loss.clip_low 0.2: the upper bound is the tighter one",

@@ -211,8 +211,8 @@ def test_functions_are_found_by_dotted_paths(name, tmp_path):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"name": "acuracy"}, "no reward 'acuracy'; did you mean 'accuracy'"),
-        ({"name": "code"}, "sandbox"),
+        ({"name": "acuracy"}, "no reward 'acuracy': write one of accuracy"),
+        ({"name": "code"}, "there is no reward 'code': write one of accuracy"),
         ({"name": "no_such.module:f"}, "module 'no_such.module' cannot be imported"),
         ({"name": "training.rewards.rewards:nothing"}, "has no function 'nothing'"),
         ({"name": "no/such/file.py:f"}, "does not exist here"),
