@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.config.data import columns_of, known_task, sources, template_of
+from qerl.config.data import columns_of, known_task, rewards, sources, template_of
 from qerl.config.environment import environment
 from qerl.config.names import MIN_TEMPERATURE, OF_EXPERTS, adapts_experts
 from qerl.config.noise import noise
 from qerl.config.objectives import distill, sft, without_sft
 from qerl.config.quant import qat
-from qerl.config.rewards import rewards
 from qerl.config.section import Conflict, Conflicts, unread
 from qerl.config.train import train
 from qerl.config.validation import validation

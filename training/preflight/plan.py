@@ -14,7 +14,6 @@ from qerl import formats
 from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
 from qerl.config.names import OF_EXPERTS, adapts_experts, expert_rank
-from qerl.config.section import Conflict, Conflicts, unread
 from qerl.data.rows import sources_of
 from qerl.model.costs import UNRECORDED
 from qerl.plan.engine_memory import (
@@ -41,6 +40,7 @@ from training.preflight.seconds import TRAIN_RATE, decode_seconds, full_lengths,
 if TYPE_CHECKING:
     from qerl.checkpoint.experts import Decoder
     from qerl.config.schema import RunConfig
+    from qerl.config.section import Conflicts
 
 
 GRADIENTS, DECODED = "gradients", "decoded experts"
@@ -426,11 +426,15 @@ def check_experts(config: RunConfig, decoder: Decoder) -> None:
 
 
 def _of_dense(config: RunConfig) -> Conflicts:
+    from qerl.config.section import unread  # it loads pydantic
+
     keys = ("adapter.experts", "adapter.expert_rank", "rollout.router_replay")
     return unread(config, {"model.base": config.model.base}, "it has no experts", *keys)
 
 
 def _of_experts(config: RunConfig, decoder: Decoder) -> Conflicts:
+    from qerl.config.section import Conflict, unread
+
     adapter, base = config.adapter, {"model.base": config.model.base}
     why = "it is a mixture of experts, which qerl trains by an adapter and by products in 16 bits"
     yield from unread(config, base, why, "qat", "train.fp8_recipe")

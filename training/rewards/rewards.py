@@ -42,7 +42,7 @@ from qerl.base.own_function import (
     own_function,
 )
 from qerl.base.program import PYTHON, GivenFunction, given_function
-from qerl.config.rewards import GRADED, OWN, is_url
+from qerl.config.data import GRADED, OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader, grade_many
 from qerl.data.rows import sources_of

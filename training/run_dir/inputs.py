@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.base.program import GivenFunction
+from qerl.config.data import is_url
 from qerl.config.keys import drop_removed_
-from qerl.config.rewards import is_url
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of

@@ -20,7 +20,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
-from qerl.config.rewards import without_secrets
+from qerl.config.data import without_secrets
 from training.run_dir.folder import IDS
 
 if TYPE_CHECKING:

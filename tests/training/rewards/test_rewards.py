@@ -7,7 +7,7 @@ import time
 import pytest
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.config.rewards import REWARD_NAMES
+from qerl.config.data import REWARD_NAMES
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, grade
 from qerl.report.metrics import is_own

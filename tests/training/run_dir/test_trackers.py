@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 import training.run
 from qerl.base.errors import ConfigError
+from qerl.config.data import without_secrets
 from qerl.config.recipe import load_recipe
-from qerl.config.rewards import without_secrets
 from tests.helpers.small_run import small_config
 from training.preflight.checks import check_config
 from training.run import resume, start
