@@ -65,13 +65,6 @@ def sft(config: RunConfig) -> Conflicts:
     """Nothing is sampled, so that nothing that is about samples can be asked for."""
     if config.sft is None:
         return
-    rows, limit = config.sft.rows_per_step, config.data.limit
-    if limit is not None and limit < rows:
-        yield Conflict(
-            {"data.limit": limit, "sft.rows_per_step": rows},
-            "there are fewer rows than a step takes",
-            f"data.limit: {rows} or more, or a smaller sft.rows_per_step",
-        )
     given = {"sft": "given"}
     why = "rows are given in their order, from one source, and nothing is sampled"
     keys = ("distill", "environment", "data.grader", "data.sources", "data.curriculum")
@@ -80,16 +73,6 @@ def sft(config: RunConfig) -> Conflicts:
     yield from unread(config, given, why, "loss.kl_coef", "loss.entropy_coef", "loss.num_iterations")
     if config.validation.metric != METRIC:
         yield from unread(config, given, f"validations of such a run measure the {METRIC}", "validation.metric")
-
-
-def without_sft(config: RunConfig) -> Conflicts:
-    """The loss of held-out rows is measured only where given rows are learned."""
-    if config.sft is None and config.validation.metric == METRIC:
-        yield Conflict(
-            {"validation.metric": METRIC, "sft": None},
-            "validations measure what the model writes",
-            "validation.metric: accuracy",
-        )
 
 
 class DistillConfig(Section):

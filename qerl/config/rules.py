@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.config.data import columns_of, known_task, rewards, sources, template_of
 from qerl.config.environment import environment
-from qerl.config.names import MIN_TEMPERATURE, OF_EXPERTS, adapts_experts
+from qerl.config.names import OF_EXPERTS, adapts_experts
 from qerl.config.noise import noise
-from qerl.config.objectives import distill, sft, without_sft
+from qerl.config.objectives import distill, sft
 from qerl.config.quant import qat
 from qerl.config.section import Conflict, Conflicts, unread
 from qerl.config.train import train
@@ -51,14 +51,13 @@ UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # they ignore `delta`
 
 
 def batch(config: RunConfig) -> Conflicts:
-    """The prompts of a step are different rows."""
-    prompts = config.rollout.prompts_per_step
-    if config.sft is None and config.data.limit is not None and config.data.limit < prompts:
-        yield Conflict(
-            {"data.limit": config.data.limit, "rollout.prompts_per_step": prompts},
-            "there are fewer rows than prompts in a step",
-            f"data.limit: {prompts} or more, or a smaller rollout.prompts_per_step",
-        )
+    """The prompts, or the rows, of a step are different rows."""
+    key, rows = "rollout.prompts_per_step", config.rollout.prompts_per_step
+    if config.sft is not None:
+        key, rows = "sft.rows_per_step", config.sft.rows_per_step
+    if (limit := config.data.limit) is not None and limit < rows:
+        why = "there are fewer rows than a step takes"
+        yield Conflict({"data.limit": limit, key: rows}, why, f"data.limit: {rows} or more, or a smaller {key}")
 
 
 def task(config: RunConfig) -> Conflicts:
@@ -189,17 +188,12 @@ def correction(config: RunConfig) -> Conflicts:
             "completions of the noisy policy would be taken for the clean one's",
             "loss.correction.mode: token_truncate, or noise.where: both",
         )
-    if this.floor is not None and this.floor >= this.cap:
+    if this.floor == this.cap:
         yield Conflict(
             {"loss.correction.floor": this.floor, "loss.correction.cap": this.cap},
             "no ratio lies between them",
-            f"a floor below {this.cap:g}, or null",
+            "a smaller floor, or null",
         )
-    agree = "a ratio of 1, where sampler and trainer agree, would be outside"
-    if this.cap < 1:
-        yield Conflict({"loss.correction.cap": this.cap}, agree, "loss.correction.cap: 1 or more")
-    if this.floor is not None and this.floor > 1:
-        yield Conflict({"loss.correction.floor": this.floor}, agree, "loss.correction.floor: 1 or less, or null")
     if config.loss.type == "vespo" and this.mode.startswith("sequence"):
         yield Conflict(
             {"loss.correction.mode": this.mode, "loss.type": "vespo"},
@@ -217,26 +211,17 @@ def sampling_filters(config: RunConfig) -> Conflicts:
     yield from unread(config, {"loss.mismatch_gate": gate}, why, *keys, other="loss.mismatch_gate: null")
 
 
-def temperature(config: RunConfig) -> Conflicts:
-    """The engine samples at the temperature that the trainer assumes."""
-    value = config.rollout.temperature
-    if value < MIN_TEMPERATURE:
-        yield Conflict(
-            {"rollout.temperature": value},
-            f"vllm samples at {MIN_TEMPERATURE} instead, and the trainer's logprobs would be of another policy",
-            f"rollout.temperature: {MIN_TEMPERATURE} or more",
-        )
-
-
 def checkpoints(config: RunConfig) -> Conflicts:
     """No checkpoint falls between two updates on one rollout: it could not be resumed to the same numbers."""
-    every, updates = config.run.save_every, config.loss.num_iterations
-    if every % updates:
-        yield Conflict(
-            {"loss.num_iterations": updates, "run.save_every": every},
-            "a checkpoint would fall between two updates on one rollout, and could not be resumed to the same numbers",
-            f"run.save_every: {(every // updates + 1) * updates}",
-        )
+    updates = config.loss.num_iterations
+    for key, every in {"run.save_every": config.run.save_every, "validation.every": config.validation.every}.items():
+        if every is not None and every % updates:
+            yield Conflict(
+                {"loss.num_iterations": updates, key: every},
+                "a checkpoint would fall between two updates on one rollout, and could not be resumed to the same "
+                "numbers",
+                f"{key}: {(every // updates + 1) * updates}",
+            )
 
 
 RULES = (
@@ -252,18 +237,16 @@ RULES = (
     train,
     distill,
     sft,
-    without_sft,
     experts,
     loss,
     correction,
     sampling_filters,
-    temperature,
     noise,
     checkpoints,
     environment,
     validation,
 )
-OF_SAMPLING = (carry_over, rewards, engine, correction, sampling_filters, temperature, noise)
+OF_SAMPLING = (carry_over, rewards, engine, correction, sampling_filters, noise)
 
 
 def rules_of(config: RunConfig) -> list[Callable[[RunConfig], Conflicts]]:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from qerl import formats
 from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.environment import EnvironmentConfig
-from qerl.config.names import ENGINES, KERNELS, KV_CACHE_DTYPES, PROJECTIONS
+from qerl.config.names import ENGINES, KERNELS, KV_CACHE_DTYPES, MIN_TEMPERATURE, PROJECTIONS
 from qerl.config.noise import NoiseConfig
 from qerl.config.objectives import DistillConfig, RunKind, SftConfig
 from qerl.config.quant import QatConfig, with_its_format
@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     prompts_per_step: int = Field(16, ge=1, description="prompts in a step")
     group_size: int = Field(8, ge=2, description="completions of one prompt, compared with one another")
     max_new_tokens: int = Field(4096, ge=1, description="a completion is truncated here")
-    temperature: float = Field(1.0, gt=0, description="divides the logits")
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="divides the logits; vllm samples at no less")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this mass; 1: off")
     top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: off")
     min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens under this share of the likeliest; 0: off")
@@ -115,8 +115,8 @@ class CorrectionConfig(Section):
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off"] = Field(
         "token_truncate", description="ratio a token or a sequence; beyond cap or floor it is truncated or masked"
     )
-    cap: float = Field(2.0, gt=0, description="largest ratio exp(old_logprobs - sampling_logprobs)")
-    floor: float | None = Field(None, gt=0, description="smallest ratio; null: none")
+    cap: float = Field(2.0, ge=1, description="largest ratio exp(old_logprobs - sampling_logprobs)")
+    floor: float | None = Field(None, gt=0, le=1, description="smallest ratio; null: none")
 
 
 class LossConfig(Section):

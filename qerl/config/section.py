@@ -77,7 +77,7 @@ def unread(config: Section, because: dict[str, object], why: str, *keys: str, ot
 
 def unknown(key: str, kind: str, name: str, known: Collection[str], own: str = "") -> Conflict:
     """There is no `kind` of this name: the nearest one, all that are `known`, and how one's `own` is written."""
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     nearest = f"{key}: {near[0]}, or " if near else ""
     other = f", or {own}" if own else ""
     return Conflict({key: name}, f"there is no such {kind}", f"{nearest}one of {', '.join(known)}{other}")

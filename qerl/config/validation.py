@@ -60,13 +60,6 @@ def validation(config: RunConfig) -> Conflicts:
         yield from known_task("validation.task", this.task)
     yield from _sampling(config)
     yield from _verdict(config)
-    updates = config.loss.num_iterations
-    if this.every % updates:
-        yield Conflict(
-            {"loss.num_iterations": updates, "validation.every": this.every},
-            "a validated step has to be one that can be saved, which it cannot between two updates on one rollout",
-            f"validation.every: {(this.every // updates + 1) * updates}",
-        )
 
 
 def _sampling(config: RunConfig) -> Conflicts:
@@ -88,7 +81,8 @@ def _sampling(config: RunConfig) -> Conflicts:
 def _verdict(config: RunConfig) -> Conflicts:
     this = config.validation
     of_sources = [f"sources/{each.name}/{what}" for each in config.data.sources for what in ("accuracy", "reward")]
-    if this.metric not in ("accuracy", "reward", "loss", *of_sources) and not this.metric.startswith("rewards/"):
+    losses = () if config.sft is None else ("loss",)
+    if this.metric not in ("accuracy", "reward", *losses, *of_sources) and not this.metric.startswith("rewards/"):
         others = f", or of one source {', '.join(of_sources)}" if of_sources else ""
         yield Conflict(
             {"validation.metric": this.metric},

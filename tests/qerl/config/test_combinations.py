@@ -36,7 +36,7 @@ COMBINATIONS = [
     (
         "    floor: null",
         "    floor: 2.0",
-        "loss.correction.floor 2.0 with loss.correction.cap 2.0: no ratio lies between",
+        "loss.correction.floor: got 2.0, expected number > 0 and <= 1 or null",
     ),
     (
         "  top_p: 1.0",
@@ -108,16 +108,16 @@ PAIRS = [
         "1; write loss.clip_high: 5",
     ),
     (
-        ["loss.correction.cap=0.9"],
-        "loss.correction.cap 0.9: a ratio of 1, where sampler and trainer agree, would be outside; "
-        "write loss.correction.cap: 1 or more",
+        ["loss.correction.cap=1.0", "loss.correction.floor=1.0"],
+        "loss.correction.floor 1.0 with loss.correction.cap 1.0: no ratio lies between them",
     ),
+    (["loss.correction.cap=0.9"], "loss.correction.cap: got 0.9, expected number >= 1; the default is 2.0"),
     (
         ["data.prompt_template=Q: {question}"],
         "got the mapping {'Q': {'question': None}}, expected text; write text in quotes "
         "(after --set in a second pair: --set 'data.prompt_template=\"...\"')",
     ),
-    (["loss.correction.floor=1.5"], "loss.correction.floor 1.5: a ratio of 1, where sampler and trainer agree, would"),
+    (["loss.correction.floor=1.5"], "loss.correction.floor: got 1.5, expected number > 0 and <= 1 or null"),
     (
         ["rewards=[{name: acuracy}]"],
         "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy, or one of accuracy, format, "
@@ -153,8 +153,7 @@ PAIRS = [
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
     (
         ["rollout.temperature=0.005"],
-        "rollout.temperature 0.005: vllm samples at 0.01 instead, and the trainer's logprobs would be of another "
-        "policy; write rollout.temperature: 0.01 or more",
+        "rollout.temperature: got 0.005, expected number >= 0.01; the default is 1.0",
     ),
 ]
 

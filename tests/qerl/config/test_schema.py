@@ -65,12 +65,16 @@ TYPES = [
     ("  targets: [q_proj, v_proj]", "  targets: []", "adapter.targets: got the list [], expected list of one of"),
     ("  targets: [q_proj, v_proj]", "  targets: [q_proj, lm_head]", "adapter.targets.1: got 'lm_head' (text)"),
     ("  type: dapo", "  type: dpo", "loss.type: got 'dpo' (text), expected one of dapo, grpo,"),
-    ("  temperature: 1.0", "  temperature: 0", "rollout.temperature: got 0, expected number > 0; the default is 1.0"),
+    (
+        "  temperature: 1.0",
+        "  temperature: 0",
+        "rollout.temperature: got 0, expected number >= 0.01; the",
+    ),
     ("  top_p: 1.0", "  top_p: 1.5", "rollout.top_p: got 1.5, expected number > 0 and <= 1"),
     ("  top_p: 1.0", "  top_p: 0", "rollout.top_p: got 0, expected number > 0 and <= 1"),
     ("  group_size: 8", "  group_size: 1", "rollout.group_size: got 1, expected whole number >= 2; the default is 8"),
     ("  kl_coef: 0.0", "  kl_coef: -0.1", "loss.kl_coef: got -0.1, expected number >= 0"),
-    ("    cap: 2.0", "    cap: 0", "loss.correction.cap: got 0, expected number > 0; the default is 2.0"),
+    ("    cap: 2.0", "    cap: 0", "loss.correction.cap: got 0, expected number >= 1; the default is 2.0"),
     ("  mismatch_gate: 0.003", "  mismatch_gate: 0", "loss.mismatch_gate: got 0, expected number > 0 or null"),
     ("  warmup_ratio: 0.1", "  warmup_ratio: 10", "optim.warmup_ratio: got 10, expected number >= 0 and < 1"),
     ("  num_stages: 10", "  num_stages: 1", "noise.num_stages: got 1, expected whole number >= 2; the default is 10"),
@@ -115,7 +119,7 @@ def test_the_number_of_further_mistakes_is_given(tmp_path):
 
 
 def test_the_models_themselves_refuse_what_recipes_may_not_hold():
-    with pytest.raises(ValidationError, match="there are fewer rows than prompts in a step"):
+    with pytest.raises(ValidationError, match="there are fewer rows than a step takes"):
         RunConfig.model_validate(
             {"model": {"base": "tiny"}, "data": {"task": "arith", "limit": 7}, "run": {"steps": 20}}
         )
