@@ -148,7 +148,7 @@ def test_a_list_of_one_source_is_a_run_without_sources(nvfp4_base, tmp_path):
         ("data.sources.1.weight=0", "data.sources.1.weight: got 0"),
         ("data.sources.0.rewards=[{name: accurcy}]", "data.sources.0.rewards.0.name accurcy: there is no such reward"),
         ("data.sources.1.held_out=2", "held_out 2 with data.sources.1.validation.split test: both say which rows"),
-        ("validation.task=arith", "validation.task arith with data.sources.0.name sums: this source names the rows"),
+        ("validation.task=arith", "validation.task arith with data.sources.0.held_out 3: both say which rows"),
         ("validation.metric=sources/chain/reward", "or of one source sources/sums/accuracy"),
         ("data.sources.0.nam=x", r"data.sources.0.nam: unknown key; did you mean data.sources.0.name\?"),
         ("data.sources.0.name=a/b", "data.sources.0.name: got 'a/b'"),

@@ -7,6 +7,7 @@ micro-batches (qerl/plan/micro_batch_plan.py), and the adapter with its optimize
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -334,8 +335,7 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
     elif (peak := other + cache + room.outside) > limit:
         text = (
             f"a rollout takes {peak / GIB:.1f} GiB, its budget and {room.outside / GIB:.1f} GiB outside it, and the "
-            f"limit is {limit / GIB:.1f} GiB: give it more memory (card, memory.cap_gib), take "
-            f"{smaller_base(_quantized(config))}, or lower rollout.memory"
+            f"limit is {limit / GIB:.1f} GiB: {_lower_budget(config, room, limit)}"
         )
         problems.append(Problem(text, peak, limit))
     return max(cache, 0)
@@ -348,6 +348,15 @@ def _chosen_bytes(config: RunConfig, sizes: ModelSizes) -> int:
 
 def _quantized(config: RunConfig) -> bool:
     return formats.get(config.model.format).quantized
+
+
+def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
+    """Advice: the largest rollout.memory that fits, in the unit that was given, or more memory for the weights."""
+    fitting, memory = limit - room.outside, config.rollout.memory
+    if memory is None or fitting < least_bytes(room.weights):
+        return f"give it more memory (card, memory.cap_gib), or take {smaller_base(_quantized(config))}"
+    unit, digits = (GIB, 10) if memory > 1 else (limit, 100)
+    return f"lower rollout.memory to {math.floor(digits * fitting / unit) / digits:g}"
 
 
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:

@@ -282,10 +282,10 @@ def test_the_recipe_of_a_run_keeps_the_name_of_the_variable(tmp_path, monkeypatc
 )
 def test_a_recipe_with_a_key_in_it_is_refused_without_showing_it(name, headers, tmp_path):
     with pytest.raises(ConfigError) as error:
-        load_recipe("tiny", [settings(name, **({"headers": headers} if headers else {}))])
+        check_rewards(load_recipe("tiny", [settings(name, **({"headers": headers} if headers else {}))]).rewards, FIXED)
     (tmp_path / "own.yaml").write_text(
         f"extends: tiny\nrewards: {json.dumps([{'name': name, 'args': {'headers': headers}}])}\n"
     )
     with pytest.raises(ConfigError) as in_file:
-        load_recipe(tmp_path / "own.yaml")
+        check_rewards(load_recipe(tmp_path / "own.yaml").rewards, FIXED)
     assert KEY not in str(error.value) + str(in_file.value)
