@@ -120,7 +120,7 @@ def test_a_folder_named_like_a_recipe_does_not_hide_it(tmp_path, monkeypatch):
         (b"# nothing\n", "is empty; write sections"),
         (b"- model\n- data\n", "holds the list ['model', 'data']; write sections"),
         (b"dapo_7b\n", "holds 'dapo_7b' (text); write sections"),
-        (b"model:\n\tbase: tiny\n", "mine.yaml:2: a tab"),
+        (b"model:\n\tbase: tiny\n", "mine.yaml:2: not YAML: found character"),
         (b"model: {base: caf\xe9}\n", "is not UTF-8 text (byte 17); save it as UTF-8"),
         (SMALL.encode("utf-16"), "is not UTF-8 text (byte 0)"),
         (b"\x00\x01\x02", "mine.yaml:1: the character U+0000 cannot stand in YAML"),

@@ -88,7 +88,7 @@ def test_lines_count_from_one_and_reach_list_items():
         ("a: 1\n1: 2", 2, "'1' stands where a key belongs"),
         ("true: 2", 1, "'true' stands where a key belongs"),
         ("? [a]\n: 2", 1, "a list or mapping stands where a key belongs"),
-        ("a: 1\n\tb: 2", 2, "a tab"),
+        ("a: 1\n\tb: 2", 2, "write spaces for tabs"),
         ("a: &x 1\nb: *x", 1, "an anchor or alias"),
         ("a: *x", 1, "an anchor or alias"),
         ("a: &x [*x]", 1, "an anchor or alias"),
