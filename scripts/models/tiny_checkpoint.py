@@ -27,7 +27,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from muon import Muon
 from stories import KINDS, Problem, problems
 from tiny_tokenizer import SPECIAL, bpe_tokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from qerl.data.tasks import build_messages, grade
 from qerl.data.tasks.arith import rows as arith_rows
@@ -59,6 +59,27 @@ POOL = 16  # batches that are drawn at once and sorted by length, to need little
 LR_MATRICES = 0.01
 LR_REST = 0.006
 WARMUP_STEPS = 30
+OF_CARD = {
+    "title": "tiny",
+    "model": "model",
+    "layout": "Qwen3 layout (",
+    "script": "tiny_checkpoint",
+    "kept": "the head",
+}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "pad_token_id": SPECIAL.index("<|endoftext|>"),
+    "eos_token_id": SPECIAL.index("<|im_end|>"),
+}
 DECAY_SHARE = 0.6  # the last share of the steps, in which the rate falls to LR_FLOOR
 LR_FLOOR = 0.02
 
@@ -75,24 +96,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(seed: int) -> Qwen3ForCausalLM:
     """The untrained model in float32. Every linear reads 128 or 256 features, which are whole blocks and GPU tiles."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        pad_token_id=SPECIAL.index("<|endoftext|>"),
-        eos_token_id=SPECIAL.index("<|im_end|>"),
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    return sampling(Qwen3ForCausalLM(Qwen3Config(**SHAPE)))
+
+
+def sampling(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, which says in its folder that it is sampled at temperature 1."""
+    ends = {name: SHAPE[name] for name in ("eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
     return model
 
 
@@ -235,13 +245,7 @@ def accuracy(
     return correct / count
 
 
-def save(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    facts: dict[str, object],
-    card: Path = CARD,
-) -> str:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict[str, object]) -> str:
     """Write the folder that is shipped; returns the sha256 of the weights, which is also in the model card."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -250,7 +254,7 @@ def save(
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     parameters = sum(weight.numel() for weight in model.parameters())
     size_mb = f"{weights.stat().st_size / 1e6:.1f}"
-    text = card.read_text(encoding="utf-8")
+    text = CARD.read_text(encoding="utf-8")
     (folder / "README.md").write_text(
         text.format(sha256=digest, parameters=f"{parameters:,}", size_mb=size_mb, **facts), encoding="utf-8"
     )
@@ -272,19 +276,24 @@ def begin(description: str | None, out: str, steps: int, rows: int, row: str) ->
     return args
 
 
-def main() -> None:
+def make(args: argparse.Namespace, build_model: Callable[[int], PreTrainedModel], of_card: dict[str, str]) -> None:
     """Train, measure in both formats, save."""
-    args = begin(__doc__, "tiny", steps=1200, rows=64, row="problems")
     started = time.monotonic()
     tokenizer, model = build_tokenizer(), build_model(args.seed)
     train_(model, tokenizer, args.steps, args.rows, args.seed)
     minutes = (time.monotonic() - started) / 60
     model = model.to(torch.bfloat16).float().eval()  # measure the rounded values, which are saved
-    facts = {"minutes": f"{minutes:.0f}", "torch": torch.__version__, **vars(args), **measured(model, tokenizer)}
+    facts = {
+        "minutes": f"{minutes:.0f}",
+        "torch": torch.__version__,
+        **vars(args),
+        **of_card,
+        **measured(model, tokenizer),
+    }
     digest = save(model.to(torch.bfloat16), tokenizer, args.out, facts)
     log.info("%s", {name: value for name, value in facts.items() if name.startswith(("bf16", "nvfp4", "minutes"))})
     log.info("%s holds the model, sha256 %s", args.out, digest)
 
 
 if __name__ == "__main__":
-    main()
+    make(begin(__doc__, "tiny", steps=1200, rows=64, row="problems"), build_model, OF_CARD)

@@ -1,12 +1,12 @@
 """scripts/models/tiny_checkpoint.py, and the folder qerl/tiny that was made with it."""
 
 import hashlib
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+import tiny_checkpoint as script
 import torch
 from muon import orthogonal
 from stories import problem, problems
@@ -18,23 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "qerl" / "tiny"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """The model is so small that a second thread costs more than it gains, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location(
-        "tiny_checkpoint", REPOSITORY / "scripts" / "models" / "tiny_checkpoint.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +60,11 @@ def test_each_digit_is_one_token(tokenizer) -> None:
     assert tokenizer.convert_ids_to_tokens(tokenizer("#### 42")["input_ids"]) == ["####", "Ġ4", "2"]
 
 
-def test_script_rebuilds_the_shipped_tokenizer(script, tokenizer) -> None:
+def test_script_rebuilds_the_shipped_tokenizer(tokenizer) -> None:
     assert script.build_tokenizer().get_vocab() == tokenizer.get_vocab()
 
 
-def test_pretraining_prompt_is_the_rendered_prompt(script, tokenizer) -> None:
+def test_pretraining_prompt_is_the_rendered_prompt(tokenizer) -> None:
     question = problem("test", 0, 0).question
     rendered = render_prompt(tokenizer, build_messages("arith", question))
     assert tokenizer(script.prompts_of(tokenizer, [question])[0])["input_ids"] == rendered
@@ -102,18 +86,18 @@ def test_card_states_the_hash_of_the_shipped_weights_and_the_folder_is_small() -
     assert sum(file.stat().st_size for file in TINY.iterdir()) < 4_000_000
 
 
-def test_the_shipped_model_solves_by_working_out_and_rarely_at_once(script, tokenizer, model) -> None:
+def test_the_shipped_model_solves_by_working_out_and_rarely_at_once(tokenizer, model) -> None:
     """The ranges are the accuracies of the model card, plus or minus three standard deviations for 64 problems."""
     assert script.accuracy(model, tokenizer, 64, style="worked") >= 0.9
     assert script.accuracy(model, tokenizer, 64, style="direct") <= 0.2
     assert 0.15 <= script.accuracy(model, tokenizer, 64) <= 0.55
 
 
-def test_shipped_model_survives_nvfp4(script, tokenizer, model) -> None:
+def test_shipped_model_survives_nvfp4(tokenizer, model) -> None:
     assert script.accuracy(script.nvfp4_twin(model), tokenizer, 64, style="worked") >= 0.85
 
 
-def test_nvfp4_twin_rounds_every_linear_and_nothing_else(script, model) -> None:
+def test_nvfp4_twin_rounds_every_linear_and_nothing_else(model) -> None:
     twin, changed = script.nvfp4_twin(model).state_dict(), set()
     for name, weight in model.state_dict().items():
         if not torch.equal(weight, twin[name]):
@@ -124,7 +108,7 @@ def test_nvfp4_twin_rounds_every_linear_and_nothing_else(script, model) -> None:
     assert all("_proj" in name for name in changed)
 
 
-def test_training_is_reproducible_and_depends_on_the_seed(script, tokenizer) -> None:
+def test_training_is_reproducible_and_depends_on_the_seed(tokenizer) -> None:
     def weights(seed: int) -> torch.Tensor:
         model = script.build_model(seed)
         script.train_(model, tokenizer, steps=2, rows=4, seed=seed)
@@ -135,7 +119,7 @@ def test_training_is_reproducible_and_depends_on_the_seed(script, tokenizer) -> 
     assert not torch.equal(first, weights(1))
 
 
-def test_the_corpus_begins_with_worked_answers_and_ends_with_a_mixture_by_kind(script, tokenizer) -> None:
+def test_the_corpus_begins_with_worked_answers_and_ends_with_a_mixture_by_kind(tokenizer) -> None:
     """Direct answers appear only in the mixture, with the share that their kind has."""
     rng = script.random.Random(0)
     made = list(problems("train", 9, 3000))
@@ -145,7 +129,7 @@ def test_the_corpus_begins_with_worked_answers_and_ends_with_a_mixture_by_kind(s
         assert sum(answers) / len(answers) == pytest.approx(script.WORKED_SHARE[position], abs=0.12)
 
 
-def test_a_batch_weighs_prompts_lightly_completions_fully_and_padding_not_at_all(script, tokenizer) -> None:
+def test_a_batch_weighs_prompts_lightly_completions_fully_and_padding_not_at_all(tokenizer) -> None:
     ids, weights = next(script.batches(tokenizer, rows=4, steps=10, seed=0))
     for row, weight in zip(ids.tolist(), weights.tolist(), strict=True):
         end = len(row) - row[::-1].index(2)  # after the last <|im_end|>
@@ -166,7 +150,7 @@ def test_orthogonal_makes_all_singular_values_about_one(shape) -> None:
     assert values.median() > 0.7
 
 
-def test_the_loss_is_the_weighted_mean_of_the_negative_log_probability(script, model) -> None:
+def test_the_loss_is_the_weighted_mean_of_the_negative_log_probability(model) -> None:
     ids = torch.tensor([[1, 5, 9, 2], [1, 7, 2, 0]])
     weights = torch.tensor([[0.1, 0.1, 1.0, 1.0], [0.1, 1.0, 1.0, 0.0]])
     logprobs = model(input_ids=ids).logits.log_softmax(-1)
