@@ -8,6 +8,7 @@ import logging
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,11 +151,14 @@ def _sources(function: OwnFunction | GivenFunction) -> list[tuple[str, bytes]]:
 
 def _installed(file: Path) -> bool:
     """Whether a module belongs to Python, to an installed package or to qerl: their versions are noted."""
-    paths = sysconfig.get_paths()
-    own = Path(__file__).parents[2]
+    return any(file.is_relative_to(place) for place in _places())
+
+
+@cache
+def _places() -> tuple[Path, ...]:
+    paths, own = sysconfig.get_paths(), Path(__file__).parents[2]
     places = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    places += [own / name for name in ("qerl", "training", "quantize", "eval")]
-    return any(file.is_relative_to(place) for place in places)
+    return (*places, *(own / name for name in ("qerl", "training", "quantize", "eval")))
 
 
 KEY = "qat"  # in run.json
