@@ -114,6 +114,15 @@ CASES = {
     "more stages than steps": ("train --recipe tiny --steps 3", "num_stages 5", "run.steps: 5 or more"),
     "no such format": ("train --recipe tiny --set model.format=int8", "model.format: got 'int8'", "fp8_block, bf16"),
     "no such reward": (f"{TRAIN} --set rewards=[{{name: acuracy}}]", "acuracy", "accuracy"),
+    "no such argument of a reward": (
+        f"{TRAIN} --set rewards=[{{name: format,args: {{styl: tags}}}}]",
+        "reward format takes no argument 'styl'", "did you mean 'style'",
+    ),
+    "no such value of a reward": (
+        f"{TRAIN} --set rewards=[{{name: format,args: {{style: tag}}}}]",
+        "has no style 'tag'", "write one of boxed, tags, think",
+    ),
+    "no such file of a reward": (f"{TRAIN} --set rewards=[{{name: 'no.py:f'}}]", "'no.py' does not exist", "no.py"),
     "rank of zero": ("train --recipe tiny --set adapter.rank=0", "rank: got 0", "whole number >= 1"),
     "no such target": ("train --recipe tiny --set adapter.targets=[q_prj]", "q_prj", "q_proj"),
     "memory is negative": ("train --recipe tiny --set rollout.memory=-2", "memory: got -2", "number > 0 or null"),

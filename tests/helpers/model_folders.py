@@ -6,6 +6,7 @@ import shutil
 import torch
 
 from qerl import formats
+from qerl.checkpoint.folder import TINY_FOLDER
 from tests.helpers.checkpoint_factory import fake_checkpoint
 
 NVFP4 = {
@@ -71,3 +72,14 @@ def with_activations(folder, kind, out):
         scales = {f"{name}.input_global_scale": torch.tensor([400.0 + int(name.split(".")[2])]) for name in modules}
         save_file({**tensors, **scales}, file, {"format": "pt"})
     return out
+
+
+def without_template(folder):
+    """The embedded model as a base version of it would be: with a tokenizer and without a chat template."""
+    shutil.copytree(TINY_FOLDER, folder)
+    for file in folder.glob("*chat_template*"):
+        file.unlink()
+    config = folder / "tokenizer_config.json"
+    kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "chat_template"}
+    config.write_text(json.dumps(kept))
+    return folder
