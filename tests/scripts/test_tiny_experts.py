@@ -9,7 +9,7 @@ from tiny_checkpoint import accuracy, loss_of
 from tiny_experts import BALANCE, build_model
 
 from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.folder import TINY_EXPERTS, TINY_EXPERTS_FOLDER, TINY_FOLDER
+from qerl.checkpoint.folder import EMBEDDED, TINY_FOLDER
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
@@ -17,6 +17,7 @@ from quantize.run import quantize_checkpoint
 from tests.helpers.roundings import ROUNDING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+TINY_EXPERTS, TINY_EXPERTS_FOLDER = "tiny_experts", EMBEDDED["tiny_experts"]
 PROBLEMS = 16
 
 
