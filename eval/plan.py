@@ -25,11 +25,11 @@ from qerl.base.own_function import EPISODE_COLUMNS
 from qerl.checkpoint.load import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_json
-from qerl.data.examples import check_answers, check_source
+from qerl.data.examples import check_answers, check_source, load_examples
 from qerl.data.grading.grade import check_grader
 from qerl.data.rows import is_local, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import TASKS, Task, for_episodes, get_task, load_examples, task_of, with_grader
+from qerl.data.tasks import TASKS, Task, for_episodes, get_task, task_of, with_grader
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.plan.sizes import sizes_of
@@ -122,13 +122,8 @@ def make_plan(settings: EvalSettings) -> Plan:
 
 def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
     """The task of that name, or a task for a file of rows, which then becomes the data. Raises ConfigError."""
-    settings, task = _named_task(settings)
-    return settings, with_grader(task, settings.grader, settings.grader_timeout_s)
-
-
-def _named_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
     if settings.task in TASKS or not is_local(settings.task):
-        return settings, get_task(settings.task)
+        return settings, with_grader(get_task(settings.task), settings.grader, settings.grader_timeout_s)
     if settings.data is not None:
         raise ConfigError(
             f"{settings.task} is a file of rows, and --data {settings.data} names others: leave --data out, or name "
@@ -138,10 +133,11 @@ def _named_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
     name = path.name.partition(".")[0] or "rows"
     if settings.grader is not None:
         logger.info("%s: rows of your own, graded by %s", path, settings.grader)
-        return replace(settings, data=settings.task), replace(get_task("own"), name=name)
-    task = Task(name=name, hub=None, splits={"test": "test"}, answer_kind="math")
-    logger.info("%s: rows of your own, graded as numbers or formulas", path)
-    return replace(settings, data=settings.task), task
+        task = replace(get_task("own"), name=name)
+    else:
+        logger.info("%s: rows of your own, graded as numbers or formulas", path)
+        task = Task(name=name, hub=None, splits={"test": "test"}, answer_kind="math")
+    return replace(settings, data=settings.task), with_grader(task, settings.grader, settings.grader_timeout_s)
 
 
 def find_model(settings: EvalSettings) -> ModelRef:

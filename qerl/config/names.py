@@ -19,7 +19,7 @@ OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in adapter.targets: linear
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_EXPERTS)
 PER_EXPERT_SHARE = 8  # each of many experts gets an eighth of the rank: as many parameters as a few experts have
 
-TASKS = (  # each is a module of qerl/data/tasks
+TASKS = (  # of qerl/data/tasks/__init__.py
     *("gsm8k", "dapo_math", "bigmath", "bigmath_hard", "amc23", "aime24", "aime25", "math500"),
     *("arith", "word_game", "environment", "own"),
 )

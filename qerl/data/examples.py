@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.data.formulas.number import parse_number
@@ -41,7 +41,10 @@ from qerl.data.messages import (
     with_system,
 )
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows, names_of
-from qerl.data.tasks import Example, Task
+from qerl.data.tasks import Example, Task, for_episodes, get_task, task_of
+
+if TYPE_CHECKING:
+    from qerl.config.data import DataConfig
 
 NAMED = 2  # rows named for each reason
 MISSING = object()
@@ -293,8 +296,14 @@ _PEEK = 100  # rows whose columns are looked at
 MEANT = {"prompt": "question", "messages": "question"}  # other names of a column that can be mapped
 
 
+def examples_of(data: DataConfig, episodes: bool = False) -> list[Example]:
+    """The usable rows of one source of a recipe, those that are held out included."""
+    task = for_episodes(task_of(data)) if episodes else task_of(data)
+    return load_examples(task, data.source, data.split, data.columns, data.limit, data.keep_unreadable)[0]
+
+
 def load_examples(
-    task: Task,
+    task: Task | str,
     source: str | None = None,
     split: str = "train",
     columns: Mapping[str, str] | None = None,
@@ -308,6 +317,7 @@ def load_examples(
     `columns` maps "question", "answer" and "id" to the source's column names, dots reaching into nested ones. Raises
     DataError if nothing can be read, a column is missing or no row is usable, ConfigError on an impossible request.
     """
+    task = get_task(task)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}: write a number of rows of at least 1, or leave it out for all")
     name, rows = _open(task, source, split)

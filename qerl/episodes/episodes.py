@@ -15,12 +15,12 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
 from qerl.base.printable import printable
-from qerl.data.tasks.environment import ASKS
+from qerl.data.tasks import ASKS
 from qerl.engine.interface import Completion, Request, SamplingParams, Source, extended
 from qerl.episodes.driven import Ending, Episode, Limits, Message, Start, Turn
 
@@ -119,7 +119,7 @@ class Episodes(Source):
     def finish(self) -> list[Episode]:
         """The episodes in the order of their starts. No environment is open any more."""
         self.drop()
-        return [_closed(episode, self._limits, self._chat) for episode in self._episodes]
+        return [_closed(episode, self._chat.end_id) for episode in self._episodes]
 
     def drop(self) -> None:
         """Leave what is open; after an error there may be some."""
@@ -142,8 +142,9 @@ class Episodes(Source):
         What was answered in time may have waited here while the engine sampled.
         """
         while self._by_call:
+            deadline = min(episode.asked for episode in self._by_call.values()) + self._limits.timeout_s
             try:
-                answer = self._runner.answers.get(block, self._until_deadline() if block else None)
+                answer = self._runner.answers.get(block, max(0.0, deadline - time.monotonic()) + 0.001)
             except queue.Empty:
                 self._end_late()
                 if block:
@@ -154,10 +155,6 @@ class Episodes(Source):
                 episode.call = None
                 self._answered(episode, answer)
                 block = False
-
-    def _until_deadline(self) -> float:
-        first = min(episode.asked for episode in self._by_call.values())
-        return max(0.0, first + self._limits.timeout_s - time.monotonic()) + 0.001
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -214,7 +211,10 @@ class Episodes(Source):
 
     def _go_on(self, episode: _Open, answer: Answer) -> None:
         messages = [self._shown(episode, message) for message in answer["messages"]]
-        texts = [Turn(m["role"], _beginning(m["content"], self._most(episode)), 0) for m in messages]
+        most = self._chat.most_characters(self._room(episode))  # more than the rest of an episode can hold
+        # The text as people read it is not kept whole if it is longer than any observation that fits.
+        shown = [m["content"] if len(m["content"]) <= most else m["content"][:most] + CUT for m in messages]
+        texts = [Turn(message["role"], text, 0) for message, text in zip(messages, shown, strict=True)]
         if answer["done"] or episode.spoken >= self._limits.max_turns:
             episode.turns += texts
             if answer["done"]:
@@ -222,7 +222,7 @@ class Episodes(Source):
             else:
                 self._end(episode, "turns")
             return
-        if _characters(messages) > self._most(episode):  # it has no room, which takes long to find out by its tokens
+        if _characters(messages) > most:  # it has no room, which takes long to find out by its tokens
             episode.turns += texts
             self._end(episode, "tokens")
             return
@@ -250,10 +250,6 @@ class Episodes(Source):
             return message
         episode.cut += 1
         return {**message, "content": head + CUT}
-
-    def _most(self, episode: _Open) -> int:
-        """More characters than the rest of an episode can hold."""
-        return self._chat.most_characters(self._room(episode))
 
     def _rendered(self, episode: _Open, render: Callable[..., list[int]], *said: Any) -> list[int] | None:
         """Token ids of what an environment said; None, and the episode has failed, if it is what the template refuses.
@@ -295,29 +291,8 @@ def _characters(messages: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in messages if isinstance(message["content"], str))
 
 
-def _beginning(text: str, most: int) -> str:
-    """The text as people read it, which is not kept whole if it is longer than any observation that fits."""
-    return text if len(text) <= most else text[:most] + CUT
-
-
-def _closed(episode: _Open, limits: Limits, chat: Chat) -> Episode:
+def _closed(episode: _Open, end_id: int) -> Episode:
     if not episode.token_ids:  # its environment failed at once: one token without a loss stands for it
-        episode.token_ids, episode.logprobs, episode.written = [chat.end_id], [0.0], [False]
-    return Episode(
-        prompt_ids=episode.prompt_ids,
-        token_ids=episode.token_ids,
-        logprobs=episode.logprobs,
-        written=episode.written,
-        turns=tuple(episode.turns),
-        answer=episode.answer,
-        reward=episode.reward,
-        ended=episode.ended or "failed",
-        truncated=episode.truncated,
-        error=episode.error,
-        tool_calls=episode.tool_calls,
-        tool_errors=episode.tool_errors,
-        cut=episode.cut,
-        waited_s=episode.waited_s,
-        environment=episode.environment,
-        experts=episode.experts,
-    )
+        episode.token_ids, episode.logprobs, episode.written = [end_id], [0.0], [False]
+    found = {each.name: getattr(episode, each.name) for each in fields(Episode)}
+    return Episode(**{**found, "turns": tuple(episode.turns), "ended": episode.ended or "failed"})

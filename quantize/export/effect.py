@@ -25,8 +25,9 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import ModelRef, resolve_model, run_of_adapter
 from qerl.config.recipe import load_config
+from qerl.data.examples import load_examples
 from qerl.data.rows import local_rows
-from qerl.data.tasks import load_examples, messages_of, render_prompt
+from qerl.data.tasks import messages_of, render_prompt
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions

@@ -38,7 +38,8 @@ from stories import KINDS, Problem, problems
 from tiny_tokenizer import SPECIAL, bpe_tokenizer
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from qerl.data.tasks import build_messages, grade
+from qerl.data.grading.grade import grade
+from qerl.data.tasks import build_messages
 from qerl.data.tasks.arith import rows as arith_rows
 from qerl.formats.nvfp4.reference import dequantize, quantize, shared_global_scale
 

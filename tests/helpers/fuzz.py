@@ -139,7 +139,7 @@ def read_written(folder):
 
 
 def read_rows(folder):
-    from qerl.data.tasks import load_examples
+    from qerl.data.examples import load_examples
 
     (file,) = (folder / "rows").iterdir()
     yield lambda: load_examples("arith", str(file))

@@ -4,7 +4,8 @@ import torch
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.data.tasks import build_messages, get_task, load_examples, render_prompt
+from qerl.data.examples import load_examples
+from qerl.data.tasks import build_messages, get_task, render_prompt
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions

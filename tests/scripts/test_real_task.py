@@ -91,7 +91,8 @@ def test_the_last_number_is_graded(completion, answer, right):
 
 
 def test_qerl_reads_the_rows_and_asks_the_question_alone(tmp_path):
-    from qerl.data.tasks import load_examples, messages_of
+    from qerl.data.examples import load_examples
+    from qerl.data.tasks import messages_of
 
     file = real_task.write(tmp_path, "plain", {"train": 20, "validation": 5, "test": 5})["test"]
     examples, report = load_examples("own", str(file))

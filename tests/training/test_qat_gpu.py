@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.checkpoint.load import load_tokenizer
-from qerl.data.tasks import build_messages, get_task, load_examples, render_prompt
+from qerl.data.examples import load_examples
+from qerl.data.tasks import build_messages, get_task, render_prompt
 from tests.helpers.cli_shell import ROOT, Shell
 from tests.helpers.either_engine import ENGINE, ON_CARD, marks
 from tests.helpers.stock_vllm import stock_tokens

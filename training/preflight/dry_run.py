@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import starting_model
+from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
-from qerl.data.tasks import grade, task_of
+from qerl.data.tasks import task_of
 from training.preflight.advice import Likely, likely
 from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.plan import validation_count

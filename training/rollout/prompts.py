@@ -25,10 +25,11 @@ import torch
 
 from qerl.base.errors import DataError
 from qerl.base.philox import derive_seed
+from qerl.data.examples import examples_of
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import examples_of, messages_of, task_of
+from qerl.data.tasks import messages_of, task_of
 from training.loss.groups import Prompt
 
 if TYPE_CHECKING:

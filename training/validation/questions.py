@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.schema import RewardConfig
-from qerl.data.examples import check_source
+from qerl.data.examples import check_source, examples_of, load_examples
 from qerl.data.rows import Source, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import Example, Task, examples_of, for_episodes, get_task, load_examples, task_of
+from qerl.data.tasks import Example, Task, for_episodes, get_task, task_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns
 

@@ -32,7 +32,7 @@ from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy
 from qerl.data.grading import math_pool
 from qerl.data.grading.extract import MAX_ANSWER_CHARS, MAX_COMPLETION_CHARS, extract, without_remark
-from qerl.data.tasks import Example, Task
+from qerl.data.tasks import Example, Task, get_task
 
 _AROUND = " \t\n*_`\"'“”‘’.。,;:!?()[]"
 
@@ -159,12 +159,13 @@ class Grade:
         return float(self.correct) if self.score is None else self.score
 
 
-def grade(task: Task, completion: str, answer: str, question: str | None = None) -> Grade:
+def grade(task: Task | str, completion: str, answer: str, question: str | None = None) -> Grade:
     """Judge one completion. Never raises, whatever a model wrote, and takes less than a second of processor time.
 
     With the question, an answer that only repeats an expression of the question, instead of evaluating it, is wrong. A
     task with a grader is judged by `grade_many` alone.
     """
+    task = get_task(task)
     if task.answer_kind == "text":
         return _grade_text(completion, answer)
     found = extract(completion, task.answer_kind, task.last_number)
@@ -177,7 +178,7 @@ def grade(task: Task, completion: str, answer: str, question: str | None = None)
 
 
 def grade_many(
-    task: Task,
+    task: Task | str,
     completions: Sequence[str],
     answers: Sequence[str],
     questions: Sequence[str | None] | None = None,
@@ -188,6 +189,7 @@ def grade_many(
     `columns` is what a grader of the user's own gets beside: lists with a value per completion, and what is the same
     for all of them. Raises OwnFunctionError or ReturnedError (qerl/base/own_function.py) if such a grader fails.
     """
+    task = get_task(task)
     if task.grader is not None:
         return _grade_by_own(task, completions, {"answer": answers, "question": questions, **(columns or {})})
     rows = list(zip(completions, answers, questions or [None] * len(answers), strict=True))

@@ -97,7 +97,7 @@ def graded_by(task: str, grader: str | None) -> Task:
 
 def grade_file(task: Task | str, path: str | Path) -> FileGrades:
     """Grade all completions of a file (jsonl, json, csv or parquet). Raises DataError for the first unusable row."""
-    task = get_task(task) if isinstance(task, str) else task
+    task = get_task(task)
     items = [item for place, row in local_rows(str(path), "test") for item in _items(task, path, place, row)]
     if not items:
         raise DataError(f"{path} holds no completions: is it the right file?")

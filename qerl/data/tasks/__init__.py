@@ -4,44 +4,31 @@ Training and evaluation both make prompts with `build_messages` and `render_prom
 prompts it was trained on. The accuracy reward and the evaluation both judge completions with `grade`. Rows are read by
 qerl/data/examples.py, answers are compared by qerl/data/grading/grade.py.
 
-To add a task, write a file here that defines `TASK` and enter its name in TASKS of qerl/config/names.py. Importing
-this module loads neither torch nor datasets nor sympy, and a task's file is imported only when that task is asked for.
+To add a task, add it to TASKS below and its name to TASKS of qerl/config/names.py. Importing this module loads neither
+torch nor datasets nor sympy.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
-from qerl.config import names
 from qerl.config.names import unknown_name, unknown_text
+from qerl.data.tasks import arith, word_game
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig
-    from qerl.data.examples import DropReport
-    from qerl.data.grading.grade import Grade
 
 Message = dict[str, Any]  # {"role": "system" | "user", "content": text}, and what a row's own message holds besides
 
 # The instruction in the user's message with which DeepSeek-R1 and Qwen2.5-Math were tuned and are evaluated. There is
 # no system prompt, since some chat templates have no system role; those with a default one keep it.
 BOXED_TEMPLATE = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-# The system prompt that the QeRL paper trains with (arXiv 2510.11696, appendix on training; eval/gsm8k.py of its code
-# at 582bd69). A recipe selects it by `data.system_prompt` and `data.prompt_template: "{question}"`; `grade` reads
-# `<answer>`.
-TAGS_SYSTEM_PROMPT = (
-    "Solve the following math problem step by step. The reasoning process and direct answer are enclosed within "
-    "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
-    "<answer> answer here </answer>."
-)
 
 
 @dataclass(frozen=True)
@@ -110,44 +97,93 @@ class Example:
         return [*map(dict, self.earlier), {"role": "user", "content": self.question, **self.beside}]
 
 
-# The module of each task, which defines TASK. A new task needs one more row.
-MODULES = {name: f"qerl.data.tasks.{name}" for name in names.TASKS}
+# What DAPO's file on the hub puts around each problem.
+DAPO_PREFIX = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
+)
+DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 
 
-class _Tasks(Mapping[str, Task]):
-    """The registry: a read-only mapping of name to Task, which imports the file of a task when it is asked for."""
-
-    def __getitem__(self, name: str) -> Task:
-        module = MODULES[name]
-        try:
-            return importlib.import_module(module).TASK
-        except TypeError as error:
-            if "Task.__init__()" not in str(error):
-                raise
-            file = importlib.util.find_spec(module).origin
-            needed = [part.name for part in fields(Task) if MISSING is part.default is part.default_factory]
-            raise ConfigError(
-                f"{file} does not define the task {name!r}: {error}; a Task is made with {', '.join(needed)} (hub=None "
-                "if it makes its rows itself), and what else its class lists"
-            ) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(MODULES)
-
-    def __len__(self) -> int:
-        return len(MODULES)
+def _dapo_question(question: str) -> str:
+    return question.strip().removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX).strip()
 
 
-TASKS: Mapping[str, Task] = _Tasks()
+ASKS = "environment_asks"  # a column: qerl/episodes/episodes.py takes the environment's text for the question
+EPISODES = {"train": 1024, "test": 256}
 
 
-def get_task(name: str) -> Task:
-    """The task of this name. If there is none, raises a ConfigError that suggests the nearest name."""
-    if name in MODULES:
+def _episodes(split: str) -> Iterator[dict[str, Any]]:
+    """Rows for an environment that brings its own task, which differ in their number alone: `reset` is the prompt."""
+    for index in range(EPISODES[split]):
+        yield {"id": f"environment-{split}-{index}", "question": f"Episode {index} of {split}.", ASKS: True}
+
+
+BOTH = {"train": "train", "test": "test"}  # splits of a task that makes its rows, or reads the user's
+PROBLEM = {"question": "problem", "answer": "answer"}
+# Big-Math as open-r1 has filtered it: competition and school problems whose answers are checked forms. The rows that
+# QeRL trains 7B models on are levels 3 to 5, those for 32B models levels 4 and 5. That copy calls the columns `prompt`
+# and `solution`, and a larger one `problem` and `answer`.
+BIGMATH = Task(
+    "bigmath",
+    "open-r1/Big-Math-RL-Verified-Processed",
+    {"train": "train"},
+    "math",
+    {"question": ("problem", "prompt"), "answer": ("answer", "solution")},
+    hub_config="level_3_4_5",
+)
+TASKS: Mapping[str, Task] = {
+    task.name: task
+    for task in (
+        # Grade-school word problems (arXiv 2110.14168). The last line of the hub's worked solution is `#### N`.
+        Task("gsm8k", "openai/gsm8k", BOTH, "number", hub_config="main"),
+        # Competition problems whose answers are integers (arXiv 2503.14476), each about 100 times in the hub's file.
+        # In open-r1's copy without repetitions (`data.source: open-r1/DAPO-Math-17k-Processed:en`), which QeRL's code
+        # reads, `prompt` is the message itself.
+        Task(
+            "dapo_math",
+            "BytedTsinghua-SIA/DAPO-Math-17k",
+            {"train": "train"},
+            "number",
+            {"question": ("prompt.0.content", "prompt"), "answer": "reward_model.ground_truth"},
+            clean_question=_dapo_question,
+        ),
+        BIGMATH,
+        replace(BIGMATH, name="bigmath_hard", hub_config="level_4_5"),
+        # 40 problems of AMC 12A and 12B, reworded so that the answer is a number instead of a letter.
+        Task("amc23", "math-ai/amc23", {"test": "test"}, "math"),
+        # 30 problems each, whose answers are integers from 0 to 999.
+        Task("aime24", "HuggingFaceH4/aime_2024", {"test": "train"}, "math", PROBLEM),
+        Task("aime25", "math-ai/aime25", {"test": "test"}, "math", PROBLEM),
+        # 500 problems of the MATH test set (arXiv 2103.03874, 2305.20050).
+        Task("math500", "HuggingFaceH4/MATH-500", {"test": "test"}, "math", PROBLEM),
+        # The embedded model needs no instruction: it ends in "#### N" by itself.
+        Task("arith", None, BOTH, "number", generate=arith.rows, solved=arith.solved, prompt_template="{question}"),
+        Task("word_game", None, BOTH, "text", generate=word_game.rows, prompt_template="{question}"),
+        Task("environment", None, BOTH, "text", generate=_episodes, prompt_template="{question}", free_form=True),
+        # The user's rows: a prompt or messages, and perhaps an answer. Nothing is added unless it is asked for.
+        Task(
+            "own",
+            None,
+            BOTH,
+            "text",
+            {"question": ("prompt", "messages", "question", "conversations", "instruction"), "answer": "answer"},
+            prompt_template="{question}",
+            free_form=True,
+        ),
+    )
+}
+
+
+def get_task(name: str | Task) -> Task:
+    """The task of this name, or the task itself. Raises ConfigError, with the nearest name, if there is none."""
+    if isinstance(name, Task):
+        return name
+    if name in TASKS:
         return TASKS[name]
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), MODULES, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), TASKS, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"there is no task {name!r}{hint} (tasks: {', '.join(MODULES)})")
+    raise ConfigError(f"there is no task {name!r}{hint} (tasks: {', '.join(TASKS)})")
 
 
 def task_of(data: DataConfig) -> Task:
@@ -155,12 +191,6 @@ def task_of(data: DataConfig) -> Task:
     task = with_grader(get_task(data.task), data.grader)
     keys = {key: value for key in ("system_prompt", "prompt_template") if (value := getattr(data, key)) != "default"}
     return replace(task, **keys)
-
-
-def examples_of(data: DataConfig, episodes: bool = False) -> list[Example]:
-    """The usable rows of one source of a recipe, those that are held out included."""
-    task = for_episodes(task_of(data)) if episodes else task_of(data)
-    return load_examples(task, data.source, data.split, data.columns, data.limit, data.keep_unreadable)[0]
 
 
 def for_episodes(task: Task) -> Task:
@@ -192,7 +222,7 @@ def build_messages(
     `{question}` is replaced in the template, and braces without a name (`\\boxed{}`) are left as they are. Raises
     ConfigError if the template has no `{question}`, or another name in braces.
     """
-    task = get_task(task) if isinstance(task, str) else task
+    task = get_task(task)
     system = task.system_prompt if system_prompt == "default" else system_prompt
     template = task.prompt_template if prompt_template == "default" else prompt_template
     if "{question}" not in template:
@@ -235,41 +265,3 @@ def render_prompt(
             "and put the instruction into %s",
             *(tokenizer.name_or_path, roles, error, SYSTEM_PROMPT, PROMPT_TEMPLATE),
         ) from error
-
-
-def load_examples(
-    task: Task | str,
-    source: str | None = None,
-    split: str = "train",
-    columns: Mapping[str, str] | None = None,
-    limit: int | None = None,
-    keep_unreadable: bool = False,
-) -> tuple[list[Example], DropReport]:
-    """The usable rows of the task's own dataset, or of `source`: a hub id (`owner/name:subset`), a file or a folder.
-
-    See qerl.data.examples.load_examples, which this calls.
-    """
-    from qerl.data.examples import load_examples as load
-
-    task = get_task(task) if isinstance(task, str) else task
-    return load(task, source, split, columns, limit, keep_unreadable)
-
-
-def grade(task: Task | str, completion: str, answer: str, question: str | None = None) -> Grade:
-    """Judge one completion against the answer; see qerl.data.grading.grade.grade, which this calls."""
-    from qerl.data.grading.grade import grade as judge
-
-    return judge(get_task(task) if isinstance(task, str) else task, completion, answer, question)
-
-
-def grade_many(
-    task: Task | str,
-    completions: Sequence[str],
-    answers: Sequence[str],
-    questions: Sequence[str | None] | None = None,
-    columns: Mapping[str, Sequence[Any]] | None = None,
-) -> list[Grade]:
-    """Judge many completions at once; see qerl.data.grading.grade.grade_many, which this calls."""
-    from qerl.data.grading.grade import grade_many as judge
-
-    return judge(get_task(task) if isinstance(task, str) else task, completions, answers, questions, columns)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from qerl.base.errors import DataError
-from qerl.data.tasks import Task
 
 SPLITS = ("train", "test")
 
@@ -41,15 +40,3 @@ def _read(split: str) -> Iterator[dict[str, str]]:
         raise DataError(f"task arith has no split {split!r}: write {' or '.join(map(repr, SPLITS))}")
     with gzip.open(file_of(split), "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)
-
-
-# The embedded model needs no instruction: it ends in "#### N" by itself.
-TASK = Task(
-    name="arith",
-    hub=None,
-    splits={split: split for split in SPLITS},
-    answer_kind="number",
-    generate=rows,
-    solved=solved,
-    prompt_template="{question}",
-)

@@ -12,8 +12,6 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from qerl.data.tasks import Task
-
 Split = Literal["train", "test"]
 
 THINGS = (
@@ -54,13 +52,3 @@ def rows(split: str) -> Iterator[dict[str, Any]]:
         yield made
         if len(seen) == TASK_ROWS[split]:
             return
-
-
-TASK = Task(
-    name="word_game",
-    hub=None,
-    splits={"train": "train", "test": "test"},
-    answer_kind="text",
-    generate=rows,
-    prompt_template="{question}",
-)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.data.tasks import load_examples
+from qerl.data.examples import load_examples
 from qerl.report.metrics import deterministic
 from tests.helpers.cli_shell import Shell
 from tests.helpers.either_engine import ENGINE, ON_CARD, marks

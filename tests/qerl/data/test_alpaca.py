@@ -6,9 +6,10 @@ from qerl.base.errors import DataError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.recipe import load_recipe
 from qerl.data.conversations import Source, load_conversations
+from qerl.data.examples import load_examples
 from qerl.data.guess import guess
 from qerl.data.sequences import tokens_of
-from qerl.data.tasks import get_task, load_examples
+from qerl.data.tasks import get_task
 from tests.helpers.row_files import write_jsonl
 
 ROW = {"instruction": "Add the numbers.", "input": "3 4", "output": "7"}

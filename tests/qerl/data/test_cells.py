@@ -7,10 +7,10 @@ from decimal import Decimal
 import pytest
 
 from qerl.base.errors import DataError
+from qerl.data.examples import load_examples
 from qerl.data.grading.grade_file import grade_file, graded_by
 from qerl.data.guess import guess
 from qerl.data.rows import is_empty, without_nulls
-from qerl.data.tasks import load_examples
 from tests.helpers.row_files import write_jsonl, write_parquet
 
 NAN = float("nan")

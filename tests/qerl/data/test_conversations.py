@@ -5,7 +5,8 @@ import pytest
 from qerl.base.errors import DataError
 from qerl.config.recipe import load_recipe
 from qerl.data.conversations import Source, check_conversations, load_conversations
-from qerl.data.tasks import get_task, load_examples, messages_of
+from qerl.data.examples import load_examples
+from qerl.data.tasks import get_task, messages_of
 from tests.helpers.row_files import write_jsonl
 
 ASKED = {"role": "user", "content": "hi"}

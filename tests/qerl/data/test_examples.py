@@ -7,7 +7,8 @@ from decimal import Decimal
 import pytest
 
 from qerl.base.errors import ConfigError, DataError
-from qerl.data.tasks import for_episodes, get_task, load_examples
+from qerl.data.examples import load_examples
+from qerl.data.tasks import for_episodes, get_task
 from tests.helpers.row_files import GSM8K, ROWS, write, write_jsonl, write_parquet
 
 

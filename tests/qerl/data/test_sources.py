@@ -6,7 +6,9 @@ import json
 import pytest
 
 from qerl.base.errors import DataError
-from qerl.data.tasks import get_task, grade, load_examples
+from qerl.data.examples import load_examples
+from qerl.data.grading.grade import grade
+from qerl.data.tasks import get_task
 from tests.helpers.row_files import GSM8K, ROWS, write_jsonl, write_parquet
 
 

@@ -5,9 +5,10 @@ import pytest
 from qerl.base.errors import DataError
 from qerl.base.sandbox import render_text
 from qerl.checkpoint.load import load_tokenizer
+from qerl.data.examples import load_examples
 from qerl.data.messages import Written, read_message
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import load_examples, messages_of
+from qerl.data.tasks import messages_of
 from tests.helpers.row_files import write_jsonl, write_parquet
 
 END = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -7,7 +7,8 @@ import pytest
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.environment import EnvironmentConfig
-from qerl.data.tasks import load_examples, messages_of
+from qerl.data.examples import load_examples
+from qerl.data.tasks import messages_of
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.episodes.driven import Start

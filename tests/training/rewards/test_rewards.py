@@ -9,7 +9,8 @@ import pytest
 from qerl.base.errors import ConfigError, RewardError
 from qerl.config.data import REWARD_NAMES
 from qerl.config.schema import RewardConfig
-from qerl.data.tasks import Example, get_task, grade
+from qerl.data.grading.grade import grade
+from qerl.data.tasks import Example, get_task
 from qerl.report.metrics import is_own
 from training.rewards.rewards import (
     FAILED,

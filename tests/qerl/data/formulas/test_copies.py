@@ -2,7 +2,8 @@
 
 import pytest
 
-from qerl.data.tasks import get_task, grade, grade_many
+from qerl.data.grading.grade import grade, grade_many
+from qerl.data.tasks import get_task
 
 MATH, NUMBER = get_task("math500"), get_task("gsm8k")
 # question, gold, answers that copy, answers that are right

@@ -2,7 +2,8 @@
 
 import pytest
 
-from qerl.data.tasks import get_task, grade
+from qerl.data.grading.grade import grade
+from qerl.data.tasks import get_task
 
 MATH, NUMBER, OWN = get_task("math500"), get_task("gsm8k"), get_task("own")
 STATED = (

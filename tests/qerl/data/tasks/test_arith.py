@@ -7,7 +7,8 @@ import pytest
 from stories import KINDS, MAX_RESULT, TASK_ROWS, problem, problems, row, task_problems
 
 from qerl.base.errors import DataError
-from qerl.data.tasks import get_task, grade
+from qerl.data.grading.grade import grade
+from qerl.data.tasks import get_task
 from qerl.data.tasks.arith import rows, solved
 from qerl.data.tasks.word_game import split_of
 

@@ -7,9 +7,9 @@ import pytest
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import LateError, OwnFunctionError
-from qerl.data.examples import check_answers
-from qerl.data.grading.grade import check_grader
-from qerl.data.tasks import get_task, grade, grade_many, load_examples, messages_of, with_grader
+from qerl.data.examples import check_answers, load_examples
+from qerl.data.grading.grade import check_grader, grade, grade_many
+from qerl.data.tasks import get_task, messages_of, with_grader
 from tests.helpers.row_files import write_jsonl
 
 CHAT = [

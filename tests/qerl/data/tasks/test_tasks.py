@@ -9,8 +9,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.data import tasks
-from qerl.data.tasks import TAGS_SYSTEM_PROMPT, TASKS, build_messages, get_task, render_prompt
+from qerl.config import names
+from qerl.data.tasks import TASKS, build_messages, get_task, render_prompt
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -27,6 +27,10 @@ def make_tokenizer(template):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=template)
 
 
+def test_a_recipe_knows_the_names_of_all_tasks():
+    assert tuple(TASKS) == names.TASKS
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_each_task_is_complete(name):
     task = get_task(name)
@@ -36,30 +40,6 @@ def test_each_task_is_complete(name):
     assert task.splits
     assert set(task.columns) == {"question", "answer"}
     assert build_messages(name, "Q")[-1]["content"].count("Q") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("name='x', splits={}, answer_kind='math'", r"x_task\.py does not .* 'x': .* argument: 'hub'; "),
-        ("name='x', hub=None, splits={}", "argument: 'answer_kind'; .* made with name, hub, splits, answer_kind"),
-        ("'x', None, {}, 'math', colums={}", "unexpected keyword argument 'colums'"),
-    ],
-)
-def test_for_a_task_file_that_lacks_a_field_both_are_named(arguments, message, tmp_path, monkeypatch):
-    (tmp_path / "x_task.py").write_text(f"from qerl.data.tasks import Task\nTASK = Task({arguments})\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(tasks.MODULES, "x", "x_task")
-    with pytest.raises(ConfigError, match=message):
-        get_task("x")
-
-
-def test_another_error_of_a_task_file_keeps_its_traceback(tmp_path, monkeypatch):
-    (tmp_path / "y_task.py").write_text("len(1)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(tasks.MODULES, "y", "y_task")
-    with pytest.raises(TypeError, match="has no len"):
-        get_task("y")
 
 
 # Checked on the dataset cards of the hub and in code that reads them, since tests cannot reach the hub.
@@ -147,4 +127,4 @@ def test_a_template_that_refuses_the_system_role_says_what_to_write():
     tokenizer = make_tokenizer("{% set no_system = true %}" + TEMPLATE)
     assert render_prompt(tokenizer, build_messages("gsm8k", "2+2?"))
     with pytest.raises(CheckpointError, match=r"no system role.*data\.system_prompt"):
-        render_prompt(tokenizer, build_messages("gsm8k", "2+2?", TAGS_SYSTEM_PROMPT))
+        render_prompt(tokenizer, build_messages("gsm8k", "2+2?", "Be brief."))
