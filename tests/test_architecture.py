@@ -204,7 +204,7 @@ LIGHT = {  # what is imported -> what else it must not load
     "import quantize.run": ("llmcompressor", "compressed_tensors"),
     "from qerl.config.recipe import load_recipe, recipe_names; [load_recipe(name) for name in recipe_names()]": (),
     "import qerl.data.examples, qerl.data.grading.grade_file; "
-    "from qerl.data.tasks import grade; grade('gsm8k', '#### 18', '18')": ("pydantic",),
+    "from qerl.data.grading.grade import grade; grade('gsm8k', '#### 18', '18')": ("pydantic",),
 }
 
 
