@@ -1,11 +1,9 @@
 r"""Whether an answer only repeats an expression of the question, which the question asked to evaluate.
 
 "Compute $\sqrt{12}+\sqrt{27}$" is not answered by `\sqrt{12}+\sqrt{27}`, although that equals 5\sqrt{3}. An answer
-is a copy if it has an operation in it, is written differently from the task's answer, and stands in the question, as it
-is or with its parts in another order. A number or a fraction in lowest terms is never a copy.
-
-Nor does it become an answer by operations that change nothing: `0+(\sqrt{12}+\sqrt{27})\cdot 1`, or the square root of
-its square. An expression of the question that has the value of the answer may stand nowhere within the answer.
+is a copy if an expression of the question that has the value of the task's answer stands anywhere within it, as it is,
+with its parts in another order, or within operations that change nothing: `0+(\sqrt{12}+\sqrt{27})\cdot 1`, or the
+square root of its square. A number or a fraction in lowest terms is never a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from fractions import Fraction
 
 from qerl.data.formulas.equality import equal_everywhere, points, tree_of, value_at
 from qerl.data.formulas.expression import Tree, variables
-from qerl.data.formulas.shape import Shape, is_name, read
+from qerl.data.formulas.shape import Shape, read
 from qerl.data.formulas.spelling import tidy
 from qerl.data.formulas.value import close
 
@@ -33,25 +31,6 @@ _MIN_TOKENS = 3
 _MAX_QUESTION_CHARS = 20_000
 
 
-def _is_written(stated: str, answer: str, question: str) -> bool:
-    """Whether the text of `stated` stands in `question`, as it is or with its parts in another order."""
-    mine, theirs = _bare(stated), _bare(answer)
-    name, _, value = mine.partition("=")
-    candidates = {value} if value and is_name(name) else {mine, mine.rpartition("=")[2]} - {""}
-    if theirs in candidates or mine == theirs:
-        return False
-    whole = _bare(question)
-    formulas = [
-        _tokens(part) for formula in _formulas(question) for part in (formula, *re.split(r"=|\\ge|\\le", formula))
-    ]
-    for text in filter(_unevaluated, candidates):
-        tokens = _tokens(text)
-        reordered = tokens.total() >= _MIN_TOKENS and tokens in formulas and tokens != _tokens(theirs)
-        if reordered or _stands_in(text, whole):
-            return True
-    return False
-
-
 def _bare(text: str) -> str:
     """The text without white space and with one spelling of products."""
     text = re.sub(r"(?<![\w}])(\d+)\s?/\s?(\d+)(?!\w)", r"\\frac{\1}{\2}", tidy(text))
@@ -61,10 +40,6 @@ def _bare(text: str) -> str:
     while re.fullmatch(r"\(.*\)", text) and text.count("(") == 1:
         text = text[1:-1]
     return text
-
-
-def _formulas(question: str) -> list[str]:
-    return [_bare(next(group for group in match.groups() if group)) for match in _FORMULA.finditer(question)]
 
 
 def _tokens(text: str) -> Counter[str]:
@@ -80,39 +55,25 @@ def _unevaluated(text: str) -> bool:
     return bool(_OPERATION.search(text))
 
 
-def _stands_in(text: str, question: str) -> bool:
-    """Whether the text occurs in the question as more than the end or the beginning of a longer number or name."""
-    start = question.find(text)
-    while start >= 0:
-        before, after = question[:start][-1:], question[start + len(text) :][:1]
-        cut = (text[0].isdigit() and before.isdigit()) or (text[-1].isdigit() and after.isdigit()) or before == "\\"
-        if not cut and after not in ("^", "!", "_"):
-            return True
-        start = question.find(text, start + 1)
-    return False
-
-
 _MAX_PARTS = 200  # of the answer, and of all formulas of the question
 _RUNS = (
-    re.compile(r"(?:\\[A-Za-z]+|\d[\d,.]*|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[-+*/^(){}!=×÷·−√²³]|[ \t])+"),
+    re.compile(
+        r"(?:\\[A-Za-z]+|\d[\d,.]*|(?<![A-Za-z])(?:[A-Za-z]|sqrt|pi|log|ln|exp|sin|cos|tan|cot|sec|csc)(?![A-Za-z])"
+        r"|[-+*/^_(){}!=×÷·−√²³]|[ \t])+"
+    ),
     re.compile(r"(?:\d[\d,.]*|[-+*/^()!×÷·−√²³]|[ \t])+"),
 )
 
 
-def is_copied(stated: str, answer: str, question: str) -> bool:
-    """Whether `stated`, which equals the task's `answer`, is or contains an expression of `question` left as it was."""
-    question = question[:_MAX_QUESTION_CHARS]
-    return _is_written(stated, answer, question) or _is_wrapped(read(stated), read(answer), question)
-
-
-def _is_wrapped(stated: Shape, answer: Shape, question: str) -> bool:
-    """Whether a part of the answer is an expression of the question that has the value of the task's answer."""
+def is_copied(said: str, gold: str, question: str) -> bool:
+    """Whether `said`, which equals the task's answer `gold`, is or contains an expression of `question` as it was."""
+    stated, answer = read(said), read(gold)
     if stated.kind != "relation" and not any(_unevaluated(_bare(text)) for text in _values(stated)):
         return False
     golds = [tree for text in _values(answer) if (tree := tree_of(text)) is not None]
     whole = {_form(gold) for gold in golds}
     kept = {form for gold in golds for part in _parts(gold) for form in _forms(part)}
-    texts = list(_texts(question))
+    texts = list(_texts(question[:_MAX_QUESTION_CHARS]))
     formulas = [read(text) for text in texts]
     asked = _asked(formulas, kept)
     for text in _values(stated):
