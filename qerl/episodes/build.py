@@ -16,17 +16,19 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qerl.base.errors import ConfigError
 from qerl.base.program import PYTHON
 from qerl.config.names import ENVIRONMENTS
+from qerl.config.rewards import is_url
 from qerl.episodes.driven import Driven, Schema, Stepped, Tooled, methods_of
-from qerl.episodes.endpoint import Programmed, is_program, schemas_of
+from qerl.episodes.endpoint import Programmed, is_program
 from qerl.episodes.remote import Remote
 from qerl.episodes.shipped import WordGame, calculate
 
@@ -58,10 +60,6 @@ class Built:
     files: tuple[str, ...] = ()
 
 
-class UnfitError(Exception):
-    """Why an environment or a tool cannot be used, and what to write instead."""
-
-
 # By name: functions are tools, all else makes an environment.
 KNOWN: dict[str, Callable[..., Any]] = {"calculator": calculate, "word_game": WordGame}
 TOOLS = {"calculator"}
@@ -75,7 +73,7 @@ def register(name: str, make: Callable[..., Any], tool: bool = False) -> None:
 
 
 def build(source: Source) -> Built:
-    """Load what the source names and make one environment, which shows what it is. Raises UnfitError."""
+    """Load what the source names and make one environment, which shows what it is. Raises ConfigError."""
     files: list[str] = []
     names = [*source.tools, *([source.name] if source.name in TOOLS else [])]
     functions = [_found(name, files) for name in names]
@@ -84,31 +82,31 @@ def build(source: Source) -> Built:
         return Built(lambda: Tooled(functions), tuple(map(schema_of, functions)), tuple(files))
     if is_url(name):
         if functions:
-            raise UnfitError(f"environment {name} is a server, which brings its own tools: leave out tools")
+            raise ConfigError(f"environment {name} is a server, which brings its own tools: leave out tools")
         _made(name, partial(Remote, name), source.args)
         return Built(lambda: Remote(name, **source.args), ())
     factory = _found(name, files)
     if is_program(factory):
         if functions:
-            raise UnfitError(
+            raise ConfigError(
                 f"environment {name} is a program, whose tools stand in its attribute `tools`: leave out tools"
             )
-        return Built(lambda: Programmed(factory, source.args), tuple(schemas_of(factory)), tuple(files))
+        return Built(lambda: Programmed(factory, source.args), tuple(getattr(factory, "tools", ())), tuple(files))
     first = _made(name, factory, source.args)
     methods = methods_of(first)
     if callable(getattr(first, "env_response", None)):
-        raise UnfitError(
+        raise ConfigError(
             f"environment {name} is one of verifiers, which samples by itself: write solve(base_url, example), a "
             "function that has it ask that URL and returns its reward (docs/other-environments.md)"
         )
     if not callable(getattr(first, "reset", None)):
-        raise UnfitError(f"environment {name} has no reset: write reset(self, example), which begins an episode")
+        raise ConfigError(f"environment {name} has no reset: write reset(self, example), which begins an episode")
     if callable(getattr(first, "step", None)):
         if functions:
-            raise UnfitError(f"environment {name} has a step, which takes the model's turn: leave out tools")
+            raise ConfigError(f"environment {name} has a step, which takes the model's turn: leave out tools")
         return Built(lambda: Stepped(_made(name, factory, source.args)), (), tuple(files))
     if not methods and not functions:
-        raise UnfitError(
+        raise ConfigError(
             f"environment {name} has neither step nor a method that could be a tool: write step(self, action), which "
             "returns (observation, reward, done)"
         )
@@ -117,21 +115,16 @@ def build(source: Source) -> Built:
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
-    """The JSON schema of a tool, of its type hints and docstring. Raises UnfitError for a tool without them."""
+    """The JSON schema of a tool, of its type hints and docstring. Raises ConfigError for a tool without them."""
     from transformers.utils import chat_template_utils as templates
 
     try:
         return templates.get_json_schema(function)
     except Exception as error:
         name, why = getattr(function, "__name__", function), " ".join(str(error).split())[:160]
-        raise UnfitError(
+        raise ConfigError(
             f"tool {name} has no schema ({why}): give each argument a type hint and a line in the docstring under Args:"
         ) from error
-
-
-def is_url(name: str) -> bool:
-    """Whether the name is a server's."""
-    return name.startswith(("http://", "https://"))
 
 
 def _made(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
@@ -139,7 +132,7 @@ def _made(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> An
         return factory(**args)
     except TypeError as error:
         given = ", ".join(args) or "none"
-        raise UnfitError(
+        raise ConfigError(
             f"environment {name} cannot be made with args {given} ({error}): set environment.args to what it takes"
         ) from error
 
@@ -150,12 +143,12 @@ def _found(name: str, files: list[str]) -> Callable[..., Any]:
         return KNOWN[name]
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute.isidentifier():
-        raise UnfitError(
+        raise ConfigError(
             f"{name!r} names no environment and no tool: write {', '.join(KNOWN)}, path/to/file.py:Name, or "
             "package.module:Name"
         )
     if place == PYTHON:
-        raise UnfitError(
+        raise ConfigError(
             f"{name} is an object of the Python program that began the run: go on there, with environment={attribute} "
             f"or tools=[{attribute}], or name it by its file, path/to/file.py:{attribute}"
         )
@@ -164,7 +157,7 @@ def _found(name: str, files: list[str]) -> Callable[..., Any]:
     if not callable(found):
         near = difflib.get_close_matches(attribute, [key for key, one in vars(module).items() if callable(one)], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "give one that is there"
-        raise UnfitError(f"{place} has no class or function {attribute!r}: {hint}")
+        raise ConfigError(f"{place} has no class or function {attribute!r}: {hint}")
     if getattr(module, "__file__", None):
         files.append(module.__file__)
     return found
@@ -175,7 +168,7 @@ def _module(place: str) -> ModuleType:
         return importlib.import_module(place)
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise UnfitError(f"file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole")
+        raise ConfigError(f"file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole")
     name = f"qerl_own_{path.stem}"
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return sys.modules[name]
@@ -184,8 +177,3 @@ def _module(place: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look up the module of a class here
     spec.loader.exec_module(module)
     return module
-
-
-def sources(files: Sequence[str]) -> list[Path]:
-    """The files of the user's code, each once."""
-    return list(dict.fromkeys(map(Path, files)))

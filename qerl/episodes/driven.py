@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from qerl.base.isolate import LARGEST
+from qerl.base.isolate import LARGEST, short
 
 Message = dict[str, Any]
 Schema = dict[str, Any]  # of a tool, as chat templates take it
@@ -291,17 +291,19 @@ def called(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
     return awaited(reset(**{name: given[name] for name in names}))
 
 
-def messages_of(observation: Any, role: str = "user") -> tuple[Message, ...]:
+def messages_of(observation: Any) -> tuple[Message, ...]:
     """An observation as messages: text is one of the user, None is none. Raises BadEnvironmentError."""
     if observation is None or observation == "":
         return ()
     if isinstance(observation, str):
-        return ({"role": role, "content": observation},)
+        return ({"role": "user", "content": observation},)
     messages = [observation] if isinstance(observation, Mapping) else observation
-    if isinstance(messages, list | tuple) and all(map(_is_message, messages)):
+    if isinstance(messages, list | tuple) and all(
+        isinstance(each, Mapping) and isinstance(each.get("role"), str) and "content" in each for each in messages
+    ):
         return tuple(dict(message) for message in messages)
     raise BadEnvironmentError(
-        f"returned {_short(observation)} as its observation: return text, None, or messages with role and content"
+        f"returned {short(observation)} as its observation: return text, None, or messages with role and content"
     )
 
 
@@ -319,7 +321,7 @@ def _checked(message: Message) -> Message:
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in text]
         text = "".join(parts) if all(isinstance(part, str) for part in parts) else text
     if not isinstance(text, str):
-        raise BadEnvironmentError(f"returned a message with the content {_short(text)}: write text, or parts of text")
+        raise BadEnvironmentError(f"returned a message with the content {short(text)}: write text, or parts of text")
     found = {**message, "content": text}
     try:
         json.dumps(found, ensure_ascii=False, default=str).encode()
@@ -342,10 +344,10 @@ def _three(returned: Any) -> tuple[Any, float, bool]:
     """Observation, reward and done, of a tuple or a mapping."""
     if isinstance(returned, Mapping):
         if "done" not in returned:
-            raise BadEnvironmentError(f"returned {_short(returned)}: a mapping needs observation, reward and done")
+            raise BadEnvironmentError(f"returned {short(returned)}: a mapping needs observation, reward and done")
         returned = returned.get("observation"), returned.get("reward", 0.0), returned["done"]
     if not isinstance(returned, list | tuple) or len(returned) != 3:
-        raise BadEnvironmentError(f"returned {_short(returned)}: return (observation, reward, done)")
+        raise BadEnvironmentError(f"returned {short(returned)}: return (observation, reward, done)")
     observation, reward, done = returned
     return observation, number(reward), bool(done)
 
@@ -358,19 +360,10 @@ def number(value: Any) -> float:
         found = math.nan
     if not abs(found) <= LARGEST or isinstance(value, str):
         most = f" of at most {LARGEST:g}" if math.isfinite(found) else ""
-        raise BadEnvironmentError(f"returned {_short(value)} as its reward: return a finite number{most}")
+        raise BadEnvironmentError(f"returned {short(value)} as its reward: return a finite number{most}")
     return found
 
 
 def _final(environment: Any) -> float:
     get_reward = getattr(environment, "get_reward", None)
     return 0.0 if get_reward is None else number(awaited(get_reward()))
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
-
-
-def _short(value: Any) -> str:
-    text = " ".join(_shown(repr(value)).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -221,11 +221,6 @@ def is_program(found: Callable[..., Any]) -> bool:
     return inspect.isroutine(found) and "base_url" in inspect.signature(found).parameters
 
 
-def schemas_of(program: Callable[..., Any]) -> list[Schema]:
-    """The tools that a program says its requests have."""
-    return list(getattr(program, "tools", ()))
-
-
 class Programmed:
     """One episode of a program that asks its model over OpenAI's protocol: what it gets is what the policy writes.
 
@@ -242,7 +237,7 @@ class Programmed:
     """
 
     def __init__(self, program: Callable[..., Any], args: Mapping[str, Any]) -> None:
-        self._program, self._args, self._schemas = program, args, schemas_of(program)
+        self._program, self._args, self._schemas = program, args, list(getattr(program, "tools", ()))
         self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()  # what the program did last
         self._turns: SimpleQueue[Action | None] = SimpleQueue()  # None: there will be no more, and it stays there
         self._asking = threading.BoundedSemaphore(MOST_ASKING)
@@ -389,10 +384,6 @@ def _chunks(message: Message) -> list[dict[str, Any]]:
     return [*({**head, "choices": [choice]} for choice in choices), {**head, "choices": [], "usage": USAGE}]
 
 
-def _event(data: object) -> bytes:
-    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
@@ -428,16 +419,14 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = json.loads(self.rfile.read(self._length()))
             message = found.asked(body)
-        except RecursionError:
-            self._send(400, {"error": {"message": "the request nests too deeply"}})
-            return
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             self._send(400, {"error": {"message": str(error)[:500]}})
             return
         if message is None:
             self._send(410, {"error": {"message": "the episode is over"}})
         elif body.get("stream"):
-            self._write(200, "text/event-stream", b"".join(map(_event, [*_chunks(message), "[DONE]"])))
+            events = [*map(json.dumps, _chunks(message)), "[DONE]"]
+            self._write(200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events).encode())
         else:
             choice = {"index": 0, "message": message, "finish_reason": _reason(message), "logprobs": None}
             self._send(200, {**_head("chat.completion"), "choices": [choice], "usage": USAGE})

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.own_function import ENVIRONMENTS, EPISODE_COLUMNS
-from qerl.episodes.build import Source, is_url
+from qerl.config.rewards import is_url
+from qerl.episodes.build import Source
 from qerl.episodes.driven import Episode, Limits, Start
 from qerl.episodes.endpoint import Chat
 from qerl.episodes.episodes import Episodes
@@ -53,8 +54,8 @@ def open_environments(
     context: int,
     switches: Mapping[str, Any] | None = None,
 ) -> Environments:
-    """The environments of a recipe, for the model in `folder`; `limits_of` says what the numbers are, and
-    `switches` are variables of the chat template.
+    """The environments of a recipe, for the model in `folder`. `max_tokens` is for a completion, `context` with its
+    prompt; `switches` are variables of the chat template.
 
     Raises ConfigError for an environment that cannot be used, and CheckpointError for a template without its tools.
     """
@@ -64,30 +65,15 @@ def open_environments(
 
     if config.name is not None and is_url(config.name):
         check_reachable(config.name)
-    runner = Runner(source_of(config), config.processes)
+    runner = Runner(Source(config.name, tuple(config.tools), dict(config.args)), config.processes)
     try:
         end_ids = end_token_ids(folder, AutoConfig.from_pretrained(folder).get_text_config(), tokenizer)
         chat = Chat(tokenizer, runner.schemas, end_ids, switches)
     except BaseException:
         runner.close()
         raise
-    return Environments(runner, chat, limits_of(config, max_tokens, context))
-
-
-def source_of(config: EnvironmentConfig) -> Source:
-    """What a recipe names."""
-    return Source(config.name, tuple(config.tools), dict(config.args))
-
-
-def limits_of(config: EnvironmentConfig, max_tokens: int, context: int) -> Limits:
-    """The limits of a recipe's episodes; `max_tokens` is for a completion, `context` with its prompt."""
-    return Limits(
-        max_turns=config.max_turns,
-        max_tokens=max_tokens,
-        context=context,
-        max_observation_tokens=config.max_observation_tokens,
-        timeout_s=config.timeout_s,
-    )
+    limits = Limits(config.max_turns, max_tokens, context, config.max_observation_tokens, config.timeout_s)
+    return Environments(runner, chat, limits)
 
 
 def row_of(example: Example) -> dict[str, Any]:
@@ -111,32 +97,26 @@ def play(
         episodes.drop()
         raise
     finished = episodes.finish()
-    _say_failures(finished)
-    return finished
-
-
-def _say_failures(episodes: Sequence[Episode]) -> None:
-    errors = [episode.error for episode in episodes if episode.error is not None]
-    if errors:
+    if errors := [episode.error for episode in finished if episode.error is not None]:
         logger.warning(
             "%d of %d episodes were ended by their environment, the first of which %s",
-            *(len(errors), len(episodes), errors[0]),
+            *(len(errors), len(finished), errors[0]),
         )
+    return finished
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """The metrics of a rollout's episodes: means over them, shares of them, and seconds of waiting."""
-    count = len(episodes)
 
-    def mean(values: Mapping[Any, float] | Sequence[float]) -> float:
-        return sum(values) / count
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(episodes)
 
     calls = sum(episode.tool_calls for episode in episodes)
     return {
         "environment/reward": mean([episode.reward for episode in episodes]),
         "environment/turns": mean([episode.model_turns for episode in episodes]),
         "environment/tokens": mean([episode.written.count(False) for episode in episodes]),
-        "environment/tool_calls": calls / count,
+        "environment/tool_calls": calls / len(episodes),
         "environment/tool_errors_share": sum(episode.tool_errors for episode in episodes) / max(calls, 1),
         "environment/turn_limit_share": mean([episode.ended == "turns" for episode in episodes]),
         "environment/cut_observations": mean([episode.cut for episode in episodes]),

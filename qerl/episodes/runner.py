@@ -16,16 +16,16 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from qerl.base.errors import ConfigError
 from qerl.base.isolate import OwnFunctionError, Process, one_line
-from qerl.episodes.build import Source, UnfitError, build
-from qerl.episodes.driven import Action, BadEnvironmentError, Driven, Reply, Schema, checked
+from qerl.episodes.build import Source, build
+from qerl.episodes.driven import Action, BadEnvironmentError, Driven, Reply, checked
 
 Answer = dict[str, Any]
 
@@ -91,7 +91,7 @@ class Host:
         if not reply.done:
             return reply
         self._instances.pop(episode)
-        return Reply(**{**_shallow(reply), "reward": reply.reward + environment.end()})
+        return replace(reply, reward=reply.reward + environment.end())
 
     def _text(self, did: str, error: BaseException) -> str:
         if isinstance(error, BadEnvironmentError):
@@ -102,22 +102,7 @@ class Host:
         return f"{did} raised {type(error).__name__}{f': {said}' if said else ''}{where}"
 
 
-def _shallow(reply: Reply) -> dict[str, Any]:
-    return {name: getattr(reply, name) for name in reply.__dataclass_fields__}
-
-
 LOAD_S = 120.0  # that loading the user's file may take
-
-
-class _Place(Protocol):
-    schemas: list[Schema]
-    files: list[str]
-
-    def take(self, request: dict[str, Any]) -> None: ...
-
-    def replace(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Runner:
@@ -130,12 +115,8 @@ class Runner:
         self._ids = itertools.count()
         self._episodes = itertools.count()
         self._late: set[int] = set()  # places in which a call hangs
-        try:
-            count = processes if source.own_code else 1
-            make = _OwnProcess if source.own_code else _Here
-            self._places: list[_Place] = [make(source, self.answers) for _ in range(count)]
-        except UnfitError as error:
-            raise ConfigError(f"{error}") from error
+        count, make = (processes, _OwnProcess) if source.own_code else (1, _Here)
+        self._places = [make(source, self.answers) for _ in range(count)]
         self.schemas, self.files = self._places[0].schemas, self._places[0].files
 
     def episode(self) -> int:
@@ -202,7 +183,7 @@ class _OwnProcess:
             if self._process is None:
                 try:
                     self._start()
-                except UnfitError as error:
+                except ConfigError as error:
                     self._fail([number], f"could not begin: {error}")
                     return
             process = self._process
@@ -227,16 +208,16 @@ class _OwnProcess:
         self.replace()
 
     def _start(self) -> dict[str, Any]:
-        """Start the process and let it load the source. Raises UnfitError."""
+        """Start the process and let it load the source. Raises ConfigError."""
         process = Process(f"environment {self._source}", __name__)
         try:
             loaded = process.ask(pickle.dumps(self._source), LOAD_S)
         except OwnFunctionError as error:
             process.close()
-            raise UnfitError(f"environment {self._source} {error} while it was loaded") from error
+            raise ConfigError(f"environment {self._source} {error} while it was loaded") from error
         if "unfit" in loaded:
             process.close()
-            raise UnfitError(loaded["unfit"])
+            raise ConfigError(loaded["unfit"])
         self._process = process
         threading.Thread(target=self._receive, args=(process,), name="environment", daemon=True).start()
         return loaded
@@ -274,7 +255,7 @@ def main(descriptor: int) -> None:
     source = pickle.loads(connection.recv_bytes())
     try:
         built = build(source)
-    except UnfitError as error:
+    except ConfigError as error:
         send({"unfit": str(error)})
         return
     except BaseException as error:

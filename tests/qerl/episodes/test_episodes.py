@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.folder import TINY_TURNS_FOLDER
 from qerl.checkpoint.load import load_tokenizer
 from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, SamplingParams
-from qerl.episodes.build import KNOWN, TOOLS, Source, UnfitError, build, register
+from qerl.episodes.build import KNOWN, TOOLS, Source, build, register
 from qerl.episodes.driven import Start
 from qerl.episodes.play import episode_metrics, play
 from tests.helpers import own_environments
@@ -195,7 +195,7 @@ def test_functions_are_tools(tokenizer):
 def test_what_is_no_environment_is_refused_in_one_line(names, said):
     tools = tuple(f"{OWN}:{name}" for name in names if name.islower())
     name = next((f"{OWN}:{name}" for name in names if not name.islower()), None)
-    with pytest.raises(UnfitError, match=said) as raised:
+    with pytest.raises(ConfigError, match=said) as raised:
         build(Source(name, tools))
     assert "\n" not in str(raised.value)
 
