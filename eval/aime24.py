@@ -1,7 +1,4 @@
-"""AIME 2024, 30 competition problems.
-
-`python -m eval.aime24 --model M` is `qerl eval aime24 --model M`.
-"""
+"""`python -m eval.aime24 --model M` is `qerl eval aime24 --model M`."""
 
 from qerl.cli.evaluate import main
 

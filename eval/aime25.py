@@ -1,7 +1,4 @@
-"""AIME 2025, 30 competition problems.
-
-`python -m eval.aime25 --model M` is `qerl eval aime25 --model M`.
-"""
+"""`python -m eval.aime25 --model M` is `qerl eval aime25 --model M`."""
 
 from qerl.cli.evaluate import main
 

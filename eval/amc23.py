@@ -1,7 +1,4 @@
-"""AMC 2023, 40 competition problems.
-
-`python -m eval.amc23 --model M` is `qerl eval amc23 --model M`.
-"""
+"""`python -m eval.amc23 --model M` is `qerl eval amc23 --model M`."""
 
 from qerl.cli.evaluate import main
 

@@ -1,7 +1,4 @@
-"""Generated arithmetic word problems that training never sees.
-
-`python -m eval.arith --model M` is `qerl eval arith --model M`.
-"""
+"""`python -m eval.arith --model M` is `qerl eval arith --model M`."""
 
 from qerl.cli.evaluate import main
 

@@ -79,14 +79,11 @@ class Comparison:
         """What can be said of the second evaluation."""
         return self.paired.verdict
 
-    def sentence(self) -> str:
-        """The verdict and its numbers in one line, for the report."""
-        return f"After training: {self._numbers()}."
-
     def __repr__(self) -> str:
-        return f"Comparison({self.task}, the second: {self._numbers()})"
+        return f"Comparison({self.task}, the second: {self.sentence()})"
 
-    def _numbers(self) -> str:
+    def sentence(self) -> str:
+        """The verdict and its numbers in one line."""
         paired = self.paired
         return (
             f"{paired.verdict}. {100 * paired.difference:+.1f} points on the same {self.questions} questions, 95% "

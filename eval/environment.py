@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,16 +45,15 @@ def find_environment(settings: EvalSettings, run: Path | None) -> EnvironmentCon
     if settings.environment == NONE:
         return None
     if settings.environment is None and not settings.tools:
-        _check_known(trained, run)
+        if trained is not None:
+            _check_known(trained, run)
         return trained
     if trained is not None and (trained.name, trained.tools) == (settings.environment, settings.tools):
         return trained
     return EnvironmentConfig(name=settings.environment, tools=settings.tools)
 
 
-def _check_known(trained: EnvironmentConfig | None, run: Path | None) -> None:
-    if trained is None:
-        return
+def _check_known(trained: EnvironmentConfig, run: Path) -> None:
     named = [*([trained.name] if trained.name else []), *trained.tools]
     if all(name in KNOWN for name in named):
         return
@@ -75,12 +75,8 @@ def identity_of(config: EnvironmentConfig, environments: Environments) -> list[A
     """What decides the episodes, beside the model: the settings, the files of the user's code, a program's objects."""
     given = [name for name in (config.name, *config.tools) if (name or "").startswith(f"{PYTHON}:")]
     texts = [hashlib.sha256(source_of(KNOWN[name])).hexdigest() for name in given]
-    files = [_digest(Path(file)) for file in environments.runner.files]
+    files = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in environments.runner.files]
     return [config.model_dump(mode="json"), files, *([texts] if texts else [])]
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def environment_seed(seed: int, row: int) -> int:
@@ -94,7 +90,7 @@ PACKAGES = ("qerl", "torch", "transformers", "peft", "vllm", "compressed-tensors
 def describe_identity(plan: Plan) -> dict[str, Any]:
     """What decides the numbers of a planned evaluation."""
     settings, ref, sampling = plan.settings, plan.ref, plan.sampling
-    return {
+    found = {
         "task": plan.task.name,
         "format": ref.format,
         "base": weights_digest(local_folder(ref.base)),
@@ -113,25 +109,14 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
         "dtype": settings.dtype,
         "kernel": settings.kernel,
         "deterministic": settings.deterministic,
-        **_grader(plan),
-        **_environment(plan),
     }
-
-
-def _grader(plan: Plan) -> dict[str, str]:
-    """A digest of the grader's file and of the columns that it reads; nothing without a grader."""
-    if plan.task.grader is None:
-        return {}
-    source = find_grader(plan.task).source.decode("utf-8", "replace")
-    extra = [{key: repr(value) for key, value in prompt.example.extra.items()} for prompt in plan.prompts]
-    return {"grader": digest([plan.task.grader, source, extra])}
-
-
-def _environment(plan: Plan) -> dict[str, str]:
-    """A digest of what the model talks to; nothing without an environment."""
-    if plan.environment is None:
-        return {}
-    return {"environment": digest(identity_of(plan.environment, plan.asking.environments))}
+    if plan.task.grader is not None:  # its file, and the columns that it may read
+        source = find_grader(plan.task).source.decode("utf-8", "replace")
+        extra = [{key: repr(value) for key, value in prompt.example.extra.items()} for prompt in plan.prompts]
+        found["grader"] = digest([plan.task.grader, source, extra])
+    if plan.environment is not None:
+        found["environment"] = digest(identity_of(plan.environment, plan.asking.environments))
+    return found
 
 
 def digest(value: Any) -> str:
@@ -143,8 +128,6 @@ def versions() -> dict[str, str]:
     """The installed versions of the packages that may change a completion or its grade."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found

@@ -1,7 +1,4 @@
-"""Grade-school word problems (GSM8K, arXiv 2110.14168), the test split.
-
-`python -m eval.gsm8k --model M` is `qerl eval gsm8k --model M`.
-"""
+"""`python -m eval.gsm8k --model M` is `qerl eval gsm8k --model M`."""
 
 from qerl.cli.evaluate import main
 

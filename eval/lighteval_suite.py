@@ -44,7 +44,9 @@ def run_suite(settings: EvalSettings) -> tuple[dict[str, Any], Path]:
 
     ref = find_model(settings)
     settings = with_memory(with_engine(settings), run_of(ref))
-    out = settings.out or _default_out(ref, settings)
+    task = "".join(char if char.isalnum() else "-" for char in settings.task)
+    asked = {"weights": weights_digest(ref.adapter or Path(ref.base)), "limit": settings.limit}
+    out = settings.out or default_out(ref, f"lighteval-{task}", asked)
     if (out / SUITE_RESULT).exists() and not settings.overwrite:
         raise CheckpointError(f"{out} holds a result already: give another --out, or --overwrite")
     started = time.monotonic()
@@ -83,13 +85,6 @@ def suite_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
-    """A folder beside the evaluations of our own tasks, which is in the run if there is one."""
-    task = "".join(char if char.isalnum() else "-" for char in settings.task)
-    asked = {"weights": weights_digest(ref.adapter or Path(ref.base)), "limit": settings.limit}
-    return default_out(ref, f"lighteval-{task}", asked)
-
-
 def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]]:
     _accept_parser()
     from httpx import TransportError
@@ -98,12 +93,13 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
 
     from eval.lighteval_model import EngineModel
     from qerl.checkpoint.load import load_tokenizer, local_folder
+    from qerl.engine.open import open_model
 
     with tempfile.TemporaryDirectory() as scratch, _known_tasks(settings.suite_tasks):
         folder = local_folder(ref.base)
         tokenizer = load_tokenizer(folder, settings.trust_remote_code)
         context = context_length(folder) or MAX_NEW_TOKENS
-        engine = _open(settings, ref)
+        engine = open_model(ref, settings.engine_options())
         try:
             model = EngineModel(engine, tokenizer, settings, context, scratch)
             pipeline = Pipeline(
@@ -191,10 +187,3 @@ def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
         yield
     finally:
         Registry.load_all_task_configs = before
-
-
-def _open(settings: EvalSettings, ref: ModelRef) -> Any:
-    """The engine with the adapter acting, and with the model's own context."""
-    from qerl.engine.open import open_model
-
-    return open_model(ref, settings.engine_options())

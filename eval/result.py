@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.base.files import JSON_BYTES, parse_json, read_text
+from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
 from qerl.data.grading.intervals import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
 
 if TYPE_CHECKING:
@@ -72,11 +72,10 @@ class Store:
         else:
             if len(lines) > whole:
                 raise self._foreign(whole + 1)
-        rows = [self._row(number, line) for number, line in enumerate(lines[:whole], start=1)]
-        keys = [key for batch in batches for key in batch]
-        for number, (row, key) in enumerate(zip(rows, keys, strict=False), start=1):
-            if (row.get("row"), row.get("sample")) != key:
-                raise self._foreign(number)
+        keys = (key for batch in batches for key in batch)
+        rows = [
+            self._row(number, line, key) for number, (line, key) in enumerate(zip(lines[:whole], keys, strict=False), 1)
+        ]
         with path.open("r+b") as file:
             file.truncate(sum(len(line) + 1 for line in lines[:whole]))
             os.fsync(file.fileno())
@@ -100,12 +99,12 @@ class Store:
         """Write result.json, whole or not at all."""
         write_json(self.folder / RESULT, result)
 
-    def _row(self, number: int, line: bytes) -> Row:
+    def _row(self, number: int, line: bytes, key: Key) -> Row:
         try:
             row = parse_json(line.decode("utf-8"))
         except ValueError as error:
             raise self._foreign(number) from error
-        if not isinstance(row, dict):
+        if not isinstance(row, dict) or (row.get("row"), row.get("sample")) != key:
             raise self._foreign(number)
         return row
 
@@ -190,18 +189,7 @@ def _short(value: Any) -> str:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace `path` by `value` as JSON. A reader sees the old file or the new one, even after a power cut."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    replace_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
@@ -211,13 +199,12 @@ def _held(folder: Path) -> Iterator[None]:
 
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise CheckpointError(
-            f"another process is evaluating in {folder}: wait for it, or give another --out"
-        ) from error
-    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process is evaluating in {folder}: wait for it, or give another --out"
+            ) from error
         yield
     finally:
         os.close(handle)
@@ -306,10 +293,9 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
     correct_Q: dict[int, list[bool]] = {}
     for row in rows:
         correct_Q.setdefault(row["row"], []).append(row["correct"])
-    counts = {len(graded) for graded in correct_Q.values()}
-    if len(counts) != 1:
-        raise ValueError(f"questions with {sorted(counts)} samples: every question needs the same number")
-    samples = counts.pop()
+    samples, *others = {len(graded) for graded in correct_Q.values()}
+    if others:
+        raise ValueError(f"questions with {[samples, *others]} samples: every question needs the same number")
     hits_Q = [sum(graded) for graded in correct_Q.values()]
     seconds_of_batch = {row["batch"]: row["batch_seconds"] for row in rows}
     return Summary(
@@ -319,8 +305,8 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
         accuracy=estimate([hits / samples for hits in hits_Q]),
         interval=ONE_SAMPLE if samples == 1 else MANY_SAMPLES,
         pass_at_k={k: estimate([pass_at_k(samples, hits, k) for hits in hits_Q]) for k in pass_k},
-        truncated_share=_share([row["truncated"] for row in rows]),
-        no_answer_share=_share([row["reason"] == "no_answer" for row in rows]),
+        truncated_share=sum(row["truncated"] for row in rows) / len(rows),
+        no_answer_share=sum(row["reason"] == "no_answer" for row in rows) / len(rows),
         reasons=dict(sorted(Counter(row["reason"] for row in rows).items())),
         prompt_tokens=sum(row["prompt_tokens"] for row in rows),
         completion_tokens=sum(row["tokens"] for row in rows),
@@ -347,24 +333,17 @@ def render_table(results: Sequence[EvalResult], names: Sequence[str] | None = No
 
 def _cells(summary: Summary) -> dict[str, str]:
     mean = "accuracy" if summary.samples == 1 else f"accuracy (mean@{summary.samples})"
+    own = {"mean score": summary.mean_score, "environment's reward": summary.mean_environment_reward}
+    rare = {name: count / summary.completions for name, count in summary.reasons.items() if name in RARE}
     return {
         mean: f"{summary.accuracy.value:.1%}",
         "95% interval": _interval(summary.accuracy),
         **{f"pass@{k}": f"{e.value:.1%}  ({_interval(e)})" for k, e in summary.pass_at_k.items()},
-        **({} if summary.mean_score is None else {"mean score": f"{summary.mean_score:.3f}"}),
-        **(
-            {}
-            if summary.mean_environment_reward is None
-            else {"environment's reward": f"{summary.mean_environment_reward:.3f}"}
-        ),
+        **{name: f"{value:.3f}" for name, value in own.items() if value is not None},
         "correct": f"{summary.correct} of {summary.completions}",
         "truncated": f"{summary.truncated_share:.1%}",
         "no answer": f"{summary.no_answer_share:.1%}",
-        **{
-            reason.replace("_", " "): f"{n / summary.completions:.1%}"
-            for reason, n in summary.reasons.items()
-            if reason in RARE
-        },
+        **{name.replace("_", " "): f"{share:.1%}" for name, share in rare.items()},
         "tokens per completion": f"{summary.completion_tokens / summary.completions:.1f}",
         "seconds": f"{summary.seconds:.1f}",
         "tokens per second": f"{_rate(summary):.0f}",
@@ -378,10 +357,6 @@ def _interval(value: Estimate) -> str:
 def _mean(rows: Sequence[Row], key: str) -> float | None:
     """The mean of a field that only some evaluations have."""
     return sum(row[key] for row in rows) / len(rows) if key in rows[0] else None
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / len(flags)
 
 
 def _rate(summary: Summary) -> float:

@@ -17,15 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from eval.environment import episode_fields, versions
 from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
-from qerl.base.errors import CheckpointError, ConfigError, RewardError
+from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import no_folder
-from qerl.base.own_function import LateError
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.folder import export_line, kind_of, kind_of_run
 from qerl.checkpoint.load import text_of_engine
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
 class TaskGrading(GuardedReward):
     """The task's grading as the only reward of an evaluation, which keeps the whole `grades`."""
 
+    limit = "--grader-timeout-s"
+
     def __init__(self, plan: Plan) -> None:
         fixed = fixed_columns(plan.task, plan.sampling.max_new_tokens)
         rows = Rows([prompt.example for prompt in plan.prompts])
@@ -59,24 +60,12 @@ class TaskGrading(GuardedReward):
         self.grades = grade_many(task, completions, answer, question, columns)
         return [grade.value for grade in self.grades]
 
-    def _fail(
-        self,
-        what: str,
-        columns: Mapping[str, list[Any]],
-        index: int | None,
-        fixed: Mapping[str, Any],
-        cause: Exception | None = None,
-    ) -> NoReturn:
-        """Raise RewardError. Nothing is saved: the folder of an evaluation holds what the same command goes on from."""
-        where = ""
-        if index is not None:
-            row = self._examples[columns["row"][index]].id
-            where = f" for the completion {columns['completions'][index][:60]!r} of row {row}"
-        late = " within --grader-timeout-s" if isinstance(cause, LateError) else ""
-        raise RewardError(
-            f"grader {fixed['task'].grader} {what}{where}: a grader has to return a number from 0 to 1, or True or "
-            f"False, for each completion{late}; correct it, then the same command continues"
-        ) from cause
+    def _shown(self, what: str, columns: Mapping[str, list[Any]], index: int | None, fixed: Mapping[str, Any]) -> str:
+        """Nothing is saved: the folder of an evaluation holds what the same command goes on from."""
+        if index is None:
+            return ""
+        row = self._examples[columns["row"][index]].id
+        return f" for the completion {columns['completions'][index][:60]!r} of row {row}"
 
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,14 @@ LOADS = ("auto", *formats.names())
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
 MAX_NEW_TOKENS = 4096  # the reference's, where the model's context has room for it
 SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP_P} (the reference's); default greedy."
+RANGES = (  # whether a value fits, what to write, and the settings of which that holds
+    (lambda value: value >= 1, "1 or more", "limit", "samples", "max_new_tokens", "batch_size"),
+    (lambda value: value >= 0, "0 or more", "seed"),
+    (lambda value: 0 < value < math.inf, "seconds above 0", "grader_timeout_s"),
+    (lambda value: 0 < value < math.inf, "GiB above 0, such as 24", "memory", "cap_gib"),
+    (lambda value: 0 <= value < math.inf, "0 (greedy) or more", "temperature"),
+    (lambda value: 0 < value <= 1, "more than 0 and at most 1", "top_p"),
+)
 BATCH_SIZE = {"transformers": 64, "vllm": 1024}  # vLLM schedules within a batch; a batch is what a kill can lose
 
 
@@ -158,12 +166,11 @@ class EvalSettings:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("limit", "samples", "max_new_tokens", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag(name)} {value} is less than one: write 1 or more")
-        if not 0 < self.grader_timeout_s < math.inf:
-            raise ConfigError(f"--grader-timeout-s {self.grader_timeout_s:g} is no time: write seconds, above 0")
+        self._set_sampling_()
+        for fits, words, *names in RANGES:
+            for name in names:
+                if (value := getattr(self, name)) is not None and not fits(value):
+                    raise ConfigError(f"{flag(name)} {value:g} is not possible: write {words}")
         if self.grader is None and self.grader_timeout_s != EvalSettings.grader_timeout_s:
             raise ConfigError(
                 f"--grader-timeout-s {self.grader_timeout_s:g} is of a grader of your own: write --grader FILE.py "
@@ -173,19 +180,12 @@ class EvalSettings:
             raise ConfigError(
                 f"--tools {','.join(self.tools)} and --environment none contradict each other: leave one of them out"
             )
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
-        if self.memory is not None and not 0 < self.memory < math.inf:
-            raise ConfigError(f"--memory {self.memory} is no budget: write GiB, or a share of the card such as 0.9")
-        if self.cap_gib is not None and not 0 < self.cap_gib < math.inf:
-            raise ConfigError(f"--cap-gib {self.cap_gib:g} is no limit: write GiB, such as 24")
         if self.cap_gib is not None and self.memory is not None and self.cap_gib < self.memory > 1:
             raise ConfigError(
                 f"--memory {self.memory:g} is more than --cap-gib {self.cap_gib:g}, which holds for the whole process: "
                 "write a smaller --memory, or leave it out"
             )
         self._check_sources()
-        self._set_sampling_()
         self._check_sampling()
         if self.prompt_template is not None and "{question}" not in self.prompt_template:
             raise ConfigError(
@@ -228,12 +228,7 @@ class EvalSettings:
                 object.__setattr__(self, name, default[name] if self.sampled else greedy)
 
     def _check_sampling(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            what = "negative" if self.temperature < 0 else "no number"
-            raise ConfigError(f"--temperature {self.temperature} is {what}: write 0 (greedy) or more")
         check_temperature(self.temperature, "--temperature")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p} is no share: write more than 0 and at most 1")
         if self.temperature == 0 and self.top_p < 1:
             raise ConfigError(
                 f"--top-p {self.top_p} does nothing at temperature 0 (greedy): leave it out, or add --sampled"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,8 +48,11 @@ app = typer.Typer(
 def print_version(asked: bool) -> None:
     """Print the versions of qerl, Python and the libraries that decide a run's numbers, and exit."""
     if asked:
-        rows = [("qerl", __version__), ("python", platform.python_version()), *installed_versions().items()]
-        typer.echo("\n".join(f"{name} {version}" for name, version in rows))
+        found = {"qerl": __version__, "python": platform.python_version(), **dict.fromkeys(STACK, "not installed")}
+        for name in STACK:
+            with suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+        typer.echo("\n".join(f"{name} {version}" for name, version in found.items()))
         raise typer.Exit
 
 
@@ -60,17 +64,6 @@ def options(
     ] = False,
 ) -> None:
     """Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise."""
-
-
-def installed_versions() -> dict[str, str]:
-    """The version of each library of the stack, or "not installed"."""
-    found = {}
-    for name in STACK:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def main() -> None:
@@ -126,7 +119,7 @@ def _judged(before: Path, after: Path) -> Judged | None:
 
     try:
         found = compare(before, after)
-        return Judged(found.paired.verdict, found.sentence())
+        return Judged(found.verdict, f"After training: {found.sentence()}.")
     except ConfigError as error:
         return Judged(None, f"No test of the difference: {error}.")
     except CheckpointError:

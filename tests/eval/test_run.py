@@ -296,7 +296,7 @@ def test_memory_options_need_vllm_and_sensible_values(settings, capped_run):
     assert make_plan(settings(model=str(capped_run))).settings.cap_gib is None
     with pytest.raises(ConfigError, match="--cap-gib is vllm's"):
         make_plan(settings(cap_gib=24))
-    with pytest.raises(ConfigError, match="--cap-gib 0 is no limit"):
+    with pytest.raises(ConfigError, match="--cap-gib 0 is not possible"):
         settings(cap_gib=0)
     with pytest.raises(ConfigError, match="--memory 30 is more than --cap-gib 24"):
         settings(cap_gib=24, memory=30)

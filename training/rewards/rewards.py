@@ -221,6 +221,8 @@ class GuardedReward:
     leaves the reward out of its sum.
     """
 
+    limit = "rewards.N.timeout_s"  # what sets the limit of time
+
     def __init__(
         self,
         name: str,
@@ -337,29 +339,30 @@ class GuardedReward:
         fixed: Mapping[str, Any],
         cause: Exception | None = None,
     ) -> NoReturn:
-        """Save the completion (the whole batch if `index` is None) and raise RewardError."""
+        """Raise RewardError; `index` is the completion that it failed on, None for the whole batch."""
+        who, returns = f"reward {self.__name__}", "one finite number for each completion"
+        if self._task_grades:
+            who = f"grader {Path(self._fixed['task'].grader).name}"
+            returns = "True, False or a number from 0 to 1 for a completion"
+        late = f", within {self.limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
+        raise RewardError(
+            f"{who} {what}{self._shown(what, columns, index, fixed)}. A {who.partition(' ')[0]} has to return "
+            f"{returns}{late}, 0 for one that it cannot judge"
+        ) from cause
+
+    def _shown(self, what: str, columns: Mapping[str, list[Any]], index: int | None, fixed: Mapping[str, Any]) -> str:
+        """Where the completion can be seen: it is saved, and the whole batch if `index` is None."""
         picked = range(len(columns["completions"])) if index is None else [index]
         rows = [{key: values[i] for key, values in columns.items()} for i in picked]
         report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
-        path = self._run_dir / FAILED
+        path, lost = self._run_dir / FAILED, ""
         text = json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n"
-        saved = f"{path}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8", "backslashreplace")
         except OSError as error:
-            saved += f", which could not be written ({error.strerror})"
-        late = f", within rewards.N.timeout_s ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
-        who, returns = f"reward {self.__name__}", "one finite number for each completion"
-        if self._task_grades:
-            who, returns = (
-                f"grader {Path(self._fixed['task'].grader).name}",
-                "True, False or a number from 0 to 1 for a completion",
-            )
-        raise RewardError(
-            f"{who} {what}; the completion it failed on is in {saved}. A {who.partition(' ')[0]} has to return "
-            f"{returns}{late}, 0 for one that it cannot judge"
-        ) from cause
+            lost = f", which could not be written ({error.strerror})"
+        return f"; the completion it failed on is in {path}{lost}"
 
 
 REWARDS: dict[str, Reward] = {
