@@ -43,72 +43,6 @@ OPTIONS = {  # what errors name here in place of keys of a recipe
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Conversation:
-    """Messages so far, and the model that answers them."""
-
-    engine: Engine
-    tokenizer: PreTrainedTokenizerBase
-    sampling: SamplingParams
-    context: int  # tokens of prompt and answer together
-    system_prompt: str | None = None
-    seed: int = 0
-    switches: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
-    turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
-    answered: int = 0
-
-    def ask(self, question: str) -> str:
-        """The model's answer, which joins the conversation. Raises EngineError for a message that is too long."""
-        prompt = self._fitting_prompt(question)
-        (completion,) = self.engine.generate([prompt], self.sampling, seed=self.seed + self.answered)
-        answer = text_of_engine(self.tokenizer, self.engine)(completion.token_ids)
-        self.turns.append((question, answer))
-        self.answered += 1
-        if completion.finish_reason == "length":
-            logger.info("(cut off after %d tokens: --max-new-tokens)", self.sampling.max_new_tokens)
-        return answer
-
-    def reset(self) -> None:
-        """Forget all messages except the system prompt."""
-        self.turns.clear()
-
-    def _fitting_prompt(self, question: str) -> list[int]:
-        room = self.context - self.sampling.max_new_tokens
-        while True:
-            prompt = render_prompt(self.tokenizer, self._messages(question), self.switches)
-            if len(prompt) <= room:
-                return prompt
-            if not self.turns:
-                raise EngineError(
-                    f"the message has {len(prompt)} tokens, and the context of {self.context} has room for {room} "
-                    f"beside the answer's {self.sampling.max_new_tokens}: shorten it, or lower --max-new-tokens"
-                )
-            self.turns.pop(0)
-            logger.info("(the context is full: the oldest exchange is forgotten)")
-
-    def _messages(self, question: str) -> list[dict[str, str]]:
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        for asked, answer in self.turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        return [*messages, {"role": "user", "content": question}]
-
-
-def chat(options: ChatOptions) -> None:
-    """Answer the lines of stdin until it ends or a line says /exit.
-
-    Raises QerlError for what cannot work, before the weights are loaded.
-    """
-    sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
-    asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
-    context = max(4096, 2 * sampling.max_new_tokens)
-    opened = open_chat(options.model, options.adapter, asked, context, options)
-    try:
-        given = (sampling, opened.context, options.system_prompt, options.seed, opened.switches)
-        talk(Conversation(opened.engine, opened.tokenizer, *given), sys.stdin, sys.stdout)
-    finally:
-        opened.engine.close()
-
-
 @dataclass(frozen=True)
 class Opened:
     """An open model, and what renders its prompts."""
@@ -136,6 +70,58 @@ class Opened:
     def text(self, completion: Completion) -> str:
         """The completion without the tokens that end it."""
         return text_of_engine(self.tokenizer, self.engine)(completion.token_ids)
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the model that answers them."""
+
+    model: Opened
+    sampling: SamplingParams
+    system_prompt: str | None = None
+    seed: int = 0
+    turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
+    answered: int = 0
+
+    def ask(self, question: str) -> str:
+        """The model's answer, which joins the conversation. Raises EngineError for a message that is too long."""
+        prompt = self._fitting_prompt(question)
+        (completion,) = self.model.engine.generate([prompt], self.sampling, seed=self.seed + self.answered)
+        answer = self.model.text(completion)
+        self.turns.append((question, answer))
+        self.answered += 1
+        if completion.finish_reason == "length":
+            logger.info("(cut off after %d tokens: --max-new-tokens)", self.sampling.max_new_tokens)
+        return answer
+
+    def _fitting_prompt(self, question: str) -> list[int]:
+        while True:
+            messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            for asked, answer in self.turns:
+                messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            messages.append({"role": "user", "content": question})
+            try:
+                return self.model.rendered(messages, self.sampling.max_new_tokens)
+            except EngineError:
+                if not self.turns:
+                    raise
+            self.turns.pop(0)
+            logger.info("(the context is full: the oldest exchange is forgotten)")
+
+
+def chat(options: ChatOptions) -> None:
+    """Answer the lines of stdin until it ends or a line says /exit.
+
+    Raises QerlError for what cannot work, before the weights are loaded.
+    """
+    sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
+    asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
+    context = max(4096, 2 * sampling.max_new_tokens)
+    opened = open_chat(options.model, options.adapter, asked, context, options)
+    try:
+        talk(Conversation(opened, sampling, options.system_prompt, options.seed), sys.stdin, sys.stdout)
+    finally:
+        opened.engine.close()
 
 
 def open_chat(
@@ -173,7 +159,7 @@ def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None
         if line == EXIT:
             return
         if line == RESET:
-            conversation.reset()
+            conversation.turns.clear()
             continue
         try:
             answer = conversation.ask(line)

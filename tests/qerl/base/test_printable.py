@@ -77,7 +77,7 @@ class Speaking(Conversation):
 
 def test_answers_of_a_chat_do_not_reach_the_terminal_raw():
     answers = io.StringIO()
-    talk(Speaking(None, None, None, 0), io.StringIO("hello\n"), answers)
+    talk(Speaking(None, None), io.StringIO("hello\n"), answers)
     assert harmless(answers.getvalue())
     assert answers.getvalue().endswith("\n\tend\n")
 

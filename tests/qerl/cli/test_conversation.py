@@ -2,13 +2,14 @@
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.cli.chat import ChatOptions, Conversation, chat, talk
+from qerl.cli.chat import ChatOptions, Conversation, Opened, chat, talk
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
@@ -36,11 +37,11 @@ def engine():
 @pytest.fixture
 def conversation(engine):
     sampling = SamplingParams(24, temperature=0.0)
-    return Conversation(Recorded(engine), load_tokenizer("tiny"), sampling, context=400, system_prompt="Be brief.")
+    return Conversation(Opened(Recorded(engine), load_tokenizer("tiny"), 400), sampling, "Be brief.")
 
 
 def text_of(conversation, number):
-    return conversation.tokenizer.decode(conversation.engine.prompts[number])
+    return conversation.model.tokenizer.decode(conversation.model.engine.prompts[number])
 
 
 def test_the_second_prompt_holds_the_first_exchange(conversation):
@@ -50,8 +51,8 @@ def test_the_second_prompt_holds_the_first_exchange(conversation):
     assert prompt.index("Be brief.") < prompt.index(QUESTION) < prompt.index("And twice that?")
     assert f"<|im_start|>assistant\n{first}<|im_end|>" in prompt
     assert prompt.endswith("<|im_start|>assistant\n")
-    assert conversation.engine.seeds == [0, 1]
-    conversation.reset()
+    assert conversation.model.engine.seeds == [0, 1]
+    conversation.turns.clear()
     conversation.ask(QUESTION)
     assert text_of(conversation, 2) == text_of(conversation, 0)
 
@@ -59,12 +60,12 @@ def test_the_second_prompt_holds_the_first_exchange(conversation):
 def test_a_full_context_drops_the_oldest_messages_and_says_so(conversation, caplog):
     caplog.set_level("INFO")
     conversation.ask(QUESTION)
-    conversation.context = len(conversation.engine.prompts[0]) + 24 + 5
+    conversation.model = replace(conversation.model, context=len(conversation.model.engine.prompts[0]) + 24 + 5)
     conversation.ask("What is 5 plus 6?")
     assert QUESTION not in text_of(conversation, 1)
     assert "oldest exchange is forgotten" in caplog.text
-    conversation.context = 30
-    with pytest.raises(EngineError, match="shorten it, or lower --max-new-tokens"):
+    conversation.model = replace(conversation.model, context=30)
+    with pytest.raises(EngineError, match="shorten it, lower max_new_tokens"):
         conversation.ask(QUESTION)
 
 
@@ -72,7 +73,7 @@ def test_each_line_is_a_message_and_commands_are_not(conversation):
     answers = io.StringIO()
     talk(conversation, io.StringIO(f"{QUESTION}\n\n/reset\n{QUESTION}\n/exit\n{QUESTION}\n"), answers)
     lines = answers.getvalue().strip().split("\n")
-    assert len(conversation.engine.prompts) == 2
+    assert len(conversation.model.engine.prompts) == 2
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
 
 
