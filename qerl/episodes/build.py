@@ -25,8 +25,8 @@ from typing import Any
 
 from qerl.base.errors import ConfigError
 from qerl.base.program import PYTHON
+from qerl.config.data import is_url
 from qerl.config.names import ENVIRONMENTS
-from qerl.config.rewards import is_url
 from qerl.episodes.driven import Driven, Schema, Stepped, Tooled, methods_of
 from qerl.episodes.endpoint import Programmed, is_program
 from qerl.episodes.remote import Remote

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.own_function import ENVIRONMENTS, EPISODE_COLUMNS
-from qerl.config.rewards import is_url
+from qerl.config.data import is_url
 from qerl.episodes.build import Source
 from qerl.episodes.driven import Episode, Limits, Start
 from qerl.episodes.endpoint import Chat
