@@ -7,8 +7,8 @@ The page begins with `notes.md`, which is beside the files and written by hand. 
 `rollout-<shape>-<name>.json`, written by scripts/bench/bench_rollout.py; steps from `step-<shape>-<name>.json`, written
 by scripts/bench/bench_step.py and scripts/bench/bench_trl.py; the linears of a decoder layer from
 `linear-<shape>-<name>.json`, written by scripts/bench/bench_linear.py; `KINDS` names the other files. If a file has
-several steps, the first is left out, since it compiles. A ratio is against the first row of its table: stock vLLM BF16
-+ LoRA, or TRL as it comes.
+several steps, the first is left out, since it compiles. A ratio is against the first row of its table: stock vLLM in BF16
+with the adapter merged, if that was measured, or with LoRA; or TRL as it comes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 Result = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {  # last part of a file's name -> the name in the tables, in their order
+    "merged": "stock vLLM 0.25.1, BF16 with the adapter merged",
     "bf16": "stock vLLM 0.25.1, BF16 + LoRA",
     "marlin": "stock vLLM 0.25.1, NVFP4 (Marlin) + LoRA",
     "trl": "TRL 1.16 as it comes: BF16 LoRA, vLLM colocate with sleep",

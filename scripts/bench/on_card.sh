@@ -34,15 +34,16 @@
 #     startup  220 s  a first and a second start at 7B, with caches of their own
 #     turns    260 s  episodes of four turns at 7B beside the same tokens in one turn; tests of episodes
 #     linear   100 s  linears and attention of a 7B layer against their limits
-#     decode   450 s  decode speed at 7B in turns: ours with and without an adapter, vLLM's BF16 and Marlin; with one
-#                     card 750 s
+#     decode   450 s  decode speed at 7B in turns: ours with and without an adapter, vLLM's BF16 (merged, and with
+#                     LoRA) and Marlin; with one card 800 s
+#     prompts  300 s  the same after prompts of 1024 and 4096 tokens, and at 1.5B: ours, and vLLM's BF16 merged
 #     fp8      470 s  FP8: tests, the engine on small models, agreement at 7B beside 16 bits
 #     fp8decode 480 s decode speed at 7B in turns: FP8 ours and stock vLLM's, and our NVFP4
 #     fp8step  520 s  workload A over FP8, 16 bits and NVFP4
 #     fp8train 260 s  FP8 that trains: whole weights, and workload A by tensorwise products
 #     attention 70 s  attention of decode steps with keys and values in 8 and in 16 bits
 #     fp8kv    240 s  FP8 keys and values, calibrated: agreement, and decode speed beside 16 bits in turns
-#     decode32 480 s  decode speed at 32B in turns: ours, and vLLM's in BF16
+#     decode32 480 s  decode speed at 32B in turns: ours, and vLLM's BF16 merged
 #     marlin32 560 s  the same with ours, with and without an adapter, and vLLM's Marlin
 #     moe      380 s  a mixture of experts: kernels, and the engine on small models
 #     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B in turns; 25 GB of disk
@@ -329,12 +330,36 @@ batch_decode() {
     checkpoint qwen2.5-7b 7b &
     checkpoint qwen2.5-7b 7b-16 --format bf16 &
     wait
-    turns 4 --sequences 1 8 32 128 192 256
+    turns 5 --sequences 1 8 32 64 128 256
     for way in alone turn; do
-        $way 7b-qerl 7b 0.22
-        $way 7b-qerl-base 7b 0.22 --rank 0
-        $way 7b-marlin 7b 0.22 --engine stock --kernel marlin
-        $way 7b-bf16 7b-16 0.22 --engine stock
+        $way 7b-qerl 7b 0.18
+        $way 7b-qerl-base 7b 0.18 --rank 0
+        $way 7b-merged 7b-16 0.18 --engine stock --rank 0
+        $way 7b-marlin 7b 0.18 --engine stock --kernel marlin
+        $way 7b-bf16 7b-16 0.18 --engine stock
+        wait
+    done
+}
+
+batch_prompts() {
+    local way length
+    checkpoint qwen2.5-7b 7b &
+    checkpoint qwen2.5-7b 7b-16 --format bf16 &
+    checkpoint qwen2.5-1.5b 1.5b &
+    checkpoint qwen2.5-1.5b 1.5b-16 --format bf16 &
+    wait
+    for length in 1024 4096; do
+        turns 2 --sequences 16 48 --cached-prompts --prompt-tokens $length
+        for way in alone turn; do
+            $way "7b-qerl-$length" 7b 0.4
+            $way "7b-merged-$length" 7b-16 0.4 --engine stock --rank 0
+            wait
+        done
+    done
+    turns 2 --sequences 1 8 32 64 128 256
+    for way in alone turn; do
+        $way 1.5b-qerl 1.5b 0.3
+        $way 1.5b-merged 1.5b-16 0.3 --engine stock --rank 0
         wait
     done
 }
@@ -419,10 +444,10 @@ batch_decode32() {
     checkpoint qwen2.5-32b 32b &
     checkpoint qwen2.5-32b 32b-16 --format bf16 &
     wait
-    turns 2 --sequences 1 8 64 128 --rank 16
+    turns 2 --sequences 1 8 32 64 128
     for way in alone turn; do
         $way 32b-qerl 32b 0.3
-        $way 32b-bf16 32b-16 0.6 --engine stock
+        $way 32b-merged 32b-16 0.6 --engine stock --rank 0
         wait
     done
 }

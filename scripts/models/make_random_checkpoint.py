@@ -59,7 +59,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 
 SHAPES = {
-    **{name: {**QWEN, **KNOWN[name]} for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")},
+    **{name: {**QWEN, **KNOWN[name]} for name in [f"qwen2.5-{size}b" for size in ("1.5", "3", "7", "14", "32")]},
     **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # with Llama 3's context
     "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
     "qwen3-30b-a3b": {**QWEN3, **KNOWN["qwen3-30b-a3b"]},

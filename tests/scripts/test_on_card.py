@@ -51,11 +51,11 @@ def test_batches_for_several_cards_each_run_on_their_own_card(tmp_path):
 
 def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_path):
     out, _ = on_card(tmp_path, SAYS_ITS_CARD, "decode", CUDA_VISIBLE_DEVICES="2,5,7")
-    names = ("7b-qerl", "7b-qerl-base", "7b-marlin", "7b-bf16")
+    names = ("7b-qerl", "7b-qerl-base", "7b-merged", "7b-marlin", "7b-bf16")
     cards = {way: [(out / f"{way}-{name}.log").read_text() for name in names] for way in ("open", "rollout")}
-    assert cards == {"open": [f"card {card}\n" for card in (2, 5, 7, 2)], "rollout": ["card 2\n"] * 4}
+    assert cards == {"open": [f"card {card}\n" for card in (2, 5, 7, 2, 5)], "rollout": ["card 2\n"] * 5}
     lines = (out / "summary.txt").read_text().splitlines()
-    assert [line.partition("-")[0] for line in lines if "7b" in line] == ["make"] * 2 + ["open"] * 4 + ["rollout"] * 4
+    assert [line.partition("-")[0] for line in lines if "7b" in line] == ["make"] * 2 + ["open"] * 5 + ["rollout"] * 5
 
 
 @pytest.mark.parametrize(
