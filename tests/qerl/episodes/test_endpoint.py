@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from qerl.checkpoint.folder import TINY_TURNS_FOLDER
+from qerl.checkpoint.folder import EMBEDDED
 from qerl.checkpoint.load import load_tokenizer
 from qerl.episodes import endpoint
 from qerl.episodes.driven import Action, BadEnvironmentError
@@ -28,7 +28,7 @@ CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 4}}\n</tool_call
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(TINY_TURNS_FOLDER))
+    return load_tokenizer(str(EMBEDDED["tiny_turns"]))
 
 
 def test_a_program_s_conversation_is_an_episode(tokenizer):

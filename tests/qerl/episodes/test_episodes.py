@@ -6,7 +6,7 @@ import time
 import pytest
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.folder import TINY_TURNS_FOLDER
+from qerl.checkpoint.folder import EMBEDDED
 from qerl.checkpoint.load import load_tokenizer
 from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, SamplingParams
@@ -21,7 +21,7 @@ OWN = own_environments.__file__
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(TINY_TURNS_FOLDER))
+    return load_tokenizer(str(EMBEDDED["tiny_turns"]))
 
 
 @pytest.fixture(autouse=True)

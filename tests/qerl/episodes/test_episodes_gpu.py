@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from qerl.checkpoint.folder import TINY_TURNS_FOLDER
+from qerl.checkpoint.folder import EMBEDDED
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.environment import EnvironmentConfig
 from qerl.data.examples import load_examples
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.gpu
 def engine():
     from qerl.engine.vllm.engine import VLLMEngine
 
-    made = VLLMEngine(str(TINY_TURNS_FOLDER), "bf16", EngineOptions(max_context=512, max_sequences=64))
+    made = VLLMEngine(str(EMBEDDED["tiny_turns"]), "bf16", EngineOptions(max_context=512, max_sequences=64))
     yield made
     made.close()
 
 
 def played(engine, count, **config):
-    tokenizer = load_tokenizer(str(TINY_TURNS_FOLDER))
+    tokenizer = load_tokenizer(str(EMBEDDED["tiny_turns"]))
     examples, _ = load_examples("arith", limit=count)
-    environments = open_environments(EnvironmentConfig(**config), tokenizer, TINY_TURNS_FOLDER, 160, 512)
+    environments = open_environments(EnvironmentConfig(**config), tokenizer, EMBEDDED["tiny_turns"], 160, 512)
     starts = []
     for example in examples:
         messages = tuple(messages_of("arith", example))

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.folder import TINY_TURNS_FOLDER
+from qerl.checkpoint.folder import EMBEDDED
 from qerl.checkpoint.load import load_tokenizer
 from qerl.episodes.remote import check_reachable
 from tests.helpers.http_server import serving
@@ -17,7 +17,7 @@ from tests.helpers.scripted import run, scripted_environments
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(TINY_TURNS_FOLDER))
+    return load_tokenizer(str(EMBEDDED["tiny_turns"]))
 
 
 class Server(BaseHTTPRequestHandler):
