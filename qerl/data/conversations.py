@@ -17,16 +17,17 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import DataError
-from qerl.data.examples import DropReport
+from qerl.base.isolate import short
+from qerl.data.examples import NAMED, PEEK, DropReport, check_rows, open_rows, present_rows
 from qerl.data.messages import (
     INSTRUCTION,
-    MessageError,
     Spoken,
+    UnusableError,
     as_messages,
     is_learned,
     read_message,
@@ -34,7 +35,7 @@ from qerl.data.messages import (
     with_input,
     with_system,
 )
-from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_empty, is_local, local_rows, names_of
+from qerl.data.rows import Row, is_empty, names_of
 from qerl.data.tasks import Task, build_messages, get_task, task_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 LISTS = ("messages", "conversations", "conversation")  # columns of whole conversations
 ANSWERS = ("completion", "response", "output")  # of what follows a prompt, beside the task's own
-PEEK, NAMED = 100, 2  # rows whose columns are looked at; rows named for each reason
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def load_conversations(data: DataConfig, task: Task, source: Source, limit: int 
 
     Raises DataError if nothing can be read, if there is no column of conversations, or if no row is usable.
     """
-    name, rows = _open(task, source)
+    name, rows = open_rows(task, task.solved, source.source, source.split)
     first = list(itertools.islice(rows, PEEK))
     columns = _columns(task, name, source.columns or {}, first)
     found: dict[str, Conversation] = {}
@@ -104,9 +104,9 @@ def load_conversations(data: DataConfig, task: Task, source: Source, limit: int 
             read = _read(row, columns, data, task, str(total))
             key = json.dumps([read.messages, read.tools, read.answers], sort_keys=True, default=str)
             if (earlier := found.get(key)) is not None:
-                raise MessageError("the same as an earlier row", f"the same as row {earlier.id}")
+                raise UnusableError("the same as an earlier row", f"the same as row {earlier.id}")
             found[key] = read
-        except MessageError as error:
+        except UnusableError as error:
             counts[error.reason] += 1
             if counts[error.reason] <= NAMED:
                 named.append(f"{place}: {error}")
@@ -120,41 +120,13 @@ def load_conversations(data: DataConfig, task: Task, source: Source, limit: int 
 
 def check_conversations(task: Task, source: Source) -> None:
     """Raise what `load_conversations` would raise for the first rows; of a hub id only the form is checked."""
-    if source.source is None:
-        _open(task, source)
-    elif is_local(source.source):
-        rows = list(itertools.islice(local_rows(source.source, source.split), PEEK))
-        _columns(task, source.source, source.columns or {}, rows)
-    else:
-        check_hub_id(source.source.partition(":")[0])
-
-
-def _open(task: Task, source: Source) -> tuple[str, Iterator[Row]]:
-    """The name of the source for messages, and its rows."""
     given = source.source
-    if given is not None and is_local(given):
-        return given, local_rows(given, source.split)
-    if given is not None:
-        name, _, subset = given.partition(":")
-        return given, hub_rows(name, subset or None, source.split)
-    if source.split not in task.splits:
-        known = " and ".join(task.splits)
-        raise DataError(f"task {task.name} has no split {source.split!r}, only {known}: pass rows with --data FILE")
-    if task.solved is not None:
-        return f"task {task.name} ({source.split})", generated_rows(task.solved(source.split))
-    if task.hub is not None:
-        return task.hub, hub_rows(task.hub, task.hub_config, task.splits[source.split])
-    raise DataError(
-        f"task {task.name} has no conversations of its own to learn from: pass your rows with --data FILE (a recipe: "
-        "data.source)"
-    )
+    check_rows(task, task.solved, given, source.split, lambda rows: _columns(task, given, source.columns or {}, rows))
 
 
 def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row]) -> tuple[str, str | None]:
     """The column of messages and None, or the columns of prompt and answer."""
-    present = [row for _, row in rows if row is not None]
-    if not present:
-        raise DataError(f"{name} holds no rows: is it the right file, and in the format that its name says?")
+    present = present_rows(name, rows)
     there = dict.fromkeys(str(column) for row in present for column in row)
     own = {key: [value] if isinstance(value, str) else list(value) for key, value in task.columns.items()}
     prompts = (
@@ -176,16 +148,16 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
 def _read(
     row: Mapping[str, Any] | None, columns: tuple[str, str | None], data: DataConfig, task: Task, number: str
 ) -> Conversation:
-    """A row's conversation, or MessageError."""
+    """A row's conversation, or UnusableError."""
     if row is None:
-        raise MessageError("no readable row")
+        raise UnusableError("no readable row")
     prompt, answer = columns
     system = task.system_prompt if data.system_prompt == "default" else data.system_prompt
     asked, given = row.get(prompt), row.get(answer) if answer is not None else None
     of_text = answer is not None and isinstance(asked, str) and as_messages(asked) is None
     if of_text:
         if is_empty(asked):
-            raise MessageError("an empty prompt")
+            raise UnusableError("an empty prompt")
         before = build_messages(
             task, with_input(row, prompt, asked, answer).strip(), data.system_prompt, data.prompt_template
         )
@@ -203,7 +175,7 @@ def _read(
     elif isinstance(given, str) and not is_empty(given):
         after, learned = [{"role": "assistant", "content": given.strip()}], [*learned, True]
     elif of_text:
-        raise MessageError("no text to learn", f"its column {answer!r} is {_short(given)}")
+        raise UnusableError("no text to learn", f"its column {answer!r} is {short(given)}")
     learned_from = len(before) if after else 0
     return _conversation(row, number, [*before, *after], learned_from, learned)
 
@@ -213,15 +185,15 @@ def _conversation(
 ) -> Conversation:
     answers = [i for i, each in enumerate(messages) if i >= learned_from and each["role"] == "assistant"]
     if not answers:
-        raise MessageError("no message of the assistant")
+        raise UnusableError("no message of the assistant")
     passed = frozenset(i for i in answers if not learned[i])
     empty = [i for i in answers if i not in passed and not (messages[i]["content"].strip() or len(messages[i]) > 2)]
     if empty:
-        raise MessageError(
+        raise UnusableError(
             "an empty message of the assistant", f"its message {empty[0] + 1} would be learned, and is empty"
         )
     if len(passed) == len(answers):
-        raise MessageError("no message that is learned", "each message of the assistant says that it is not learned")
+        raise UnusableError("no message that is learned", "each message of the assistant says that it is not learned")
     name = number if is_empty(row.get("id")) else str(row["id"])
     return Conversation(name, tuple(messages), learned_from, read_tools(row.get("tools")), passed)
 
@@ -230,11 +202,6 @@ def _messages(cell: Any) -> tuple[list[Spoken], list[bool]]:
     """The messages of a cell, and which of them may be learned."""
     listed = as_messages(cell)
     if not listed:
-        raise MessageError("no list of messages", f"its messages are {_short(cell)}")
+        raise UnusableError("no list of messages", f"its messages are {short(cell)}")
     read = [read_message(each, number) for number, each in enumerate(listed, start=1)]
     return read, [is_learned(each, number) for number, each in enumerate(listed, start=1)]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -19,7 +19,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +33,7 @@ from qerl.data.messages import (
     INSTRUCTION,
     OUTPUT,
     Asked,
-    MessageError,
+    UnusableError,
     as_messages,
     read_messages,
     read_tools,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 NAMED = 2  # rows named for each reason
 MISSING = object()
+Make = Callable[[str], Iterable[Mapping[str, Any]]]  # the rows of a split that a task makes itself
 KEEP_UNREADABLE = "data.keep_unreadable (eval: --keep-unreadable)"
 
 
@@ -101,14 +102,6 @@ def look_up(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-class _UnusableError(Exception):
-    """Why a row is left out: the reason it is counted under, and what is said of this row."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail or reason
-
-
 class Collector:
     """Takes rows one by one, keeps the usable ones in order, and notes why the others are left out."""
 
@@ -127,7 +120,7 @@ class Collector:
         self._total += 1
         try:
             self._take(place, row)
-        except _UnusableError as error:
+        except UnusableError as error:
             self._drop(place, error)
 
     def finish(self, source: str, limit: int | None) -> tuple[list[Example], DropReport]:
@@ -138,32 +131,32 @@ class Collector:
         )
         return kept, report
 
-    def _drop(self, place: str, error: _UnusableError) -> None:
+    def _drop(self, place: str, error: UnusableError) -> None:
         self._counts[error.reason] += 1
         if self._counts[error.reason] <= NAMED:
-            self._named.append(f"{place}: {error.detail}")
+            self._named.append(f"{place}: {error}")
 
     def _take(self, place: str, row: Mapping[str, Any] | None) -> None:
-        """Keep the row's example, or raise _UnusableError."""
+        """Keep the row's example, or raise UnusableError."""
         if row is None:
-            raise _UnusableError("no readable row")
+            raise UnusableError("no readable row")
         asked = self._asked(row)
         question = asked.question
         if self._task.clean_question is not None:
             question = self._task.clean_question(question)
         answer = self._answer(row, asked)
         if is_empty(question) or (is_empty(answer) and not self._answers_optional):
-            raise _UnusableError(f"empty {'question' if is_empty(question) else 'answer'}")
+            raise UnusableError(f"empty {'question' if is_empty(question) else 'answer'}")
         answer = "" if is_empty(answer) else answer
         tools = self._tools(row)
         key = place if self._task.may_repeat else _key(question, asked, tools)
         earlier = self._examples.get(key)
         if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
-            raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
+            raise UnusableError("duplicate", f"duplicate of {earlier[0]}")
         if self._task.answer_kind == "number" and parse_number(answer) is None:
-            raise _UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
+            raise UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
         if self._task.answer_kind == "math" and not self._keep_unreadable and not can_be_graded(answer, "math"):
-            raise _UnusableError(
+            raise UnusableError(
                 "answer that cannot be read", f"the answer {answer[:40]!r} cannot be read; {KEEP_UNREADABLE} keeps it"
             )
         _check_flags(row, self._split)
@@ -183,26 +176,20 @@ class Collector:
             if not _holds(row, path):
                 path = next((name for name in others if not is_empty(row[name])), next(iter(others), path))
             if (cell := as_messages(look_up(row, path))) is not None:
-                try:
-                    asked = read_messages(cell)
-                    return replace(asked, earlier=tuple(with_system(row, asked.earlier)))
-                except MessageError as error:
-                    raise _UnusableError("messages that cannot be asked", str(error)) from None
+                asked = read_messages(cell)
+                return replace(asked, earlier=tuple(with_system(row, asked.earlier)))
         elif isinstance(cell := look_up(row, path), str) and as_messages(cell) is not None:
-            raise _UnusableError("question that is no text", "the question is a list of messages; --task own asks them")
-        try:
-            return Asked(with_input(row, path, _text(row, path, "question"), self._paths.get("answer")))
-        except MessageError as error:
-            raise _UnusableError(error.reason, str(error)) from None
+            raise UnusableError("question that is no text", "the question is a list of messages; --task own asks them")
+        return Asked(with_input(row, path, _text(row, path, "question"), self._paths.get("answer")))
 
     def _tools(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         """The schemas of the column `tools`. In rows without messages it may be a column that rewards read."""
         try:
             return read_tools(row.get("tools"))
-        except MessageError as error:
+        except UnusableError:
             if as_messages(look_up(row, self._paths["question"])) is None:
                 return ()
-            raise _UnusableError(error.reason, str(error)) from None
+            raise
 
     def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
         if "answer" not in self._paths:
@@ -223,12 +210,12 @@ class Collector:
         """Raise on a question that stands in an earlier row, with the same answer or with another."""
         earlier_place, earlier = self._examples[key]
         if _same_answer(earlier.answer, answer):
-            raise _UnusableError("duplicate", f"duplicate of {earlier_place}")
+            raise UnusableError("duplicate", f"duplicate of {earlier_place}")
         reason = "question with two answers"
         if key not in self._conflicts:
             self._conflicts.add(key)
-            self._drop(earlier_place, _UnusableError(reason, f"its question stands in {place} with another answer"))
-        raise _UnusableError(reason, f"its question stands in {earlier_place} with another answer")
+            self._drop(earlier_place, UnusableError(reason, f"its question stands in {place} with another answer"))
+        raise UnusableError(reason, f"its question stands in {earlier_place} with another answer")
 
 
 def _key(question: str, asked: Asked, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -248,19 +235,19 @@ def _text(row: Mapping[str, Any], path: str, what: str) -> str:
     """The cell as text. Numbers are written out; lists, objects and booleans are neither questions nor answers."""
     value = look_up(row, path)
     if value is MISSING or value is None:
-        raise _UnusableError(f"no {what}")
+        raise UnusableError(f"no {what}")
     if is_empty(value):
-        raise _UnusableError(f"empty {what}", f"the {what} is {value!r}, which is an empty cell")
+        raise UnusableError(f"empty {what}", f"the {what} is {value!r}, which is an empty cell")
     if isinstance(value, float) and math.isinf(value):
-        raise _UnusableError(f"{what} that is no finite number", f"the {what} is {value!r}")
+        raise UnusableError(f"{what} that is no finite number", f"the {what} is {value!r}")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         within = f"; map the text within it, such as {path}.0.content" if isinstance(value, list | Mapping) else ""
-        raise _UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
+        raise UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
     text = str(value).strip()
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _UnusableError(f"{what} that is no valid text", f"the {what} holds half a character") from error
+        raise UnusableError(f"{what} that is no valid text", f"the {what} holds half a character") from error
     return text
 
 
@@ -274,13 +261,13 @@ def final_answer(answer: str, kind: Literal["number", "math", "text"]) -> str:
 def _check_flags(row: Mapping[str, Any], split: str) -> None:
     """Raise on a row whose own columns say that it should not be used."""
     if row.get("dup") is True:
-        raise _UnusableError("duplicate", "its `dup` column says that an earlier row has its question")
+        raise UnusableError("duplicate", "its `dup` column says that an earlier row has its question")
     if row.get("conflict") is True:
-        raise _UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
+        raise UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
     for column in ("eval_exact", "eval_near") if split == "train" else ():
         if not is_empty(found := row.get(column)) and found:
             first = found[0] if isinstance(found, list) else found
-            raise _UnusableError("question of an evaluation set", f"its question also stands in {first}")
+            raise UnusableError("question of an evaluation set", f"its question also stands in {first}")
 
 
 def _same_answer(one: str, other: str) -> bool:
@@ -292,7 +279,7 @@ def _same_answer(one: str, other: str) -> bool:
 
 log = logging.getLogger(__name__)
 
-_PEEK = 100  # rows whose columns are looked at
+PEEK = 100  # rows whose columns are looked at
 MEANT = {"prompt": "question", "messages": "question"}  # other names of a column that can be mapped
 
 
@@ -320,8 +307,8 @@ def load_examples(
     task = get_task(task)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}: write a number of rows of at least 1, or leave it out for all")
-    name, rows = _open(task, source, split)
-    first = list(itertools.islice(rows, _PEEK))
+    name, rows = open_rows(task, task.generate, source, split)
+    first = list(itertools.islice(rows, PEEK))
     paths = _find_columns(task, name, columns or {}, first)
     collector = Collector(task, split, paths, keep_unreadable)
     for place, row in itertools.chain(first, rows):
@@ -347,37 +334,53 @@ def check_answers(task: Task, examples: Sequence[Example]) -> None:
 def check_source(
     task: Task, source: str | None = None, split: str = "train", columns: Mapping[str, str] | None = None
 ) -> None:
-    """Raise what `load_examples` would raise on the first rows: no such file, no rows, a missing column.
+    """Raise what `load_examples` would raise on the first rows: no such file, no rows, a missing column."""
+    check_rows(task, task.generate, source, split, lambda rows: _find_columns(task, source, columns or {}, rows))
+
+
+def check_rows(
+    task: Task, make: Make | None, source: str | None, split: str, check: Callable[[list[Row]], object]
+) -> None:
+    """Raise what `open_rows` would raise, and what `check` raises for the first rows of a file or folder.
 
     Of a hub id only the form is checked, as fetching takes long. Rows that a task makes itself are not checked.
     """
     if source is None or source == task.hub:
-        _check_own(task, split)
+        _check_own(task, make, split)
     elif is_local(source):
-        _find_columns(task, source, columns or {}, list(itertools.islice(local_rows(source, split), _PEEK)))
+        check(list(itertools.islice(local_rows(source, split), PEEK)))
     else:
         check_hub_id(source.partition(":")[0])
 
 
-def _open(task: Task, source: str | None, split: str) -> tuple[str, Iterator[Row]]:
-    """The name of the source for messages, and its rows."""
+def open_rows(task: Task, make: Make | None, source: str | None, split: str) -> tuple[str, Iterator[Row]]:
+    """The name of the source for messages, and its rows; `make` gives those that the task makes itself."""
     if source is not None and is_local(source):
         return source, local_rows(source, split)
     if source is not None and source != task.hub:
         name, _, subset = source.partition(":")
         return source, hub_rows(name, subset or None, split)
-    _check_own(task, split)
-    if task.generate is not None:
-        return f"task {task.name} ({split})", generated_rows(task.generate(split))
+    _check_own(task, make, split)
+    if make is not None:
+        return f"task {task.name} ({split})", generated_rows(make(split))
     return task.hub, hub_rows(task.hub, task.hub_config, task.splits[split])
 
 
-def _check_own(task: Task, split: str) -> None:
+def _check_own(task: Task, make: Make | None, split: str) -> None:
     if split not in task.splits:
         known = " and ".join(task.splits)
         raise DataError(f"task {task.name} has no split {split!r}, only {known}: pass your own rows with --data FILE")
-    if task.generate is None and task.hub is None:
-        raise DataError(f"task {task.name} has no data set of its own: pass your rows with --data FILE")
+    if make is None and task.hub is None:
+        raise DataError(
+            f"task {task.name} has no such rows of its own: pass yours with --data FILE (a recipe: data.source)"
+        )
+
+
+def present_rows(source: str, rows: Iterable[Row]) -> list[Mapping[str, Any]]:
+    """The rows that could be read. Raises DataError if there are none."""
+    if present := [row for _, row in rows if row is not None]:
+        return present
+    raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
 
 
 def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[Row]) -> dict[str, str]:
@@ -385,9 +388,7 @@ def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[
     unknown = sorted(set(asked) - {"question", "answer", "id", *MEANT})
     if unknown:
         raise ConfigError(f"columns maps {unknown[0]!r}, which is unknown: only question, answer and id can be mapped")
-    present = [row for _, row in rows if row is not None]
-    if not present:
-        raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
+    present = present_rows(source, rows)
     found = {"id": asked.get("id", "id")}
     asked = {MEANT.get(key, key): path for key, path in asked.items()}
     for key in ("question", "answer"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.base.errors import DataError
-from qerl.data.examples import MISSING, look_up
+from qerl.data.examples import MISSING, look_up, present_rows
 from qerl.data.formulas.number import parse_number
 from qerl.data.messages import as_messages, read_messages
 from qerl.data.rows import is_empty, local_rows, names_of
@@ -41,10 +41,8 @@ class Guess:
 def guess(source: str) -> Guess:
     """The columns of a file or folder. Raises DataError for one that cannot be read, or in which nothing asks."""
     read = local_rows(source, "train")
-    first = [row for _, row in itertools.islice(read, PEEK)]
-    rows = [row for row in first if row is not None]
-    if not rows:
-        raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
+    first = list(itertools.islice(read, PEEK))
+    rows = present_rows(source, first)
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     question = next((name for name in ASKS if _asks(rows, name)), None)
     if question is None:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.isolate import short
 from qerl.base.sandbox import unguarded
 from qerl.data.rows import is_empty, without_nulls
 
@@ -39,8 +40,8 @@ UNCLEAR = ("loss_mask", "mask", "loss_weight", "loss_scale", "train_detail", "tr
 Spoken = dict[str, Any]  # a message: role, content, and what a template reads of it besides
 
 
-class MessageError(ValueError):
-    """Why a row's messages cannot be used: the reason it is counted under, and what is said of this row."""
+class UnusableError(ValueError):
+    """Why a row cannot be used: the reason it is counted under, and what is said of this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -82,7 +83,7 @@ def as_messages(cell: Any) -> list[Any] | None:
 
 
 def read_messages(cell: Sequence[Any]) -> Asked:
-    """The messages of a row. Raises MessageError, in words, for what is not a chat that a model can continue."""
+    """The messages of a row. Raises UnusableError, in words, for what is not a chat that a model can continue."""
     messages = [read_message(each, number) for number, each in enumerate(cell, start=1)]
     reply = ""
     if messages and messages[-1]["role"] == "assistant":
@@ -90,7 +91,7 @@ def read_messages(cell: Sequence[Any]) -> Asked:
         reply = last["content"] if is_learned(cell[-1], len(cell)) else ""  # one that is not learned is not right
     if not messages or messages[-1]["role"] != "user":
         last = f"the last one is of the role {messages[-1]['role']!r}" if messages else "there is none of the user"
-        raise MessageError("messages that cannot be asked", f"its messages ask nothing: {last}")
+        raise UnusableError("messages that cannot be asked", f"its messages ask nothing: {last}")
     *earlier, last = messages
     beside = {key: value for key, value in last.items() if key not in ("role", "content")}
     return Asked(last["content"].strip(), tuple(earlier), reply.strip(), beside, conversational=True)
@@ -105,7 +106,7 @@ def with_system(row: Mapping[str, Any], messages: Sequence[Spoken]) -> list[Spok
 
 
 def read_message(value: Any, number: int) -> Spoken:
-    """A message with its role and content, and its name, thoughts and tool calls. Raises MessageError."""
+    """A message with its role and content, and its name, thoughts and tool calls. Raises UnusableError."""
     given = value if isinstance(value, Mapping) else {}
     role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls")
     if "role" not in given and "from" in given:
@@ -119,14 +120,14 @@ def read_message(value: Any, number: int) -> Spoken:
     text = "" if nothing and calls else text_of(content)
     wrong = f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content"
     if role not in ROLES:
-        raise MessageError("a message without a role", wrong)
+        raise UnusableError("a message without a role", wrong)
     if text is None:
-        raise MessageError("a message without a text", wrong)
+        raise UnusableError("a message without a text", wrong)
     if other := next((key for key in NO_TEXT if not is_empty(given.get(key))), None):
-        raise MessageError("a message with more than text", f"its message {number} has {other!r}, and text is read")
+        raise UnusableError("a message with more than text", f"its message {number} has {other!r}, and text is read")
     for key in given:
         if key not in THOUGHTS and OTHER_THOUGHTS.search(str(key)) and not is_empty(given[key]):
-            raise MessageError(
+            raise UnusableError(
                 "thoughts in a key that is not read",
                 f"its message {number} has {str(key)[:40]!r}: call it reasoning_content, or write it into the content",
             )
@@ -135,7 +136,9 @@ def read_message(value: Any, number: int) -> Spoken:
         if is_empty(given.get(key)):
             continue
         if not isinstance(given[key], str):
-            raise MessageError(f"a message whose {key} is no text", f"its message {number} has a {key} that is no text")
+            raise UnusableError(
+                f"a message whose {key} is no text", f"its message {number} has a {key} that is no text"
+            )
         spoken[key] = given[key]
     if calls:
         spoken["tool_calls"] = calls
@@ -146,21 +149,21 @@ def read_message(value: Any, number: int) -> Spoken:
 def is_learned(value: Any, number: int) -> bool:
     """Whether a message may be learned: not if its `weight`, `train` or `loss` is 0 or false.
 
-    Raises MessageError for another value of these keys, for other keys of that kind, whose meaning is not the same in
+    Raises UnusableError for another value of these keys, for other keys of that kind, whose meaning is not the same in
     all tools, and for one that asks to learn a message which is not the assistant's.
     """
     given = value if isinstance(value, Mapping) else {}
     said = {key: given[key] for key in (*LEARNED, *UNCLEAR) if not is_empty(given.get(key))}
     for key, asked in said.items():
         if key in UNCLEAR or not isinstance(asked, int | float) or asked not in (0, 1):
-            raise MessageError(
+            raise UnusableError(
                 "a message that does not say clearly whether it is learned",
                 f"its message {number} has {key!r}: {str(asked)[:40]!r}; write weight 0 or 1, or remove the key",
             )
     wanted = [key for key, asked in said.items() if asked]
     spoken_by = given.get("role", SHAREGPT.get(str(given.get("from"))))
     if spoken_by != "assistant" and set(wanted) - {"weight"}:
-        raise MessageError(
+        raise UnusableError(
             "a message to be learned that is not the assistant's",
             f"its message {number} has {wanted[0]!r} and the role {spoken_by!r}; only the assistant's are learned",
         )
@@ -176,19 +179,19 @@ def text_of(content: Any) -> str | None:
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The schemas of a column `tools`, also as JSON text. Raises MessageError for what is not a list of objects."""
+    """The schemas of a column `tools`, also as JSON text. Raises UnusableError for what is not a list of objects."""
     if is_empty(value):
         return ()
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise MessageError("tools that are no JSON") from None
+            raise UnusableError("tools that are no JSON") from None
         value = [] if value is None else value
     elif hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
-        raise MessageError("tools that are no list of schemas", f"its tools are {_short(value)}")
+        raise UnusableError("tools that are no list of schemas", f"its tools are {short(value)}")
     return tuple(without_nulls(each) for each in value)
 
 
@@ -212,7 +215,7 @@ def _json(text: Any, number: int) -> Any:
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
-        raise MessageError(
+        raise UnusableError(
             "a tool call that is no JSON", f"its message {number} has a tool call whose arguments are no JSON"
         ) from None
 
@@ -221,7 +224,7 @@ def _call(value: Any, number: int) -> dict[str, Any]:
     """A tool call whose arguments are an object, which templates write; OpenAI keeps them as a text."""
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError("a tool call without a name", f"its message {number} has a tool call without a name")
+        raise UnusableError("a tool call without a name", f"its message {number} has a tool call without a name")
     arguments = function.get("arguments")
     arguments = {} if is_empty(arguments) else arguments
     arguments = _json(arguments, number) if isinstance(arguments, str) else without_nulls(arguments)
@@ -233,12 +236,7 @@ def _check_characters(spoken: Spoken, number: int) -> None:
     try:
         json.dumps(spoken, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise MessageError("half a character", f"its message {number} holds half a character") from None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+        raise UnusableError("half a character", f"its message {number} holds half a character") from None
 
 
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
@@ -248,19 +246,19 @@ NOT_READ = ("history", "system")  # what LLaMA-Factory's rows may hold besides
 def with_input(row: Mapping[str, Any], column: str, text: str, answer: str | None = None) -> str:
     """The text of a row's `column`, with its input below it if that is an instruction with one.
 
-    `answer` is the column of answers. Raises MessageError for a row with more than the three columns.
+    `answer` is the column of answers. Raises UnusableError for a row with more than the three columns.
     """
     if column != INSTRUCTION or INPUT not in row or answer == INPUT:
         return text
     if more := next((name for name in NOT_READ if not is_empty(row.get(name))), None):
-        raise MessageError(
+        raise UnusableError(
             f"an instruction with the column {more}",
             f"its column {more!r} would not be asked; write the row as `messages`, or remove the column",
         )
     if is_empty(row[INPUT]):
         return text
     if not isinstance(row[INPUT], str):
-        raise MessageError("an input that is no text", f"its column 'input' is a {type(row[INPUT]).__name__}")
+        raise UnusableError("an input that is no text", f"its column 'input' is a {type(row[INPUT]).__name__}")
     return f"{text.strip()}\n\n{row[INPUT].strip()}"
 
 

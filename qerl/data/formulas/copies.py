@@ -196,17 +196,9 @@ def _form(tree: Tree) -> Tree:
     if operation in ("*", "/"):
         return _product(parts[0], parts[1] if operation == "*" else _inverse(parts[1]))
     if operation in ("^", "root"):
-        return _power(parts[0], parts[1] if operation == "^" else _inverse(parts[1]))
+        exponent = parts[1] if operation == "^" else _inverse(parts[1])
+        return parts[0] if exponent == _ONE else ("^", parts[0], exponent)
     return (operation, *parts)
-
-
-def _power(base: Tree, exponent: Tree) -> Tree:
-    """A power; roots are powers, too."""
-    if base[0] == "^":
-        base, exponent = base[1], _product(base[2], exponent)
-    if exponent in (_ZERO, _ONE):
-        return base if exponent == _ONE else _ONE
-    return ("^", base, exponent)
 
 
 def _negative(form: Tree) -> Tree:
@@ -233,22 +225,14 @@ def _inverse(form: Tree) -> Tree:
 
 
 def _product(*factors: Tree) -> Tree:
-    flat: list[Tree] = []
-    negative = False
-    for factor in (part for whole in factors for part in (whole[1:] if whole[0] == "product" else (whole,))):
-        minus = factor[0] == "neg" or (factor[0] == "number" and factor[1] < 0)
-        negative ^= minus
-        factor = _negative(factor) if minus else factor
-        if _inverse(factor) in flat and factor != _ONE:
-            flat.remove(_inverse(factor))
-        elif factor != _ONE:
-            flat.append(factor)
+    whole = [part for factor in factors for part in (factor[1:] if factor[0] == "product" else (factor,))]
+    minus = [factor[0] == "neg" or (factor[0] == "number" and factor[1] < 0) for factor in whole]
+    flat = [_negative(factor) if less else factor for factor, less in zip(whole, minus, strict=True)]
+    flat = [factor for factor in flat if factor != _ONE]
     numbers = [factor[1] for factor in flat if factor[0] == "number"]
-    if _ZERO in flat:
-        return _ZERO
     if len(flat) == len(numbers) == 2 and (numbers[0] * numbers[1]).denominator == max(n.denominator for n in numbers):
         top, bottom = sorted(numbers, key=lambda number: number.denominator)
         if top.denominator == bottom.numerator == 1 and bottom != 1:  # a fraction in lowest terms is a number
             flat = [("number", top * bottom)]
     product = ("product", *sorted(flat, key=repr)) if len(flat) > 1 else (*flat, _ONE)[0]
-    return _negative(product) if negative else product
+    return _negative(product) if sum(minus) % 2 else product

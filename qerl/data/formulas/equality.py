@@ -113,7 +113,7 @@ def equal_values(gold: str, answer: str, fallback: Fallback) -> bool:
     ]
     if None in trees:
         return _ask(gold, answer, fallback)
-    equal = equal_everywhere(*trees, rounded=any(DECIMAL.search(text) for text in (gold, answer)))
+    equal = equal_everywhere(*trees, rounded=any(map(DECIMAL.search, (gold, answer))))
     return _ask(gold, answer, fallback) if equal is None else equal
 
 
@@ -263,9 +263,7 @@ def _equal(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
         return "()" in (gold.text, answer.text) and _equal_in_order(gold, answer, fallback)
     if kinds == {"matrix", "ordered"} or kinds == {"matrix"} or kinds == {"ordered"} or kinds == {"parts"}:
         return _equal_rows(gold, answer, fallback)
-    if kinds == {"words", "value"}:
-        return _letters(gold) == _letters(answer)
-    if kinds == {"words"}:
+    if "words" in kinds and kinds <= {"words", "value"}:
         return _letters(gold) == _letters(answer)
     if kinds == {"value"}:
         return equal_values(gold.text, answer.text, fallback)
@@ -352,12 +350,11 @@ def _equal_relations(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
     for their_signs, their_sides in ((signs[1], sides[1]), (flipped, tuple(reversed(sides[1])))):
         if signs[0] == their_signs and len(sides[0]) == len(their_sides):
             mine = Shape("ordered", "", sides[0]), Shape("ordered", "", their_sides)
-            if signs[0] != ["\\approx"] and all(side.kind == "value" for side in (*sides[0], *their_sides)):
-                if len(their_sides) == 2 and _proportional(
-                    sides[0], their_sides, equation=signs[0] in (["="], ["\\ne"])
-                ):
+            both = *sides[0], *their_sides
+            if len(both) == 4 and signs[0] != ["\\approx"] and all(side.kind == "value" for side in both):
+                if _proportional(sides[0], their_sides, equation=signs[0] in (["="], ["\\ne"])):
                     return True
-                if len(their_sides) == 2 and all(tree_of(side.text) is not None for side in (*sides[0], *their_sides)):
+                if all(tree_of(side.text) is not None for side in both):
                     continue
             if _equal_in_order(*mine, fallback):
                 return True

@@ -120,8 +120,9 @@ def parse_expression(text: str) -> Tree:
     return tree
 
 
-_PRODUCTS = {("symbol", "*"), ("command", "cdot"), ("command", "times"), ("command", "ast")}
-_QUOTIENTS = {("symbol", "/"), ("command", "div")}
+_OPERATORS = dict.fromkeys([("symbol", "*"), ("command", "cdot"), ("command", "times"), ("command", "ast")], "*")
+_OPERATORS |= dict.fromkeys([("symbol", "/"), ("command", "div")], "/")
+_ENCLOSED = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil"), "lvert": ("rvert", "abs")}
 _CLOSED_BY = {"(": ")", "[": "]", "{": "}", "|": "|"}
 
 
@@ -172,20 +173,14 @@ class _Parser:
         return tree
 
     def _term(self) -> Tree:
-        sign = 1
-        while self._next_is("symbol", "+") or self._next_is("symbol", "-"):
-            sign *= -1 if self._take().text == "-" else 1
+        return self._signed(self._product)
+
+    def _product(self) -> Tree:
         tree = self._implicit_product()
-        while (token := self.next) is not None:
-            if (token.kind, token.text) in _PRODUCTS:
-                self._take()
-                tree = ("*", tree, self._signed(self._implicit_product))
-            elif (token.kind, token.text) in _QUOTIENTS:
-                self._take()
-                tree = ("/", tree, self._signed(self._implicit_product))
-            else:
-                break
-        return tree if sign == 1 else ("neg", tree)
+        while (token := self.next) is not None and (operation := _OPERATORS.get((token.kind, token.text))):
+            self._take()
+            tree = (operation, tree, self._signed(self._implicit_product))
+        return tree
 
     def _signed(self, read: Any) -> Tree:
         sign = 1
@@ -290,14 +285,10 @@ class _Parser:
         return "".join(parts)
 
     def _function(self, name: str) -> Tree:
-        base = None
-        power = None
-        if self._take_if("_"):
-            base = self._exponent()
-        if self._take_if("^"):
-            power = self._exponent()
-            if power == ("neg", ("number", Fraction(1))) and name in _INVERSE:
-                name, power = _INVERSE[name], None
+        base = self._exponent() if self._take_if("_") else None
+        power = self._exponent() if self._take_if("^") else None
+        if power == ("neg", ("number", Fraction(1))) and name in _INVERSE:
+            name, power = _INVERSE[name], None
         before, self._trigonometric = self._trigonometric, name in _TRIGONOMETRIC
         if self._next_is("symbol", "(") or self._next_is("symbol", "{") or self._next_is("symbol", "["):
             argument = self._postfix(self._until(_CLOSED_BY[self._take().text]))
@@ -316,21 +307,13 @@ class _Parser:
             top, bottom = self._argument(), self._argument()
             return ("/" if name == "frac" else "binom", top, bottom)
         if name == "sqrt":
-            root: Tree = ("number", Fraction(2))
-            if self._take_if("["):
-                root = self._until("]")
-            if self._take_if("("):
-                return ("root", self._until(")"), root)
-            return ("root", self._argument(), root)
-        for opening, closing, operation in (("lfloor", "rfloor", "floor"), ("lceil", "rceil", "ceil")):
-            if name == opening:
-                inside = self.sum()
-                self._expect(closing, "command")
-                return (operation, inside)
-        if name == "lvert":
+            root = self._until("]") if self._take_if("[") else ("number", Fraction(2))
+            return ("root", self._until(")") if self._take_if("(") else self._argument(), root)
+        if name in _ENCLOSED:
+            closing, operation = _ENCLOSED[name]
             inside = self.sum()
-            self._expect("rvert", "command")
-            return ("abs", inside)
+            self._expect(closing, "command")
+            return (operation, inside)
         raise ExpressionError(f"\\{name} is not understood")
 
     def _argument(self) -> Tree:

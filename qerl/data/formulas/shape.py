@@ -81,8 +81,7 @@ def _shape(text: str, depth: int) -> Shape:
     text = text.strip()
     if depth > 12:
         return Shape("value", text)
-    special = _words(text) or _parts(text) or _matrix(text, depth)
-    if special:
+    if special := _words(text) or _parts(text) or _matrix(text, depth):
         return special
     items, _ = _pieces(text, _LIST)
     items = [item for item in items if item]
@@ -148,16 +147,12 @@ def _assigned(name: str, value: Shape) -> Shape:
 
 
 def _plus_minus(text: str, depth: int) -> Shape | None:
-    parts, _ = _pieces(text, re.compile(r"\\(?:pm|mp)(?![A-Za-z])"))
     if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
         return None
-    if len(parts) > 1 or "\\pm" in text:
-        both = (
-            re.sub(r"\\pm(?![A-Za-z])", first, re.sub(r"\\mp(?![A-Za-z])", second, text))
-            for first, second in ("+-", "-+")
-        )
-        return Shape("list", items=tuple(_shape(one, depth + 1) for one in both))
-    return None
+    both = (
+        re.sub(r"\\pm(?![A-Za-z])", first, re.sub(r"\\mp(?![A-Za-z])", second, text)) for first, second in ("+-", "-+")
+    )
+    return Shape("list", items=tuple(_shape(one, depth + 1) for one in both))
 
 
 def _enclosed(text: str, depth: int) -> Shape | None:
@@ -213,14 +208,12 @@ _QUANTITY = re.compile(
 
 def _parts(text: str) -> Shape | None:
     """A time of day, a ratio, or a quantity with several units."""
-    clock = _CLOCK.fullmatch(text)
-    if clock:
+    if clock := _CLOCK.fullmatch(text):
         half = (clock[4] or "").lower()[:1]
         return Shape(
             "parts", f"clock {half}".strip(), tuple(Shape("value", part) for part in clock.groups()[:3] if part)
         )
-    hour = _HOUR.fullmatch(text)
-    if hour:
+    if hour := _HOUR.fullmatch(text):
         return Shape("parts", f"clock {hour[2].lower()[:1]}", (Shape("value", hour[1]), Shape("value", "00")))
     ratio, found = _pieces(text, _RATIO)
     if found and all(ratio) and not re.search(r"[=<>]|\\(?:to|mid|in)\b", text):

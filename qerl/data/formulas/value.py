@@ -10,8 +10,9 @@ All sizes are bounded (powers, factorials, nesting), so that no expression takes
 from __future__ import annotations
 
 import math
+import operator
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -88,12 +89,9 @@ def _residue(tree: Tree) -> int:
     if operation == "neg":
         return -values[0] % _PRIME
     one, other = values
-    return {
-        "+": lambda: one + other,
-        "-": lambda: one - other,
-        "*": lambda: one * other,
-        "/": lambda: one * pow(other, -1, _PRIME),
-    }[operation]() % _PRIME
+    if operation == "/":
+        return one * pow(other, -1, _PRIME) % _PRIME
+    return {"+": operator.add, "-": operator.sub, "*": operator.mul}[operation](one, other) % _PRIME
 
 
 def _factorial_residue(n: int, chosen: int = 0) -> int:
@@ -126,11 +124,6 @@ def _mp() -> Any:
         _of_thread.context = MPContext()
         _of_thread.context.dps = DIGITS
     return _of_thread.context
-
-
-def ratio(one: Value, other: Value) -> Value:
-    """One value divided by another, which is not zero."""
-    return _divide(one, other)
 
 
 def close(one: Value, other: Value, digits: int = DIGITS) -> bool:
@@ -182,26 +175,18 @@ def _constant(name: str) -> Value:
     return {"pi": lambda: +_mp().pi, "e": lambda: +_mp().e, "i": lambda: _mp().mpc(0, 1)}[name]()
 
 
-def _both(one: Value, other: Value) -> tuple[Value, Value]:
-    """Two values of which both are exact, or neither."""
-    if isinstance(one, Fraction) and isinstance(other, Fraction):
-        return one, other
-    return _inexact(one), _inexact(other)
+def _exact(operation: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
+    """The operation on two values of which both are exact, or neither."""
+
+    def apply(one: Value, other: Value) -> Value:
+        if isinstance(one, Fraction) and isinstance(other, Fraction):
+            return operation(one, other)
+        return operation(_inexact(one), _inexact(other))
+
+    return apply
 
 
-def _add(one: Value, other: Value) -> Value:
-    one, other = _both(one, other)
-    return one + other
-
-
-def _multiply(one: Value, other: Value) -> Value:
-    one, other = _both(one, other)
-    return one * other
-
-
-def _divide(one: Value, other: Value) -> Value:
-    one, other = _both(one, other)
-    return one / other
+_add, _multiply, ratio = _exact(operator.add), _exact(operator.mul), _exact(operator.truediv)
 
 
 def _power(base: Value, exponent: Value) -> Value:
@@ -222,7 +207,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 def _root(radicand: Value, degree: Value) -> Value:
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 1 <= degree <= 100:
-        return _power(radicand, _divide(Fraction(1), degree))
+        return _power(radicand, ratio(Fraction(1), degree))
     if isinstance(radicand, Fraction) and radicand < 0 and degree % 2:
         return -_root(-radicand, degree)
     if isinstance(radicand, Fraction) and radicand >= 0 and degree == 2:
@@ -243,7 +228,7 @@ def _factorial(value: Value) -> Value:
 def _binomial(n: Value, k: Value) -> Value:
     if all(isinstance(x, Fraction) and x.denominator == 1 and 0 <= x <= _MAX_FACTORIAL for x in (n, k)):
         return Fraction(math.comb(int(n), int(k)))
-    return _divide(_factorial(n), _multiply(_factorial(k), _factorial(_add(n, -k))))
+    return ratio(_factorial(n), _multiply(_factorial(k), _factorial(_add(n, -k))))
 
 
 def _whole(value: Value, up: bool) -> Value:
@@ -254,9 +239,9 @@ def _whole(value: Value, up: bool) -> Value:
 
 _OPERATIONS = {
     "+": _add,
-    "-": lambda one, other: _add(one, -other),
+    "-": _exact(operator.sub),
     "*": _multiply,
-    "/": _divide,
+    "/": ratio,
     "^": _power,
     "neg": lambda value: -value,
     "root": _root,

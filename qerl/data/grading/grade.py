@@ -242,7 +242,8 @@ def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason
         if theirs is None:
             return "bad_answer"
         return _verdict(mine.equals(theirs)) if mine else "unparsable"
-    if mine and theirs and (mine.equals(theirs) or _both_exact(mine, theirs)):
+    # 0.333333 may stand for 1/3, but 18.5 only for itself.
+    if mine and theirs and (mine.equals(theirs) or (mine.terminates() and theirs.terminates())):
         return _verdict(mine.equals(theirs))
     return _compare_math(_written(stated, mine), _written(answer, theirs))
 
@@ -255,11 +256,6 @@ def _written(text: str, number: Number | None) -> str:
     if value.denominator == 1:
         return str(value)
     return text if number.terminates() else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _both_exact(mine: Number, theirs: Number) -> bool:
-    """Whether comparing the fractions is conclusive: 0.333333 may stand for 1/3, but 18.5 only for itself."""
-    return mine.terminates() and theirs.terminates()
 
 
 def _compare_math(stated: str, answer: str) -> Reason:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qerl.data.messages import Asked, MessageError, as_messages, read_message, read_messages
+from qerl.data.messages import Asked, UnusableError, as_messages, read_message, read_messages
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -68,7 +68,7 @@ def test_other_texts_are_no_messages(cell):
 def test_thoughts_in_a_key_that_is_not_read_are_not_passed_over(key):
     said = {"role": "assistant", "content": "2"}
     for given in ("1 + 1 = 2", [{"text": "1 + 1 = 2"}]):
-        with pytest.raises(MessageError, match=f"its message 2 has {key!r}: call it reasoning_content"):
+        with pytest.raises(UnusableError, match=f"its message 2 has {key!r}: call it reasoning_content"):
             read_message({**said, key: given}, 2)
     for given in (None, "", [], float("nan")):
         assert read_message({**said, key: given}, 2) == said
