@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from qerl.api.arguments import check_keywords, model_name
+from qerl.api.arguments import as_before, check_keywords, model_name
 from qerl.base.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class Model:
         rendered by the checkpoint's chat template, as in training. Raises EngineError for a prompt that leaves no room
         in the context, and ConfigError for what is not a prompt or not such a value.
         """
-        from qerl.api.arguments import as_before
         from qerl.checkpoint.load import check_switches
         from qerl.engine.interface import SamplingParams
 
@@ -96,7 +95,6 @@ def load(
     `adapter` is applied to the model; `memory` is vLLM's budget on the card (GiB, or up to 1 a share); `context` is the
     longest prompt and completion together, in tokens. Raises QerlError, before weights are loaded if possible.
     """
-    from qerl.api.arguments import as_before
     from qerl.base.devices import choose_card
     from qerl.cli.chat import OPTIONS, open_chat
     from qerl.cli.options import options_named

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from qerl.api.arguments import (
     Function,
     Functions,
+    as_before,
     brings_prompts,
     check_keywords,
     environment_keys,
@@ -71,7 +72,6 @@ def evaluate(
     All completions are saved, and the same call reads a finished evaluation, or continues one that was interrupted.
     """
     from eval.settings import EvalSettings
-    from qerl.api.arguments import as_before
 
     known = [each.name for each in fields(EvalSettings) if each.name not in ("task", *NOT_HERE)]
     check_keywords(settings, known, "qerl.evaluate")
@@ -92,7 +92,11 @@ def evaluate(
     chosen = EvalSettings(**{**asked, "pass_k": tuple(sorted(set(asked.get("pass_k", ()))))})
     played = given_environments(environment, listed_tools(tools))
     with given(functions, {} if rows is None else {ROWS: rows}), played, as_before():
-        return _evaluated(chosen, gpu)
+        from qerl.cli.evaluate import measure
+        from qerl.cli.launch import one_card_each
+
+        with one_card_each(gpu) as parallel:
+            return measure(chosen, parallel)[0]
 
 
 def compare(first: str | os.PathLike | EvalResult, second: str | os.PathLike | EvalResult) -> Comparison:
@@ -110,14 +114,6 @@ def compare(first: str | os.PathLike | EvalResult, second: str | os.PathLike | E
     return compared(*(Path(folder).expanduser() for folder in folders))
 
 
-def _evaluated(settings: Any, gpu: int | None) -> EvalResult:
-    from qerl.cli.evaluate import measure
-    from qerl.cli.launch import one_card_each
-
-    with one_card_each(gpu) as parallel:
-        return measure(settings, parallel)[0]
-
-
 Options = TypeVar("Options")
 
 
@@ -129,7 +125,6 @@ def quantize(
 
     `options` are as for `qerl quantize`, such as method, calibration and overwrite.
     """
-    from qerl.api.arguments import as_before
     from quantize.options import QuantizeOptions
     from quantize.run import quantized
 
@@ -144,7 +139,6 @@ def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, 
 
     `to` is adapter, bf16 or nvfp4; `options` are as for `qerl merge`.
     """
-    from qerl.api.arguments import as_before
     from quantize.export.options import ExportOptions
     from quantize.export.run import merged
 
@@ -159,7 +153,6 @@ def export(run: str | os.PathLike | Run, **options: Any) -> ExportReport | Merge
 
     `options` are as for `qerl export`, such as to, out, step, overwrite, force and device.
     """
-    from qerl.api.arguments import as_before
     from quantize.export.options import ExportOptions
     from quantize.export.run import exported
 
@@ -189,23 +182,28 @@ KEYS = {  # argument -> the key of a recipe that it sets
 Sources = Mapping[str, Any]  # name -> rows, a path, or a mapping with data, reward, weight and what a source may have
 
 
-class TrainArguments(TypedDict, total=False):
-    """The further arguments of `qerl.train`. They mean what the options of `qerl train` mean."""
+class SftArguments(TypedDict, total=False):
+    """The further arguments of `qerl.sft`. They mean what the options of `qerl sft` mean."""
 
     model: str | os.PathLike | Run  # base, NVFP4 folder, run or adapter; default: the recipe's
     task: str  # prompt and grading; default: the recipe's, or `own` for rows with a prompt or messages
     columns: Mapping[str, str]  # of data: {"question": "problem", "answer": "solution"}
-    system_prompt: str
-    prompt_template: str
-    environment: str | Function  # what the model talks to: a name, a class, or a program with an argument base_url
-    tools: str | Function | Sequence[str | Function]  # functions that the model may call
-    grader: str | Function  # what says whether a completion is right; default: the task's grading
+    system_prompt: str  # of `qerl.sft`, for conversations without one
     steps: int  # optimizer steps; with `resume` the run's new number in all
     seed: int
     out: str | os.PathLike  # run directory; default: runs/<recipe>-<time>
     quantize: bool  # quantize the base first if that has not been done
     gpu: int  # card of this machine; default: that with the most free memory
     accept_changes: bool  # with `resume`: continue although rows, rewards or packages changed
+
+
+class TrainArguments(SftArguments, total=False):
+    """The further arguments of `qerl.train`. They mean what the options of `qerl train` mean."""
+
+    prompt_template: str
+    environment: str | Function  # what the model talks to: a name, a class, or a program with an argument base_url
+    tools: str | Function | Sequence[str | Function]  # functions that the model may call
+    grader: str | Function  # what says whether a completion is right; default: the task's grading
 
 
 @one_at_a_time
@@ -227,7 +225,6 @@ def train(
 
     Raises QerlError for what the user can fix, in the words of the command, and leaves this process as it was.
     """
-    from qerl.api.arguments import as_before
 
     known = ["reward", "data", "resume", *TrainArguments.__annotations__]
     check_keywords(arguments, known, "qerl.train")
@@ -265,7 +262,6 @@ def train(
 def _begin(
     recipe: Recipe, functions: Functions, data: str | os.PathLike | Rows | Sources | None, options: TrainOptions
 ) -> Run:
-    from qerl.api.arguments import as_before
     from training.run_dir.folder import new_run_dir
 
     rows: Mapping[str, Rows] = {}
@@ -277,11 +273,8 @@ def _begin(
         elif is_path(data):
             changes = {"data.source": os.fspath(data)}
         else:
-            rows = {str(run_dir / ROWS_of_given): plain_rows(data)}
-            changes = {
-                "data.source": str(run_dir / ROWS_of_given),
-                **_own_task(recipe, rows[str(run_dir / ROWS_of_given)]),
-            }
+            source, given_rows = str(run_dir / ROWS_of_given), plain_rows(data)
+            rows, changes = {source: given_rows}, {"data.source": source, **_own_task(recipe, given_rows)}
         recipe = recipe.set({**changes, "run.out": str(run_dir)})
     with given(functions, rows):
         check_new(recipe.config, recipe.name)
@@ -322,21 +315,6 @@ def run_of_result(result: TrainResult) -> Run:
     if result.adapter is None:
         logger.warning("the run is not finished: qerl.train(resume=%r) continues it", str(result.run_dir))
     return Run(Path(result.run_dir))
-
-
-class SftArguments(TypedDict, total=False):
-    """The further arguments of `qerl.sft`. They mean what the options of `qerl sft` mean."""
-
-    model: str | os.PathLike | Run  # base, NVFP4 folder, run or adapter; default: the recipe's
-    task: str  # whose columns and solutions are read; default: the recipe's
-    columns: Mapping[str, str]  # of data: {"question": "instruction", "answer": "output"}
-    system_prompt: str  # for conversations without one
-    steps: int  # optimizer steps; with `resume` the run's new number in all
-    seed: int
-    out: str | os.PathLike  # run directory; default: runs/<recipe>-<time>
-    quantize: bool  # quantize the base first if that has not been done
-    gpu: int  # card of this machine; default: that with the most free memory
-    accept_changes: bool  # with `resume`: continue although rows or packages changed
 
 
 def sft(

@@ -39,9 +39,12 @@ class Check:
 
 def checks() -> list[Check]:
     """Everything that can be checked without loading a model."""
-    found = [_python(), *_names(), _torch(), *_pins(), *_cards()]  # chooses a card before torch looks for one
-    if found_torch := _import_torch():
-        found.append(found_torch)  # without torch nothing is known about the card
+    python = Check("ok", "python", ".".join(map(str, sys.version_info[:3])))
+    found = [python, *_names(), _pin("torch", None), *_pins(), *_cards()]  # a card before torch looks for one
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built with is missing
+        found.append(Check("error", "gpu", f"unknown without torch ({_first_line(error)})", "run ./setup_env.sh"))
     else:
         from qerl.cli.doctor_kernels import kernel_checks
 
@@ -66,17 +69,6 @@ def as_json(found: list[Check]) -> str:
     return json.dumps([asdict(check) for check in found], indent=1)
 
 
-def _python() -> Check:
-    return Check("ok", "python", ".".join(map(str, sys.version_info[:3])))
-
-
-def _torch() -> Check:
-    try:
-        return Check("ok", "torch", version("torch"))
-    except PackageNotFoundError:
-        return Check("error", "torch", "missing", "run ./setup_env.sh")
-
-
 def _pins() -> list[Check]:
     """Each package that pyproject.toml pins exactly, compared with what is installed. An extra may be missing."""
     try:
@@ -88,12 +80,12 @@ def _pins() -> list[Check]:
     return [_pin(package, tested) for package, tested, extra in pins if extra not in absent]
 
 
-def _pin(package: str, tested: str) -> Check:
+def _pin(package: str, tested: str | None) -> Check:
     try:
         installed = version(package)
     except PackageNotFoundError:
         return Check("error", package, "missing", "run ./setup_env.sh")
-    if installed != tested:
+    if tested is not None and installed != tested:
         return Check("warning", package, installed, f"tested with {tested}: run ./setup_env.sh")
     return Check("ok", package, installed)
 
@@ -118,15 +110,6 @@ def refuse_clashes() -> None:
         if check.level == "error":
             sys.stderr.write(f"error: {check.what}: {check.found}; {check.remedy}\n")
             sys.exit(2)
-
-
-def _import_torch() -> Check | None:
-    """Why torch cannot be imported; None if it can."""
-    try:
-        import torch  # noqa: F401
-    except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built with is missing
-        return Check("error", "gpu", f"unknown without torch ({_first_line(error)})", "run ./setup_env.sh")
-    return None
 
 
 def _cards() -> list[Check]:

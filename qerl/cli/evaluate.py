@@ -42,18 +42,20 @@ OPTIONS = {  # what errors name here in place of keys of a recipe
 logger = logging.getLogger(__name__)
 
 
-def measured(settings: EvalSettings, parallel: Parallel = ALONE) -> list[EvalResult]:
+def measure(settings: EvalSettings, parallel: Parallel = ALONE) -> list[EvalResult]:
     """Evaluate with a progress bar on a terminal. With --run, there is a result for each of its checkpoints."""
-    from eval.run import run_checkpoints, run_eval
+    _choose_threads(settings)
+    with options_named(OPTIONS):
+        from eval.run import run_checkpoints, run_eval
 
-    try:
-        with _progress(parallel) as on_batch:
-            if settings.run:
-                return run_checkpoints(settings, on_batch, parallel)
-            return [run_eval(settings, on_batch, parallel=parallel)]
-    except KeyboardInterrupt:
-        logger.warning("stopped: the same command continues from the last whole batch")
-        raise
+        try:
+            with _progress(parallel) as on_batch:
+                if settings.run:
+                    return run_checkpoints(settings, on_batch, parallel)
+                return [run_eval(settings, on_batch, parallel=parallel)]
+        except KeyboardInterrupt:
+            logger.warning("stopped: the same command continues from the last whole batch")
+            raise
 
 
 def show_results(settings: EvalSettings, results: Sequence[EvalResult]) -> None:
@@ -134,13 +136,6 @@ def evaluate(settings: EvalSettings, gpu: Gpu = None, gpus: Gpus = None) -> None
             _choose_threads(settings)
             with options_named(OPTIONS):
                 show_suite(settings)
-
-
-def measure(settings: EvalSettings, parallel: Parallel) -> list[EvalResult]:
-    """The result; with settings.run one of each of its checkpoints."""
-    _choose_threads(settings)
-    with options_named(OPTIONS):
-        return measured(settings, parallel)
 
 
 def _choose_threads(settings: EvalSettings) -> None:

@@ -25,11 +25,6 @@ def say_next(command: str) -> None:
     SafeConsole().print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
 
 
-def after_quantizing(folder: Path) -> str:
-    """Train on a quantized folder, by the recipe of its source if one ships."""
-    return _training(str(folder))
-
-
 def after_training(run_dir: Path) -> str:
     """Evaluate a run on rows that it did not train on: those of its validation, or the test rows of its task or of one
     like it. Where there are none the run is read in its report."""
@@ -79,10 +74,10 @@ def after_evaluating(base: str, adapter: str | None, format: str) -> str:
     if folder.name == "model" and (folder.parent / "config.yaml").is_file():  # of a run that trains what is served
         return _line("chat", "--model", str(folder.parent))
     trained = any((folder / name).is_file() for name in (MERGE_REPORT, EXPORT_REPORT))
-    return _line("chat", "--model", base) if trained else _training(base)
+    return _line("chat", "--model", base) if trained else after_quantizing(base)
 
 
-def _training(model: str) -> str:
+def after_quantizing(model: str) -> str:
     """`qerl train` on a 16-bit model or a quantized folder; a 16-bit model is quantized first where that is missing."""
     source = WORDS.get(Path(model)) or quantized_from(Path(model)) or model
     format = _quantized_format(Path(model))

@@ -30,7 +30,7 @@ def quantize_command(
     report = quantized(model, out, gpu, options)
     SafeConsole().print(report.table())
     if options.start_of is None:
-        say_next(after_quantizing(report.out))
+        say_next(after_quantizing(str(report.out)))
 
 
 def export_command(options: ExportOptions, gpu: Gpu = None) -> None:

@@ -9,7 +9,6 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.report.read import Row, Run
@@ -164,11 +163,6 @@ def _is_flat(points: Sequence[tuple[int, float]]) -> bool:
     return len({rounded(value) for _, value in points}) < 2
 
 
-def draw_curves(run: Run, path: Path) -> None:
-    """Draw every panel and the time by phase into one picture."""
-    curves([run]).savefig(path, dpi=110)
-
-
 def curves(runs: Sequence[Run], chosen: Sequence[Panel] | None = None) -> Figure:
     """A figure of the `chosen` panels, or of every panel and the time by phase, of one run or of several."""
     import matplotlib
@@ -316,7 +310,9 @@ def curve_picture(runs: Sequence[Run]) -> Picture:
     light = dark = out.getvalue().decode("utf-8")
     for bright, dim in (TEXT, LINES, *DRAWN):
         dark = dark.replace(bright, dim)
-    return Picture(_data_uri(light), _data_uri(dark), "; ".join(["curves", *(panel.title for panel in panels(runs))]))
+    encoded = (base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii") for svg in (light, dark))
+    titles = "; ".join(["curves", *(panel.title for panel in panels(runs))])
+    return Picture(*(f"data:image/svg+xml;base64,{text}" for text in encoded), titles)
 
 
 def _style() -> dict[str, Any]:
@@ -333,7 +329,3 @@ def _style() -> dict[str, Any]:
         "font.family": "sans-serif",
         "svg.hashsalt": "qerl",  # makes the same run give the same bytes
     }
-
-
-def _data_uri(svg: str) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii")

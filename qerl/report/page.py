@@ -19,7 +19,7 @@ from rich.markdown import Markdown
 
 from qerl.base.errors import ConfigError
 from qerl.base.printable import SafeConsole, printable
-from qerl.report.curves import constant_table, curve_picture, draw_curves
+from qerl.report.curves import constant_table, curve_picture, curves
 from qerl.report.read import (
     ComparedResult,
     Evaluation,
@@ -133,7 +133,7 @@ def _turns(found: Any) -> tuple[Turn, ...]:
     """The turns of an episode; none if the line is damaged, or of a completion of one turn."""
     if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
         return ()
-    return tuple(Turn(str(one.get("role")), str(one.get("text", "")), _count(one.get("tokens"))) for one in found)
+    return tuple(Turn(str(one.get("role")), str(one.get("text", "")), one.get("tokens")) for one in found)
 
 
 def _text(value: Any) -> str:
@@ -141,10 +141,6 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "\n".join(str(message.get("content", message)) for message in value)
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def render_page(
@@ -162,7 +158,7 @@ def render_page(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_printable,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
     return environment.get_template("page.html.j2").render(
         title=f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}",
@@ -212,7 +208,7 @@ def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judge
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     """The facts that a reader wants to know first, as far as the run recorded them."""
-    config, last = run.config, run.rows[-1]
+    config, last, command = run.config, run.rows[-1], run.about.get("command")
     planned = (config.get("run") or {}).get("steps")
     seconds = sum(row.get("time/step_s") or 0.0 for row in run.rows)
     totals = run.about.get("totals") or []
@@ -226,7 +222,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("time in steps", _duration(seconds) if seconds else None),
         ("tokens", f"{last['tokens_total']:,.0f}" if last.get("tokens_total") else None),
         ("dynamic sampling", sampling_text(run.rows)),
-        ("command", _command(run.about.get("command") or [])),
+        ("command", command and shlex.join(["qerl", *command[1:]])),  # the first is the path of the script
     ]
     return [(name, str(value)) for name, value in facts if value]
 
@@ -234,27 +230,13 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 def _evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
     if not evaluations:
         return None
-    heading, cells = evaluation_table(evaluations)
     wrong = [(evaluation.name, mistakes(evaluation)) for evaluation in evaluations]
-    return {
-        "heading": heading,
-        "cells": cells,
-        "mistakes": [(name, rows) for name, rows in wrong if rows],
-    }
-
-
-def _command(arguments: Sequence[str]) -> str:
-    """The command as it was typed; the first argument is the path of the script."""
-    return shlex.join(["qerl", *arguments[1:]]) if arguments else ""
+    return {"table": evaluation_table(evaluations), "mistakes": [(name, rows) for name, rows in wrong if rows]}
 
 
 def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-def _printable(value: Any) -> Any:
-    return printable(value) if type(value) is str else value
 
 
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
@@ -331,7 +313,7 @@ def write_report(
         SafeConsole().print(Markdown(text))
         if len(runs) == 1:
             (run.folder / "report.md").write_text(text, encoding="utf-8")
-            draw_curves(run, run.folder / "curves.png")
+            curves([run]).savefig(run.folder / "curves.png", dpi=110)
             logger.info("report: %s, curves: %s", run.folder / "report.md", run.folder / "curves.png")
     logger.info("page: %s", page)
     return page

@@ -46,7 +46,7 @@ def command(*arguments):
 
 def shown(run, *compared):
     """What `qerl report` does; the curves, which take a second to draw, only where many files are tried."""
-    from qerl.report.curves import draw_curves
+    from qerl.report.curves import curves
     from qerl.report.page import render_page, render_text
     from qerl.report.read import ComparedResult, read_evaluation, read_run
 
@@ -55,7 +55,7 @@ def shown(run, *compared):
     render_page([found], both, None)
     render_text(found, both, None)
     if "QERL_TEST_MUTATIONS" in os.environ:
-        draw_curves(found, run / "curves.png")
+        curves([found]).savefig(run / "curves.png")
 
 
 def read_model(folder):
