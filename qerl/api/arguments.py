@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from qerl.base.devices import ORDER, VISIBLE
 from qerl.base.errors import ConfigError, DataError
+from qerl.base.isolate import short
 from qerl.base.program import PYTHON, rows_file
 from qerl.cli.terminal import NOISY_LOGGERS, quiet_libraries_
 from qerl.config.data import SourceConfig
@@ -149,15 +150,10 @@ def rewards_of(reward: object, functions: Functions) -> list[dict[str, Any]]:
 
 
 def _reward(given: object, functions: Functions) -> dict[str, Any]:
-    name = given.get("name") if isinstance(given, Mapping) else None
-    if callable(name):
-        return {**given, "name": functions.name_of(name)}
-    if isinstance(name, str):
-        return dict(given)
-    if callable(given):
-        return {"name": functions.name_of(given)}
-    if isinstance(given, str):
-        return {"name": given}
+    asked = given if isinstance(given, Mapping) else {"name": given}
+    name = asked.get("name")
+    if callable(name) or isinstance(name, str):
+        return {**asked, "name": functions.name_of(name) if callable(name) else name}
     raise ConfigError(
         f"reward={given!r} is no reward: give a function, a name such as 'accuracy' or 'rewards.py:short', a mapping "
         "with name, weight and args, or a list of these"
@@ -167,7 +163,7 @@ def _reward(given: object, functions: Functions) -> dict[str, Any]:
 def grader_of(grader: str | Function | None, functions: Functions) -> str | None:
     """A grader's name for a recipe or an evaluation. Raises ConfigError for what is neither a function nor a name."""
     if not (grader is None or callable(grader) or isinstance(grader, str | os.PathLike)):
-        raise ConfigError(f"grader={_short(grader)} is not a grader: give a function, or a name such as 'grader.py'")
+        raise ConfigError(f"grader={short(grader)} is not a grader: give a function, or a name such as 'grader.py'")
     return functions.name_of(grader) if callable(grader) else grader and os.fspath(grader)
 
 
@@ -192,13 +188,15 @@ def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
                     "list(itertools.islice(data, 10_000)), or write the rows to a file and give its path"
                 )
             if not isinstance(row, Mapping):
-                raise DataError(f"row {number} of data is {_short(row)}: give mappings, such as {{'prompt': ...}}")
+                raise DataError(f"row {number} of data is {short(row)}: give mappings, such as {{'prompt': ...}}")
             text = json.dumps(dict(row), default=_listed, allow_nan=False)
             size += len(text)
             rows.append(json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
-        where = f"row {len(rows) + 1} of data cannot be kept as JSON" if rows or not _is_scalar(data) else "data is"
-        what = f" ({error})" if where != "data is" else f" {_short(data)}"
+        where = (
+            f"row {len(rows) + 1} of data cannot be kept as JSON" if rows or isinstance(data, Iterable) else "data is"
+        )
+        what = f" ({error})" if where != "data is" else f" {short(data)}"
         raise DataError(
             f"{where}{what}: give a list of mappings with text, numbers and lists, or the path of a file"
         ) from None
@@ -235,7 +233,7 @@ def typed(kind: type, given: Mapping[str, Any], function: str) -> dict[str, Any]
             wrong = next((each for each in error.errors() if each["type"] != "none_required"), error.errors()[0])
             if wrong["type"] != "literal_error" or not isinstance(plain, str):
                 said = wrong["msg"].replace("Input should", "it should")
-                raise ConfigError(f"{function}: {name} is {_short(value)}: {said}") from None
+                raise ConfigError(f"{function}: {name} is {short(value)}: {said}") from None
             found[name] = plain
     return found
 
@@ -245,13 +243,9 @@ def model_name(model: object) -> str:
     named = getattr(model, "path", model)
     if not isinstance(named, str | os.PathLike):
         raise ConfigError(
-            f"{_short(model)} is no model: give a hub id, the path of a base, adapter or run, a Run, or 'tiny'"
+            f"{short(model)} is no model: give a hub id, the path of a base, adapter or run, a Run, or 'tiny'"
         )
     return os.fspath(named)
-
-
-def _is_scalar(data: object) -> bool:
-    return not isinstance(data, Iterable)
 
 
 def _listed(value: Any) -> Any:
@@ -259,11 +253,6 @@ def _listed(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it holds a value of the type {type(value).__name__}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 Given = str | Callable[..., Any]

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, DataError
 from qerl.base.sandbox import SandboxError, named, render_chat, render_text, said_of
+from qerl.data.examples import open_rows
 from qerl.data.messages import INPUT, INSTRUCTION, Written, as_messages
-from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows, names_of
+from qerl.data.rows import Row, hub_rows, is_local, local_rows, names_of
 from qerl.data.tasks import TASKS, Example, Message, render_prompt
 
 if TYPE_CHECKING:
@@ -138,9 +139,7 @@ def _rows(data: str, option: str) -> Iterator[Row]:
         return hub_rows(data, None, "train")
     if "train" not in task.splits:
         raise DataError(f"{option} {data} is for evaluation and has no training rows: give another data set")
-    if task.generate is not None:
-        return generated_rows(task.generate("train"))
-    return hub_rows(task.hub, task.hub_config, task.splits["train"])
+    return open_rows(task, task.generate, None, "train")[1]
 
 
 def tokens_of(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

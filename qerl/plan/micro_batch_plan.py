@@ -117,6 +117,7 @@ class Shapes:
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
         rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate, self.gradient_bytes > 0)
         decoded = 2 * self.hidden * 2 * self.intermediate if self.decoded is None else self.decoded
+        gradients = OVERHEAD_TOKENS - DECODE_TOKENS + 2 * self.gradient_bytes / 2.6 * DECODE_TOKENS
         return Footprint(
             layers=self.layers,
             layer=kept_bytes(*sizes, self.head_norms) + self.rounded_kv,
@@ -129,13 +130,8 @@ class Shapes:
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
             overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1),
-            gradients=self._gradient_tokens(),
+            gradients=gradients if self.gradient_bytes else None,
         )
-
-    def _gradient_tokens(self) -> float | None:
-        if not self.gradient_bytes:
-            return None
-        return OVERHEAD_TOKENS - DECODE_TOKENS + 2 * self.gradient_bytes / 2.6 * DECODE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -155,10 +151,16 @@ class MicroBatchPlan:
         fitting = (r for r in range(self.least, self.most) if self.footprint.needed(tokens, r) <= self.usable)
         return next(fitting, self.most)
 
-    @property
-    def cost(self) -> float:
-        """The time per token, in units of a forward pass through all layers; 0 if memory is not planned."""
-        return 0.0 if self.footprint is None else _cost(self, self.micro_batch_tokens)
+    def cost(self, tokens: int | None = None) -> float:
+        """The time per token, in units of a forward pass through all layers; 0 if memory is not planned.
+
+        `tokens` are those of a micro-batch; None: `micro_batch_tokens`.
+        """
+        if (footprint := self.footprint) is None:
+            return 0.0
+        tokens = self.micro_batch_tokens if tokens is None else tokens
+        cost = (2 + self.recomputed(tokens) / footprint.layers) * (1 + footprint.overhead / tokens)
+        return cost if footprint.gradients is None else cost + 1 + footprint.gradients / tokens
 
     def needed(self, tokens: int) -> int:
         """Bytes at the peak of a micro-batch of `tokens`; 0 if memory is not planned."""
@@ -201,7 +203,7 @@ def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | No
         raise EngineError(_refusal(plan, wishes, available))
     if wishes.tokens is not None:
         return plan
-    costs = {tokens: _cost(plan, tokens) for tokens in _sizes(wishes) if plan.needed(tokens) <= plan.usable}
+    costs = {tokens: plan.cost(tokens) for tokens in _sizes(wishes) if plan.needed(tokens) <= plan.usable}
     near = _near(costs, NEAR_RECOMPUTE)
     fewest = min(plan.recomputed(tokens) for tokens in near)
     near = _near({tokens: cost for tokens, cost in near.items() if plan.recomputed(tokens) == fewest}, NEAR)
@@ -249,13 +251,6 @@ def _sizes(wishes: Wishes) -> list[int]:
     """The micro-batch sizes to choose from: multiples of TOKEN_STEP, a shorter longest row, and a whole step."""
     most = min(MAX_TOKENS, wishes.step_tokens)
     return [min(wishes.longest, TOKEN_STEP), *range(TOKEN_STEP, most, TOKEN_STEP), most]
-
-
-def _cost(plan: MicroBatchPlan, tokens: int) -> float:
-    """The time per token in micro-batches of `tokens`, in units of a forward pass through all layers."""
-    footprint = plan.footprint
-    cost = (2 + plan.recomputed(tokens) / footprint.layers) * (1 + footprint.overhead / tokens)
-    return cost if footprint.gradients is None else cost + 1 + footprint.gradients / tokens
 
 
 def _near(costs: dict[int, float], times: float) -> dict[int, float]:

@@ -259,7 +259,7 @@ def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:
     second.set_ylabel("sigma (dash-dotted)", fontsize=8)
     second.tick_params(labelsize=8)
     for stage in stages(runs[0].rows)[1:]:
-        axis.axvline(stage.first - 0.5, color="0.55", lw=0.7, ls=":")
+        axis.axvline(stage[0]["step"] - 0.5, color="0.55", lw=0.7, ls=":")
 
 
 def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,15 +53,6 @@ LONGEST = 6000  # characters of a completion that the page shows
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One message of an episode with an environment."""
-
-    role: str
-    text: str
-    tokens: int
-
-
-@dataclass(frozen=True)
 class Sample:
     """One completion. `reward` is the weighted sum that it was trained on."""
 
@@ -70,7 +61,7 @@ class Sample:
     rewards: dict[str, Any]
     prompt: str
     completion: str
-    turns: tuple[Turn, ...] = ()  # of an episode
+    turns: Sequence[Mapping[str, Any]] = ()  # of an episode: role, text and tokens
     ended: str = ""
 
 
@@ -126,14 +117,11 @@ def _sample(row: Row, weights: dict[str, float]) -> Sample:
     rewards = row.get("rewards") or {}
     total = sum(value * weights.get(name, 1.0) for name, value in rewards.items() if value is not None)
     texts = _text(row["prompt"]), _text(row["completion"])
-    return Sample(row["step"], total, rewards, *texts, _turns(row.get("turns")), str(row.get("ended", "")))
-
-
-def _turns(found: Any) -> tuple[Turn, ...]:
-    """The turns of an episode; none if the line is damaged, or of a completion of one turn."""
-    if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
-        return ()
-    return tuple(Turn(str(one.get("role")), str(one.get("text", "")), one.get("tokens")) for one in found)
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        turns = []  # the line is damaged, or the completion has one turn
+    shown = [{"tokens": 0, **turn, "role": str(turn.get("role")), "text": str(turn.get("text", ""))} for turn in turns]
+    return Sample(row["step"], total, rewards, *texts, shown, str(row.get("ended", "")))
 
 
 def _text(value: Any) -> str:

@@ -212,6 +212,13 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         raise DataError(f"{folder} has no steps in metrics.jsonl: give the directory of a run that has them")
     about, warnings = folder / "run.json", folder / "warnings.jsonl"
     config, config_text = _config(folder / "config.yaml")
+    damaged = {path.relative_to(folder): adapter_damage(path) for path in adapters_of_run(folder)}
+    found = read_rows(warnings, Warned, OF_RUN) if warnings.exists() else []
+    found += [
+        {"step": rows[-1]["step"], "kind": f"damaged {path}", "text": f"{path} is damaged: {damage}"}
+        for path, damage in damaged.items()
+        if damage
+    ]
     return Run(
         folder,
         name or folder.resolve().name,
@@ -221,7 +228,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         read_object(about, About, "put back what the run wrote, or delete it") if about.exists() else {},
         _samples(folder),
         [read_evaluation(path) for path in sorted(folder.glob("eval/*")) if _result_file(path).exists()],
-        [*(read_rows(warnings, Warned, OF_RUN) if warnings.exists() else []), *_damaged(folder, rows[-1]["step"])],
+        found,
         [row for row in logged if any(row.get(f"validation/{name}") is not None for name in ("reward", "loss"))],
     )
 
@@ -232,13 +239,6 @@ def read_evaluation(folder: Path, shape: type[Result] = Result) -> Evaluation:
     rows = read_rows(completions, Graded, OF_EVALUATION) if completions.exists() else []
     result = read_object(_result_file(folder), shape, OF_EVALUATION)
     return Evaluation(folder, folder.resolve().name, result, rows)
-
-
-def _damaged(folder: Path, step: int) -> list[Row]:
-    """A warning for each saved adapter whose files are not those that the run wrote."""
-    found = {path.relative_to(folder): adapter_damage(path) for path in adapters_of_run(folder)}
-    texts = {path: f"{path} is damaged: {damage}" for path, damage in found.items() if damage}
-    return [{"step": step, "kind": f"damaged {path}", "text": text} for path, text in texts.items()]
 
 
 def _no_run(folder: Path) -> str:

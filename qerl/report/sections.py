@@ -25,44 +25,27 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Steps `first` to `last` (counted from 1), the range of their sigmas, and the mean of each metric they logged."""
-
-    number: int
-    first: int
-    last: int
-    sigma_low: float
-    sigma_high: float
-    means: dict[str, float]
-
-
-def stages(rows: Sequence[Mapping[str, Any]]) -> list[Stage]:
-    """The stages in order."""
+def stages(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each stage of the noise, in order."""
     noisy = [row for row in rows if row.get("noise/stage") is not None]
-    return [_stage(number, list(of)) for number, of in groupby(noisy, key=lambda row: int(row["noise/stage"]))]
+    return [list(of) for _, of in groupby(noisy, key=lambda row: int(row["noise/stage"]))]
 
 
 def stage_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     """The stages of a run, without metrics that none of them logged; None for a run without noise."""
     found = stages(rows)
-    if not any(stage.sigma_high for stage in found):
+    if not any(row["noise/sigma"] for stage in found for row in stage):
         return None
-    columns = [column for column in COLUMNS if any(column[1] in stage.means for stage in found)]
+    columns = [column for column in COLUMNS if any(_mean(stage, column[1]) is not None for stage in found)]
     cells = []
     for stage in found:
+        sigmas = [row["noise/sigma"] for row in stage]
         # A range in a run of an older version, whose noise could follow a target.
-        sigma = " to ".join(dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high)))
-        means = (f"{stage.means[key]:{form}}" if key in stage.means else "" for _, key, form in columns)
-        cells.append([str(stage.number), f"{stage.first} to {stage.last}", sigma, *means])
+        sigma = " to ".join(dict.fromkeys(f"{sigma:.2g}" for sigma in (min(sigmas), max(sigmas))))
+        means = ("" if (value := _mean(stage, key)) is None else f"{value:{form}}" for _, key, form in columns)
+        steps = f"{stage[0]['step']} to {stage[-1]['step']}"
+        cells.append([str(int(stage[0]["noise/stage"])), steps, sigma, *means])
     return ["stage", "steps", "sigma", *(name for name, _, _ in columns)], cells
-
-
-def _stage(number: int, rows: Sequence[Mapping[str, Any]]) -> Stage:
-    sigmas = [row["noise/sigma"] for row in rows]
-    found = {key: _mean(rows, key) for _, key, _ in COLUMNS}
-    means = {key: value for key, value in found.items() if value is not None}
-    return Stage(number, rows[0]["step"], rows[-1]["step"], min(sigmas), max(sigmas), means)
 
 
 PAIRS_SHOWN = 3
@@ -302,22 +285,17 @@ def validation_table(run: Run) -> Table | None:
         return None
     losses = any(row.get("validation/loss") is not None for row in rows)
     metric = "loss" if losses else (run.config.get("validation") or {}).get("metric") or "accuracy"
-    found = {row["step"]: value for row in rows if row["step"] and (value := _value(row, metric)) is not None}
+    key = f"validation/{metric}"
+    found = {row["step"]: row[key] for row in rows if row["step"] and row.get(key) is not None}
     best = (min if losses else max)(found, key=found.get, default=None)
-    heading, cells = (["step", "loss"], _losses) if losses else (QUESTIONS, _answers)
+    heading = ["loss"] if losses else ["accuracy", "95% interval", "reward", "tokens", "truncated"]
     lines = []
     for row in rows:
+        cells = [_shown(row, "loss")] if losses else _answers(row)
         seconds = row.get("time/validation_s")
         ending = ["" if seconds is None else f"{seconds:.1f}", "best" if row["step"] == best else ""]
-        lines.append([str(row["step"]), *cells(row), *ending])
-    return [*heading, "seconds", ""], lines
-
-
-QUESTIONS = ["step", "accuracy", "95% interval", "reward", "tokens", "truncated"]
-
-
-def _losses(row: Row) -> list[str]:
-    return [_shown(row, "loss")]
+        lines.append([str(row["step"]), *cells, *ending])
+    return ["step", *heading, "seconds", ""], lines
 
 
 def _answers(row: Row) -> list[str]:
@@ -327,12 +305,8 @@ def _answers(row: Row) -> list[str]:
     return [accuracy, interval, _shown(row, "reward"), *lengths]
 
 
-def _value(row: Row, name: str) -> float | None:
-    return row.get(f"validation/{name}")
-
-
 def _shown(row: Row, name: str, form: str | None = None) -> str:
-    value = _value(row, name)
+    value = row.get(f"validation/{name}")
     return "" if value is None else form.format(value) if form else rounded(value)
 
 
@@ -399,8 +373,7 @@ def reward_sentence(rows: Sequence[Row]) -> str:
     ends = f"from {first} in the first {_steps(width)} to {last} in the last {_steps(width)} of {len(values)}"
     if first.half is None or last.half is None:
         return f"The {name} went {ends}, too few steps for an interval."
-    apart = abs(last.value - first.value) > math.hypot(first.half, last.half)
-    if not apart:
+    if abs(last.value - first.value) <= math.hypot(first.half, last.half):
         return f"The {name} did not change measurably: it went {ends}."
     return f"The {name} {'rose' if last.value > first.value else 'fell'} {ends}."
 
@@ -446,7 +419,7 @@ def _afterwards(run: Run) -> str:
 
 def _accuracy(evaluation: Evaluation) -> str:
     accuracy = evaluation.result["accuracy"]
-    return f"{accuracy['value']:.1%} ({accuracy['low']:.1%} to {accuracy['high']:.1%})"
+    return f"{accuracy['value']:.1%} ({_interval(accuracy)})"
 
 
 def _steps(count: int) -> str:

@@ -189,7 +189,7 @@ def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
     if key != "masters" or wide.micro_batches is None:
         return first
     narrow = plan(second, sizes, card).micro_batches
-    return second if narrow is not None and wide.micro_batches.cost > SLOWER * narrow.cost else first
+    return second if narrow is not None and wide.micro_batches.cost() > SLOWER * narrow.cost() else first
 
 
 def lacks(config: RunConfig, card: Card) -> str | None:

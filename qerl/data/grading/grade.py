@@ -31,34 +31,10 @@ from qerl.data.formulas.equality import compare_math, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy
 from qerl.data.grading import math_pool
-from qerl.data.grading.extract import MAX_ANSWER_CHARS, MAX_COMPLETION_CHARS, extract, without_remark
+from qerl.data.grading.extract import MAX_ANSWER_CHARS, extract, without_remark
 from qerl.data.tasks import Example, Task, get_task
 
 _AROUND = " \t\n*_`\"'“”‘’.。,;:!?()[]"
-
-
-def stated_text(completion: str) -> str | None:
-    """What the completion states, None if it is empty or longer than any real one."""
-    if len(completion) > MAX_COMPLETION_CHARS:
-        return None
-    marked = extract(completion, "text")
-    if marked.text is not None or marked.too_long:
-        return marked.text
-    return _answered(completion).rpartition("\n")[2].strip() or None
-
-
-def is_same_text(completion: str, answer: str) -> bool:
-    """Whether what a completion states, or all that it says after a thought, is the answer."""
-    stated = stated_text(completion)
-    if stated is None:
-        return False
-    first = re.split(r"(?<=[.。!?])\s", stated, maxsplit=1)[0]
-    number = without_remark(stated) if parse_number(answer) else stated
-    return any(_same(text, answer) for text in (stated, first, number, _answered(completion)))
-
-
-def _answered(completion: str) -> str:
-    return completion.rpartition("</think>")[2].strip()
 
 
 def _same(text: str, answer: str) -> bool:
@@ -84,20 +60,13 @@ OTHER = "path/to/file.py, whose function `grade` is then taken"
 
 def find_grader(task: Task) -> OwnFunction | GivenFunction:
     """The function that grades the task. Raises ConfigError."""
-    place, attribute = grader_place(task.grader)
-    if place == PYTHON:
-        return given_function("grader", attribute)
-    return own_function(place, attribute, Named("grader", task.grader, OTHER), task.grader_timeout_s)
-
-
-def grader_place(name: str) -> tuple[str, str]:
-    """The file or module, and the function in it. Raises ConfigError for a name that cannot be one."""
-    if name.endswith(".py"):
-        return name, FUNCTION
+    name = task.grader if not task.grader.endswith(".py") else f"{task.grader}:{FUNCTION}"
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute.isidentifier():
         raise ConfigError(f"grader {name!r} names no function: write path/to/file.py, or path/to/file.py:function")
-    return place, attribute
+    if place == PYTHON:
+        return given_function("grader", attribute)
+    return own_function(place, attribute, Named("grader", task.grader, OTHER), task.grader_timeout_s)
 
 
 def check_grader(task: Task, examples: Sequence[Example] = (), further: Sequence[str] = ()) -> None:
@@ -213,10 +182,16 @@ def _grade_by_own(task: Task, completions: Sequence[str], given: Mapping[str, An
 
 
 def _grade_text(completion: str, answer: str) -> Grade:
-    stated = stated_text(completion)
+    """What a completion marks, or else its last line, or all that it says after a thought, has to be the answer."""
+    said, marked = completion.rpartition("</think>")[2].strip(), extract(completion, "text")
+    stated = marked.text
+    if stated is None and not marked.too_long:
+        stated = said.rpartition("\n")[2].strip() or None
     if stated is None:
         return Grade(False, None, "too_long" if completion.strip() else "no_answer")
-    correct = is_same_text(completion, answer)
+    first = re.split(r"(?<=[.。!?])\s", stated, maxsplit=1)[0]
+    number = without_remark(stated) if parse_number(answer) else stated
+    correct = any(_same(text, answer) for text in (stated, first, number, said))
     return Grade(correct, stated, "correct" if correct else "wrong")
 
 

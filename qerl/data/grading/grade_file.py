@@ -29,24 +29,27 @@ _READ = ("completion", "completions", "answer", "question", "correct")
 
 
 @dataclass(frozen=True)
-class Disagreement:
-    """A completion whose stored grade differs from the new one."""
+class Item:
+    """A completion of the file. `others` are the row's other columns, which a grader of the user's own may read."""
 
     place: str
-    stored: bool
-    grade: Grade
+    completion: str
     answer: str
+    stored: bool | None
+    question: str | None
+    others: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class FileGrades:
-    """The grades of a file, in order. `graded_before` counts the completions that had a stored grade."""
+    """The grades of a file, in order. `graded_before` counts the completions that had a stored grade, and
+    `disagreements` are those with another one."""
 
     task: str
     path: Path
     grades: tuple[Grade, ...]
     graded_before: int
-    disagreements: tuple[Disagreement, ...]
+    disagreements: tuple[tuple[Item, Grade], ...]
 
     @property
     def accuracy(self) -> float:
@@ -71,21 +74,11 @@ class FileGrades:
         if self.graded_before:
             share = len(self.disagreements) / self.graded_before
             table.add_row("differ from stored", str(len(self.disagreements)), f"{share:.1%}", "")
-        for item in self.disagreements[:_SHOWN]:
-            stated, answer = (item.grade.extracted or "")[:_CHARS], item.answer[:_CHARS]
+        for item, grade in self.disagreements[:_SHOWN]:
+            stated, answer = (grade.extracted or "")[:_CHARS], item.answer[:_CHARS]
             was = "correct" if item.stored else "not correct"
-            table.add_row("", item.place, "", Text(f"{stated!r} for {answer!r}: {item.grade.reason}, was {was}"))
+            table.add_row("", item.place, "", Text(f"{stated!r} for {answer!r}: {grade.reason}, was {was}"))
         return table
-
-
-@dataclass(frozen=True)
-class _Item:
-    place: str
-    completion: str
-    answer: str
-    stored: bool | None
-    question: str | None
-    others: Mapping[str, Any]  # the row's other columns, which a grader of the user's own may read
 
 
 def graded_by(task: str, grader: str | None) -> Task:
@@ -101,23 +94,17 @@ def grade_file(task: Task | str, path: str | Path) -> FileGrades:
     items = [item for place, row in local_rows(str(path), "test") for item in _items(task, path, place, row)]
     if not items:
         raise DataError(f"{path} holds no completions: is it the right file?")
-    completions, answers, questions = zip(
-        *((item.completion, item.answer, item.question) for item in items), strict=True
-    )
+    columns = ("completion", "answer", "question")
+    completions, answers, questions = ([getattr(item, name) for item in items] for name in columns)
     names = dict.fromkeys(name for item in items for name in item.others)
-    grades = grade_many(
-        task, completions, answers, questions, {name: [item.others.get(name) for item in items] for name in names}
-    )
-    disagreements = tuple(
-        Disagreement(item.place, item.stored, grade, item.answer)
-        for item, grade in zip(items, grades, strict=True)
-        if item.stored is not None and item.stored != grade.correct
-    )
-    graded_before = sum(item.stored is not None for item in items)
-    return FileGrades(task.name, Path(path), tuple(grades), graded_before, disagreements)
+    others = {name: [item.others.get(name) for item in items] for name in names}
+    grades = grade_many(task, completions, answers, questions, others)
+    before = [(item, grade) for item, grade in zip(items, grades, strict=True) if item.stored is not None]
+    differ = tuple((item, grade) for item, grade in before if item.stored != grade.correct)
+    return FileGrades(task.name, Path(path), tuple(grades), len(before), differ)
 
 
-def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | None) -> Iterator[_Item]:
+def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | None) -> Iterator[Item]:
     """The completions of one row. `correct` may be a single truth value, or a list of them to match `completions`."""
     if row is None:
         raise DataError(f"{path}, {place}: this is no JSON object; each line has to hold one")
@@ -139,7 +126,7 @@ def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | No
     for number, (text, grade) in enumerate(zip(completions, grades, strict=True), start=1):
         where = place if len(completions) == 1 else f"{place}, completion {number}"
         asked = question if isinstance(question, str) else None
-        yield _Item(where, text, answer, _truth(grade), asked, others)
+        yield Item(where, text, answer, _truth(grade), asked, others)
 
 
 def _truth(value: Any) -> bool | None:

@@ -7,7 +7,7 @@ from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, constant_table, draw_panel, draw_time, panels
 from qerl.report.page import write_report
 from qerl.report.read import read_run
-from qerl.report.sections import stage_table, stages
+from qerl.report.sections import stage_table
 from tests.helpers.report_factory import DYNAMIC, ROWS, write_run
 
 
@@ -19,22 +19,19 @@ def entropy_panel(run):
 
 
 def test_means_by_stage():
-    found = stages(ROWS)
-    assert [(s.number, s.first, s.last, s.sigma_low) for s in found] == [
-        (0, 1, 2, 0),
-        (1, 3, 4, 0.01),
-        (2, 5, 5, 0.001),
-    ]
-    assert [s.means["entropy"] for s in found] == pytest.approx([0.6, 0.8, 0.4])
-    assert [s.means["sampling/entropy"] for s in found] == pytest.approx([0.6, 0.81, 0.401])
     heading, cells = stage_table(ROWS)
+    assert [row[:5] for row in cells] == [
+        ["0", "1 to 2", "0", "0.600", "0.600"],
+        ["1", "3 to 4", "0.01", "0.800", "0.810"],
+        ["2", "5 to 5", "0.001", "0.400", "0.401"],
+    ]
     assert heading == ["stage", "steps", "sigma", "entropy", "sampling entropy", "reward", "mismatch_kl"]  # no ess
     assert cells[1] == ["1", "3 to 4", "0.01", "0.800", "0.810", "0.250", "1.0e-04"]
 
 
 def test_a_value_that_is_missing_is_left_out_of_the_mean():
     rows = [{**row, "entropy": None} if row["step"] == 3 else row for row in ROWS]
-    assert stages(rows)[1].means["entropy"] == pytest.approx(0.7)  # the value of step 4
+    assert stage_table(rows)[1][1][3] == "0.700"  # the value of step 4
 
 
 def test_entropy_is_drawn_with_the_stages_and_sigma(tmp_path):
