@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from eval.environment import versions
-from eval.plan import context_length, default_out, find_model, with_engine, with_memory
+from eval.plan import context_length, default_out, find_model, versions, with_engine, with_memory
 from eval.result import write_json
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError

@@ -19,8 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.environment import episode_fields, versions
-from eval.plan import Plan, batch_seed, make_plan
+from eval.plan import Plan, batch_seed, episode_fields, make_plan, versions
 from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError

@@ -38,7 +38,7 @@ def plot(runs: Sequence[str | os.PathLike | Run] | str | os.PathLike | Run, *met
             who = " and ".join(str(run.folder) for run in read)
             has = "it has" if len(read) == 1 else "they have"
             raise ConfigError(f"{who}: no metric {name!r}; {has} {', '.join(known)}")
-    return curves(read, [Panel(name, ((name, name),)) for name in names] if names else None)
+    return curves(read, [Panel(name, {name: name}) for name in names] if names else None)
 
 
 def _listed(given: Any) -> list[Any]:

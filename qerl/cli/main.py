@@ -1,4 +1,4 @@
-"""The command line: the commands in COMMANDS, at the end of this file, and `qerl recipes`.
+"""The command line: the commands in COMMANDS, at the end of this file, and those of `qerl recipes` before them.
 
 Importing this loads no torch; each command imports what it runs.
 """
@@ -21,9 +21,8 @@ from qerl.cli.doctor import refuse_clashes
 from qerl.cli.init import init_command
 from qerl.cli.options import command_of
 from qerl.cli.plan import plan_command
-from qerl.cli.recipes import app as recipes_app
 from qerl.cli.terminal import run_command
-from qerl.cli.train import distill, sft, train, with_resume_value
+from qerl.cli.train import distill, recipe_values, sft, train, with_resume_value
 from qerl.data.option_text import task_values
 
 try:
@@ -124,6 +123,60 @@ def _judged(before: Path, after: Path) -> Judged | None:
         return Judged(None, f"No test of the difference: {error}.")
     except CheckpointError:
         return None
+
+
+recipes_app = typer.Typer(invoke_without_command=True, help="The shipped recipes and what can stand in one.")
+RecipeName = Annotated[str, typer.Argument(help="A shipped recipe's name.", autocompletion=recipe_values)]
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the shipped recipes, with what each is for."""
+    if context.invoked_subcommand is not None:
+        return
+    from qerl.config.recipe import recipe_names, recipe_path
+
+    for name in recipe_names():
+        first = recipe_path(name).read_text(encoding="utf-8").splitlines()[0]
+        typer.echo(f"{name:22} {first.removeprefix('#').strip()}")
+
+
+@recipes_app.command()
+def show(name: RecipeName) -> None:
+    """Print a recipe's file."""
+    from qerl.config.recipe import recipe_path
+
+    typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes_app.command()
+def copy(
+    name: RecipeName,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: ./NAME.yaml.")] = None,
+) -> None:
+    """Copy a recipe's file here, to change it."""
+    from qerl.config.recipe import copy_recipe
+
+    path = copy_recipe(name, out)
+    typer.echo(f"{path}: change it, then run `qerl train --recipe {path}`")
+
+
+@recipes_app.command()
+def keys() -> None:
+    """Every key of a recipe: type, default, meaning."""
+    from qerl.config.keys import describe_config
+
+    for key in describe_config():
+        typer.echo(f"{key.key} ({key.type}; default {key.default}): {key.description}")
+
+
+@recipes_app.command()
+def tasks() -> None:
+    """Every task, and the data set that it reads."""
+    from qerl.data.tasks import TASKS
+
+    for name, task in TASKS.items():
+        typer.echo(f"{name:12} {task.hub or ('generated' if task.generate else 'your rows: --data FILE')}")
 
 
 COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in which they are needed

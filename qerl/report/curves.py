@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,79 +24,79 @@ class Panel:
     """One drawing."""
 
     title: str
-    lines: tuple[tuple[str, str], ...]  # (label, metric)
+    lines: Mapping[str, str]  # label -> metric
     log: bool = False
     noise: bool = False  # also draw the noise stages and, on an axis of its own, sigma
     smooth: bool = False  # also draw the first line averaged over a tenth of the run
 
 
 PANELS = (
-    Panel("loss (nats per learned token)", (("trained on", "nll"), ("held out", "validation/loss")), smooth=True),
+    Panel("loss (nats per learned token)", {"trained on": "nll", "held out": "validation/loss"}, smooth=True),
     Panel(
         "KL to the teacher (nats per token)",
-        (("forward", "kl_to_teacher/forward"), ("reverse", "kl_to_teacher/reverse")),
+        {"forward": "kl_to_teacher/forward", "reverse": "kl_to_teacher/reverse"},
         log=True,
         smooth=True,
     ),
-    Panel("reward", (("trained on", "reward"), ("all sampled", "sampled/reward")), smooth=True),
-    Panel("accuracy", (("trained on", "rewards/accuracy"), ("all sampled", "sampled/accuracy")), smooth=True),
+    Panel("reward", {"trained on": "reward", "all sampled": "sampled/reward"}, smooth=True),
+    Panel("accuracy", {"trained on": "rewards/accuracy", "all sampled": "sampled/accuracy"}, smooth=True),
     Panel(
         "validation accuracy, with its 95% interval",
-        (
-            ("accuracy", "validation/accuracy"),
-            ("lower bound", "validation/accuracy_low"),
-            ("upper bound", "validation/accuracy_high"),
-        ),
+        {
+            "accuracy": "validation/accuracy",
+            "lower bound": "validation/accuracy_low",
+            "upper bound": "validation/accuracy_high",
+        },
     ),
     Panel(
         "entropy (nats per token) and sigma, by stage",
-        (("policy", "entropy"), ("as sampled", "sampling/entropy")),
+        {"policy": "entropy", "as sampled": "sampling/entropy"},
         noise=True,
     ),
-    Panel("KL from the policy that the run started with (nats per token)", (("kl", "kl"),)),
-    Panel("gradient norm before clipping", (("gradient norm", "grad_norm"),), log=True),
-    Panel("KL of the updates on a rollout (nats per token)", (("KL", "update_kl"),)),
-    Panel("clipped ratios (shares of tokens)", (("below", "clip/low_share"), ("above", "clip/high_share"))),
-    Panel("mismatch_kl, sampling against trainer (nats)", (("mismatch_kl", "mismatch_kl"),), log=True),
+    Panel("KL from the policy that the run started with (nats per token)", {"kl": "kl"}),
+    Panel("gradient norm before clipping", {"gradient norm": "grad_norm"}, log=True),
+    Panel("KL of the updates on a rollout (nats per token)", {"KL": "update_kl"}),
+    Panel("clipped ratios (shares of tokens)", {"below": "clip/low_share", "above": "clip/high_share"}),
+    Panel("mismatch_kl, sampling against trainer (nats)", {"mismatch_kl": "mismatch_kl"}, log=True),
     Panel(
         "importance weights (shares of tokens)",
-        (
-            ("effective sample size", "correction/ess"),
-            ("capped", "correction/capped_share"),
-            ("masked", "correction/masked_share"),
-        ),
+        {
+            "effective sample size": "correction/ess",
+            "capped": "correction/capped_share",
+            "masked": "correction/masked_share",
+        },
     ),
-    Panel("tokens per completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
+    Panel("tokens per completion", {"mean": "completions/mean_tokens", "longest": "completions/max_tokens"}),
     Panel(
         "truncated, no answer (shares of completions)",
-        (("truncated", "completions/truncated_share"), ("no answer", "grades/no_answer_share")),
+        {"truncated": "completions/truncated_share", "no answer": "grades/no_answer_share"},
     ),
     Panel(
         "groups (shares)",
-        (
-            ("of one reward", "groups/zero_variance_share"),
-            ("all right", "groups/all_right_share"),
-            ("all wrong", "groups/all_wrong_share"),
-        ),
+        {
+            "of one reward": "groups/zero_variance_share",
+            "all right": "groups/all_right_share",
+            "all wrong": "groups/all_wrong_share",
+        },
     ),
     Panel(
         "dynamic sampling (groups)",
-        (
-            ("sampled", "dynamic_sampling/sampled_groups"),
-            ("discarded", "dynamic_sampling/discarded_groups"),
-            ("without a signal, trained on", "dynamic_sampling/filled_groups"),
-        ),
+        {
+            "sampled": "dynamic_sampling/sampled_groups",
+            "discarded": "dynamic_sampling/discarded_groups",
+            "without a signal, trained on": "dynamic_sampling/filled_groups",
+        },
     ),
-    Panel("carried over (steps)", (("mean age of tokens", "carry_over/mean_age"), ("largest", "carry_over/max_age"))),
-    Panel("seconds per step", (("seconds per step", "time/step_s"),)),
+    Panel("carried over (steps)", {"mean age of tokens": "carry_over/mean_age", "largest": "carry_over/max_age"}),
+    Panel("seconds per step", {"seconds per step": "time/step_s"}),
     Panel(
         "GPU memory (GiB)",
-        (
-            ("card, rollout", "memory/rollout_card_gib"),
-            ("card, training", "memory/train_card_gib"),
-            ("micro-batch", "memory/train_gib"),
-            ("micro-batch as planned", "memory/train_planned_gib"),
-        ),
+        {
+            "card, rollout": "memory/rollout_card_gib",
+            "card, training": "memory/train_card_gib",
+            "micro-batch": "memory/train_gib",
+            "micro-batch as planned": "memory/train_planned_gib",
+        },
     ),
 )
 
@@ -114,18 +114,18 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     found: list[Panel] = []
     drawn: list[tuple[Any, int]] = []  # the points of a line, and the number of its panel
     for panel in _candidates(runs):
-        lines, same = [], None
-        for label, key in panel.lines:
+        lines, same = {}, None
+        for label, key in panel.lines.items():
             points = [_points(run.rows, key) for run in runs]
             if all(map(_is_flat, points)):
                 continue
             if (place := next((number for other, number in drawn if other == points), None)) is None:
                 drawn.append((points, len(found)))
-                lines.append((label, key))
+                lines[label] = key
             elif same is None:
                 same = place
         if lines:
-            found.append(replace(panel, lines=tuple(lines)))
+            found.append(replace(panel, lines=lines))
         elif same is not None:
             found[same] = replace(found[same], title=f"{found[same].title} ({panel.title} is the same)")
     return found
@@ -136,7 +136,7 @@ def constant_table(runs: Sequence[Run]) -> Table | None:
     time and memory are left out: they have tables of their own."""
     cells = []
     for panel in _candidates(runs):
-        for label, key in panel.lines:
+        for label, key in panel.lines.items():
             points = [_points(run.rows, key) for run in runs]
             if not any(points) or not all(map(_is_flat, points)) or key.startswith(("time/", "memory/")):
                 continue
@@ -151,11 +151,11 @@ def _candidates(runs: Sequence[Run]) -> list[Panel]:
     names = sorted({key for run in runs for row in run.rows for key in row if key.startswith("rewards/")})
     found = list(PANELS)
     for number, (title, what) in enumerate(SOURCE_PANELS):
-        lines = tuple((name, what.format(name)) for name in source_names([row for run in runs for row in run.rows]))
+        lines = {name: what.format(name) for name in source_names([row for run in runs for row in run.rows])}
         found.insert(1 + number, Panel(title, lines))
     if len(names) > 1:
         after = next(number for number, panel in enumerate(found, start=1) if panel.title == "accuracy")
-        found.insert(after, Panel("rewards by name", tuple((name.removeprefix("rewards/"), name) for name in names)))
+        found.insert(after, Panel("rewards by name", {name.removeprefix("rewards/"): name for name in names}))
     return found
 
 
@@ -193,7 +193,7 @@ def curves(runs: Sequence[Run], chosen: Sequence[Panel] | None = None) -> Figure
 def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     """Draw one panel. With several runs, each has its own colour, and their lines differ in style."""
     for index, run in enumerate(runs):
-        for line, (label, key) in enumerate(panel.lines):
+        for line, (label, key) in enumerate(panel.lines.items()):
             points = _points(run.rows, key)
             if not points:
                 continue
@@ -267,7 +267,7 @@ def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _positive(panel: Panel, runs: Sequence[Run]) -> bool:
-    return any(value > 0 for run in runs for _, key in panel.lines for _, value in _points(run.rows, key))
+    return any(value > 0 for run in runs for key in panel.lines.values() for _, value in _points(run.rows, key))
 
 
 def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

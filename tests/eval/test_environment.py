@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.environment import episode_fields, find_environment, identity_of
+from eval.plan import episode_fields, find_environment, identity_of
 from eval.settings import EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.config.environment import EnvironmentConfig

@@ -78,7 +78,7 @@ def test_the_cost_of_dynamic_sampling_is_reported(tmp_path):
 def test_several_rewards_are_drawn_by_name(tmp_path):
     rows = [{"step": i, "reward": 1.5 * i, "rewards/accuracy": 1.0 * i, "rewards/format": 0.5 * i} for i in (1, 2)]
     several = {panel.title: panel.lines for panel in panels([read_run(write_run(tmp_path, rows))])}
-    assert several["rewards by name"] == (("format", "rewards/format"),)  # accuracy has its panel
+    assert several["rewards by name"] == {"format": "rewards/format"}  # accuracy has its panel
 
 
 def test_no_curve_is_drawn_twice_and_none_that_is_flat(tmp_path):
@@ -94,7 +94,7 @@ def test_no_curve_is_drawn_twice_and_none_that_is_flat(tmp_path):
         for i in range(1, 4)
     ]
     run = read_run(write_run(tmp_path, rows))
-    found = {panel.title: [label for label, _ in panel.lines] for panel in panels([run])}
+    found = {panel.title: list(panel.lines) for panel in panels([run])}
     assert found == {"reward (accuracy is the same)": ["trained on"], "tokens per completion": ["mean"]}
     heading, cells = constant_table([run])
     assert heading == ["constant", "value"]

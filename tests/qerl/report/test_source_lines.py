@@ -35,8 +35,8 @@ def test_each_source_has_its_reward_in_table_drawing_and_display():
     assert table["reward of a"] == (0.1, 0.4)
     assert "reward of b" not in table  # its last step had none
     drawn = {panel.title: panel.lines for panel in panels([SimpleNamespace(rows=ROWS)])}
-    assert drawn["reward by source"] == (("a", "sources/a/reward"),)
-    assert drawn["validation accuracy by source"] == (("a", "validation/sources/a/accuracy"),)
+    assert drawn["reward by source"] == {"a": "sources/a/reward"}
+    assert drawn["validation accuracy by source"] == {"a": "validation/sources/a/accuracy"}
     assert numbers(ROWS[0]).endswith("a 0.100  b 0.900")
     assert numbers(ROWS[1]).endswith("a 0.400")
 
