@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 SAME = ("task", "questions", "data", "grader", "samples", "temperature", "top_p", "max_new_tokens")
+PROMPT = ("system_prompt", "prompt_template")
 NAMED = ("seed", "engine", "dtype", "kernel", "batch_size")  # these may differ, and the table then names them
 FLIPS, CHUNK, SEED = 10_000, 500, 0
 GAFFKE = "Gaffke's bounds over questions"
@@ -257,11 +258,7 @@ class _Graded(Shape):
 
 def _check_same(first: Path, second: Path, one: tuple[dict, list], two: tuple[dict, list]) -> None:
     asked = [
-        {
-            **{key: result["identity"].get(key) for key in SAME},
-            "system_prompt": result.get("system_prompt"),
-            "prompt_template": result.get("prompt_template"),
-        }
+        {**{key: result["identity"].get(key) for key in SAME}, **{key: result.get(key) for key in PROMPT}}
         for result, _ in (one, two)
     ]
     if asked[0] != asked[1]:

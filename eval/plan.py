@@ -52,7 +52,6 @@ from qerl.plan.sizes import sizes_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.data import DataConfig
     from qerl.data.examples import DropReport
     from training.loss.groups import Prompt
     from training.rollout.asking import Asking
@@ -174,8 +173,15 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     if run is not None:
         from qerl.config.recipe import load_config
 
-        data = data_of(load_config(run / "config.yaml").data, task.name)
-        _check_graded_alike(data, task, run)
+        # Of several sources the first with this task, whose prompt it then learned.
+        sources = [source.data for source in sources_of(load_config(run / "config.yaml").data)]
+        data = next((data for data in sources if data.task == task.name), sources[0])
+        if data.grader is not None and task.grader is None and data.task == task.name:
+            # It has to be named here, since a model that is evaluated chooses no code to be run.
+            raise ConfigError(
+                f"{run} was trained with the grader {data.grader}, and the task's own grading would be another: add "
+                f"--grader {data.grader}"
+            )
         trained = task_of(data)
         system, template = trained.system_prompt, trained.prompt_template
         source = f"{run / 'config.yaml'} (the prompt that trained)"
@@ -185,24 +191,6 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
     logger.info("prompt from %s: system %r, template %r", source, system, template)
     return replace(task, system_prompt=system, prompt_template=template)
-
-
-def data_of(data: DataConfig, task: str) -> DataConfig:
-    """Of several sources that a run was trained on, the first with this task, whose prompt it then learned."""
-    sources = sources_of(data)
-    return next((source.data for source in sources if source.data.task == task), sources[0].data)
-
-
-def _check_graded_alike(data: DataConfig, task: Task, run: Path) -> None:
-    """Raise ConfigError if the run's task was graded by a function of the user's own, and here would be by another.
-
-    It has to be named here, since a run is a model, and a model that is evaluated chooses no code to be run.
-    """
-    if data.grader is not None and task.grader is None and data.task == task.name:
-        raise ConfigError(
-            f"{run} was trained with the grader {data.grader}, and the task's own grading would be another: add "
-            f"--grader {data.grader}"
-        )
 
 
 def with_engine(settings: EvalSettings) -> EvalSettings:

@@ -193,9 +193,15 @@ def begin(config: RunConfig, recipe: str, options: TrainOptions) -> tuple[TrainR
     """Train a recipe that `check_new` has accepted; and whether this is the process that speaks for the run. Of the
     options, the card and whether the base is to be quantized first count."""
     from qerl.config.recipe import recipe_label
+    from qerl.engine.open import refuse_without_driver
 
     with _ready(config, recipe, options) as parallel:
-        return _start(config, recipe_label(recipe), parallel), parallel.first
+        refuse_without_driver(config.rollout.engine)
+        with interrupts_counted():
+            logger.info("loading torch, transformers and trl")
+            from training.run import start
+
+        return start(config, recipe_label(recipe), parallel), parallel.first
 
 
 @contextmanager
@@ -212,14 +218,10 @@ def _ready(config: RunConfig, recipe: str, options: TrainOptions) -> Iterator[Pa
 def with_resume_value(arguments: list[str]) -> list[str]:
     """The arguments, with `--resume=last` for a `--resume` that has no value: typer options always take one."""
     following = [*arguments[1:], "--"]
-    return (
-        [
-            f"{word}=last" if word == "--resume" and after.startswith("--") else word
-            for word, after in zip(arguments, following, strict=True)
-        ]
-        if arguments
-        else []
-    )
+    return [
+        f"{word}=last" if word == "--resume" and after.startswith("--") else word
+        for word, after in zip(arguments, following, strict=False)
+    ]
 
 
 def config_of(options: TrainOptions, recipe: str) -> RunConfig:
@@ -234,17 +236,6 @@ def config_of(options: TrainOptions, recipe: str) -> RunConfig:
     same = {name: getattr(options, name) for name in SAME}
     same["tools"] = options.tools and list(options.tools)
     return load_recipe(recipe, overrides, base=options.model, teacher=options.teacher, out=out, **same)
-
-
-def _start(config: RunConfig, name: str, parallel: Parallel) -> TrainResult:
-    from qerl.engine.open import refuse_without_driver
-
-    refuse_without_driver(config.rollout.engine)
-    with interrupts_counted():
-        logger.info("loading torch, transformers and trl")
-        from training.run import start
-
-    return start(config, name, parallel)
 
 
 def _dry_run(config: RunConfig) -> bool:

@@ -142,7 +142,10 @@ def read_message(value: Any, number: int) -> Spoken:
         spoken[key] = given[key]
     if calls:
         spoken["tool_calls"] = calls
-    _check_characters(spoken, number)
+    try:
+        json.dumps(spoken, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise UnusableError("half a character", f"its message {number} holds half a character") from None
     return spoken
 
 
@@ -230,13 +233,6 @@ def _call(value: Any, number: int) -> dict[str, Any]:
     arguments = _json(arguments, number) if isinstance(arguments, str) else without_nulls(arguments)
     call, function = without_nulls(value), without_nulls(function)
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _check_characters(spoken: Spoken, number: int) -> None:
-    try:
-        json.dumps(spoken, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        raise UnusableError("half a character", f"its message {number} holds half a character") from None
 
 
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"

@@ -150,9 +150,7 @@ def _more(size: int) -> int:
     return int(2 * size / 2**30) + 1
 
 
-AS_DATA = (  # keys of a source that `data` gives where it leaves them null
-    *("task", "split", "columns", "limit", "grader"),
-)
+AS_DATA = ("task", "split", "columns", "limit", "grader")  # keys that `data` gives where a source leaves them null
 
 
 @dataclass(frozen=True)
@@ -200,6 +198,7 @@ def _settled(data: DataConfig, rewards: Sequence[RewardConfig], this: SourceConf
 
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+KINDS = f"{', '.join(FORMATS)} (text also as .gz)"
 PARQUET_ROWS = 16  # made at once: each may be as large as a row may be
 Row = tuple[str, Mapping[str, Any] | None]  # its place ("row 17"), and its columns, None if it cannot be read as a row
 
@@ -220,7 +219,7 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
     if not os.path.exists(path):
         close = close_to(source, files=True)
         raise DataError(
-            f"there is no file or folder {source!r}{f' ({close})' if close else ''}: write a path to {_kinds()}, or a "
+            f"there is no file or folder {source!r}{f' ({close})' if close else ''}: write a path to {KINDS}, or a "
             "hub id (owner/name)"
         )
     files = _files_of_split(path, split) if path.is_dir() else [path]
@@ -242,7 +241,7 @@ def check_hub_id(name: str) -> None:
     if not HUB_ID.fullmatch(name):
         close = close_to(name, files=True)
         raise DataError(
-            f"{name!r} is neither a file nor a hub id{f' ({close})' if close else ''}: write a path to {_kinds()}, or "
+            f"{name!r} is neither a file nor a hub id{f' ({close})' if close else ''}: write a path to {KINDS}, or "
             "owner/name, or owner/name:subset"
         )
 
@@ -281,10 +280,6 @@ def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def _kinds() -> str:
-    return f"{', '.join(FORMATS)} (text also as .gz)"
-
-
 def _format(file: Path) -> str:
     return Path(file.name.removesuffix(".gz")).suffix
 
@@ -306,7 +301,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     inner = ", ".join(sorted(place.name for place in folder.iterdir() if place.is_dir() and place.name[0] != "."))
     folders = f"; folders: {inner}" if inner else ""
     if not files and not inner:
-        raise DataError(f"{folder} holds no data file: pass the path of one: {_kinds()}")
+        raise DataError(f"{folder} holds no data file: pass the path of one: {KINDS}")
     names = ", ".join(file.name for file in files) or "none"
     raise DataError(
         f"{folder} has no file of the split {split!r} (data files: {names}{folders}): pass one of these instead"
@@ -317,7 +312,7 @@ def _read_file(file: Path) -> Iterator[Any]:
     """The rows of one file, None for a broken line."""
     kind = _format(file)
     if kind not in FORMATS:
-        raise DataError(f"{file} has the ending {kind!r}, which is not read: write a path to {_kinds()}")
+        raise DataError(f"{file} has the ending {kind!r}, which is not read: write a path to {KINDS}")
     if not file.is_file():
         raise DataError(f"{file} is no regular file, and it is read twice: write the rows to a file first")
     if kind == ".parquet":

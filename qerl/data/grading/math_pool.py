@@ -12,7 +12,6 @@ request, so that
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -36,35 +35,22 @@ VERDICTS = ("equal", "different", "unparsable", "bad_answer", "timeout")
 _workers = Workers("compares formulas", __name__, needs="math_verify", most=MAX_WORKERS)
 
 
+known: dict[tuple[str, str], str] = {}  # verdicts on pairs
+
+
 def compare(gold: str, answer: str) -> str:
     """Whether two formulas are equal as mathematics: one of VERDICTS. Thread-safe.
 
     Only "equal" and "different" are kept for the next time: a timeout may be the machine's fault, not the formula's.
     """
-    try:
-        return _decided(gold, answer)
-    except _UndecidedError as error:
-        return error.verdict
-
-
-class _UndecidedError(Exception):
-    def __init__(self, verdict: str) -> None:
-        super().__init__(verdict)
-        self.verdict = verdict
-
-
-@functools.lru_cache(CACHE_SIZE)
-def _decided(gold: str, answer: str) -> str:
-    """ "equal" or "different"; raises _UndecidedError, which the cache does not keep, for any other verdict."""
+    if (verdict := known.get((gold, answer))) is not None:
+        return verdict
     verdict = ask(gold, answer)
-    if verdict not in ("equal", "different"):
-        raise _UndecidedError(verdict)
+    if verdict in ("equal", "different"):
+        if len(known) >= CACHE_SIZE:
+            known.clear()
+        known[gold, answer] = verdict
     return verdict
-
-
-def forget() -> None:
-    """Empty the cache of verdicts."""
-    _decided.cache_clear()
 
 
 def ask(gold: str, answer: str) -> str:

@@ -93,11 +93,11 @@ def test_wrong_answers_are_refused(gold, answer):
 def test_only_verdicts_on_the_formulas_are_kept(monkeypatch):
     verdicts = iter(["timeout", "equal"])
     monkeypatch.setattr(math_pool, "ask", lambda gold, answer: next(verdicts))
-    math_pool.forget()
+    math_pool.known.clear()
     assert math_pool.compare("p", "q") == "timeout"
     assert math_pool.compare("p", "q") == "equal"
     assert math_pool.compare("p", "q") == "equal", "kept"
-    math_pool.forget()
+    math_pool.known.clear()
 
 
 def test_a_worker_that_dies_while_it_starts_is_started_anew(monkeypatch):
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_while_it_starts_is_started_anew(monkeypatch):
         return begin(command if program is None else [command[0], "-c", program], **options)
 
     math_pool.close()
-    math_pool.forget()
+    math_pool.known.clear()
     monkeypatch.setattr(subprocess, "Popen", begin_or_die)
     assert math_pool.compare("x+y", "y+x") == "equal"
     assert not programs
