@@ -33,11 +33,17 @@ class Recipe:
         object.__setattr__(self, "config", load_recipe(self.source, self.changes))
 
     @classmethod
-    def load(cls, source: str | os.PathLike) -> Recipe:
-        """A shipped recipe by its name (`qerl recipes` lists them), or a YAML file. Raises ConfigError."""
+    def load(cls, source: Recipe | str | os.PathLike) -> Recipe:
+        """A shipped recipe by its name (`qerl recipes` lists them), a YAML file, or the recipe itself.
+
+        Raises ConfigError.
+        """
+        if isinstance(source, Recipe):
+            return source
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(
-                f"{source!r} is no recipe: give the name of one, such as 'tiny', or the path of a YAML file"
+                f"{source!r} is no recipe: give the name of one (see qerl recipes), such as 'tiny', or the path of a "
+                "YAML file; a run that began before needs resume=RUN alone"
             )
         return cls(os.fspath(source))
 

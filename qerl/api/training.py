@@ -225,9 +225,7 @@ def train(
 
     Raises QerlError for what the user can fix, in the words of the command, and leaves this process as it was.
     """
-
-    known = ["reward", "data", "resume", *TrainArguments.__annotations__]
-    check_keywords(arguments, known, "qerl.train")
+    check_keywords(arguments, ["reward", "data", "resume", *TrainArguments.__annotations__], "qerl.train")
     played = arguments.pop("environment", None), listed_tools(arguments.pop("tools", ()))
     functions = Functions()
     grader = grader_of(arguments.pop("grader", None), functions)
@@ -245,8 +243,7 @@ def train(
         options = replace(options, overrides=tuple(f"data.source={file}" for file in files))
         with given(functions, {}), given_environments(*played), as_before():
             return _resume(model_name(resume), options, arguments)
-    if recipe is None:
-        raise ConfigError("no recipe was given: write qerl.train('tiny'), or qerl.train(resume=RUN); see qerl recipes")
+    chosen = Recipe.load(recipe)
     if options.accept_changes:
         raise ConfigError("accept_changes is about a run that began before: leave it out, or give resume=RUN")
     changes: dict[str, Any] = {KEYS[name]: value for name, value in arguments.items()}
@@ -254,7 +251,6 @@ def train(
         changes["model.base"] = model_name(arguments["model"])
     changes |= {} if grader is None else {"data.grader": grader}
     changes |= {} if rewards is None else {"rewards": rewards}
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     with given_environments(*played):
         return _begin(chosen.set(changes | environment_keys(*played)), functions, data, options)
 
@@ -333,9 +329,7 @@ def sft(
     check_keywords(arguments, [*SftArguments.__annotations__], "qerl.sft")
     if resume is not None:
         return train(recipe, data=data, resume=resume, **arguments)
-    if recipe is None:
-        raise ConfigError("no recipe was given: write qerl.sft('sft_tiny'), or qerl.sft(resume=RUN); see qerl recipes")
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    chosen = Recipe.load(recipe)
     return train(chosen if chosen.config.sft is not None else chosen.set({"sft": {}}), data=data, **arguments)
 
 
@@ -357,16 +351,13 @@ def distill(
     A recipe without the section `distill` gets one with its defaults, without what is no part of a distillation:
     dynamic sampling, and the KL and entropy terms of the loss. Otherwise it is as `qerl.train`.
     """
-    known = ["data", "resume", *DistillArguments.__annotations__]
-    check_keywords(arguments, known, "qerl.distill")
+    check_keywords(arguments, ["data", "resume", *DistillArguments.__annotations__], "qerl.distill")
     teacher = arguments.pop("teacher", None)
     if resume is not None:
         if teacher is not None:
             raise ConfigError("resume continues a run as it was configured; teacher would change that: leave it out")
         return train(recipe, data=data, resume=resume, **arguments)
-    if recipe is None:
-        raise ConfigError("no recipe was given: write qerl.distill('qad_tiny'), or qerl.distill(resume=RUN)")
-    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    chosen = Recipe.load(recipe)
     changes: dict[str, Any] = {} if chosen.config.distill is not None else {"distill": {}}
     changes |= {} if teacher is None else {"distill.teacher": model_name(teacher)}
     return train(chosen.set(*DistillOptions.implied, changes), data=data, **arguments)

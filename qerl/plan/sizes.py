@@ -67,24 +67,17 @@ def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int, mas
     return RoundingWork(rounded - gone + product, (1 + 1) * weight)
 
 
-def _known(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **others: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        **others,
-    }
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _known(*sizes: int, **others: Any) -> dict[str, Any]:
+    return {**dict(zip((*SIZES, "vocab_size"), sizes, strict=True)), **others}
 
 
 QWEN2 = {"max_position_embeddings": 32768}
 QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3"}
 MISTRAL = {"max_position_embeddings": 32768, "head_dim": 128}
-SMOL = {"max_position_embeddings": 8192, **{"tie_word_embeddings": True}}
+SMOL = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 LLAMA3 = {"max_position_embeddings": 131072}
 TIED = {"tie_word_embeddings": True}
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}

@@ -1,6 +1,6 @@
 """The word game: find a word of a short alphabetical list. Rows are computed from (split, index), without any file.
 
-The game is played against the environment `word_game` (qerl/episodes/shipped.py), which knows the row's answer
+The game is played against the environment `word_game` (qerl/episodes/build.py), which knows the row's answer
 and says whether it comes before or after a guess. Which split a list of words belongs to is decided by a hash of it.
 """
 
