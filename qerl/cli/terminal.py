@@ -98,11 +98,8 @@ def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
 def _value_of(parameter: Any, arguments: Sequence[str]) -> str | None:
     """The value that was typed last for an option; None if the option was not typed."""
     options = [option for option in getattr(parameter, "opts", ()) if option.startswith("-")]
-    for option, value in reversed([*pairwise(arguments)]):
-        if option in options:
-            return value
-    typed = [word.split("=", 1)[1] for word in arguments if word.split("=", 1)[0] in options and "=" in word]
-    return typed[-1] if typed else None
+    pairs = [*(word.split("=", 1) for word in arguments if "=" in word), *pairwise(arguments)]
+    return next((value for option, value in reversed(pairs) if option in options), None)
 
 
 def quiet_libraries_() -> None:

@@ -162,23 +162,20 @@ def _parser(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 def hermes(text: str) -> Action:
     """The calls between <tool_call> and </tool_call>."""
-    calls, mistakes = [], []
-    for found in HERMES.findall(text):
-        call = _call(found, "arguments")
-        calls.append(call) if isinstance(call, Call) else mistakes.append(call)
-    return Action(text, tuple(calls), tuple(mistakes))
+    return _action(text, HERMES.findall(text), "arguments")
 
 
 def llama(text: str) -> Action:
     """A turn that is a call and nothing else; several may be divided by semicolons."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not body.startswith('{"name"'):
-        return Action(text)
-    pieces = re.split(r"(?<=\})\s*;\s*(?=\{)", body)
-    found = [_call(piece, "parameters") for piece in pieces]
-    return Action(
-        text, tuple(c for c in found if isinstance(c, Call)), tuple(c for c in found if not isinstance(c, Call))
-    )
+    pieces = re.split(r"(?<=\})\s*;\s*(?=\{)", body) if body.startswith('{"name"') else []
+    return _action(text, pieces, "parameters")
+
+
+def _action(text: str, pieces: Sequence[str], key: str) -> Action:
+    found = [_call(piece, key) for piece in pieces]
+    calls = tuple(each for each in found if isinstance(each, Call))
+    return Action(text, calls, tuple(each for each in found if not isinstance(each, Call)))
 
 
 def _call(text: str, key: str) -> Call | str:
