@@ -30,7 +30,7 @@ def test_a_recipe_of_another_kind_gets_the_section(nvfp4_base, tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "no recipe was given: write qerl.sft"),
+        ({}, "None is no recipe: give the name of one"),
         ({"recipe": "sft_tiny", "reward": len}, "qerl.sft takes no argument 'reward'"),
         ({"recipe": SIXTEEN_BITS, "data": [{"messages": "hi"}] * 40}, "no row can be learned from"),
     ],

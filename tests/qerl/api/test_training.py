@@ -101,7 +101,7 @@ def broken(completions):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({}, "no recipe was given: write qerl.train('tiny'), or qerl.train(resume=RUN)"),
+        ({}, "None is no recipe: give the name of one"),
         ({"recipe": "tinny"}, "no recipe is named 'tinny'; did you mean tiny?"),
         ({"recipe": "tiny", "step": 3}, "qerl.train takes no argument 'step'; did you mean steps?"),
         ({"recipe": "tiny", "reward": "acuracy"}, "there is no such reward; write rewards.0.name: accuracy"),
@@ -132,7 +132,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(arguments, line, tmp_path, mon
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({}, "no recipe was given: write qerl.distill('qad_tiny')"),
+        ({}, "None is no recipe: give the name of one"),
         ({"recipe": "tiny", "techer": "x"}, "qerl.distill takes no argument 'techer'; did you mean teacher?"),
         ({"resume": "runs/x", "teacher": "y"}, "teacher would change that: leave it out"),
         ({"recipe": "sft_tiny"}, "distill given with sft given"),
