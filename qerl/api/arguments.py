@@ -73,7 +73,7 @@ def as_before() -> Iterator[None]:
     try:
         import torch  # before the number of threads is chosen, which would else hold for the whole program
 
-        with _same_numbers(torch), _same_torch(torch), engines_closed_on_error():
+        with _same_state(torch), engines_closed_on_error():
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -93,37 +93,30 @@ def _restore_environment(before: dict[str, str]) -> None:
 
 
 @contextmanager
-def _same_numbers(torch: Any) -> Iterator[None]:
-    """Put the states of the random generators back."""
+def _same_state(torch: Any) -> Iterator[None]:
+    """Put the states of the random generators and torch's settings back."""
     import numpy
 
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    strict = functools.partial(
+        torch.use_deterministic_algorithms, warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    states = [
+        (random.setstate, random.getstate()),
+        (numpy.random.set_state, numpy.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+        (strict, torch.are_deterministic_algorithms_enabled()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_num_threads, torch.get_num_threads()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+    ]
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     try:
         yield
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cards is not None:
-            torch.cuda.set_rng_state_all(cards)
-
-
-@contextmanager
-def _same_torch(torch: Any) -> Iterator[None]:
-    """Put torch's settings back."""
-    strict = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    dtype, threads, gradients = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
-    precision = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(gradients)
-        torch.set_float32_matmul_precision(precision)
+        for restore, state in states:
+            restore(state)
 
 
 Function = Callable[..., Any]
