@@ -186,7 +186,7 @@ def test_rows_without_anything_to_learn_are_refused_in_one_line(tmp_path):
 
 
 def test_a_task_without_solutions_is_refused():
-    with pytest.raises(DataError, match="task word_game has no conversations of its own"):
+    with pytest.raises(DataError, match="task word_game has no such rows of its own"):
         check_conversations(get_task("word_game"), Source(None, "train", None))
 
 

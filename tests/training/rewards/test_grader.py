@@ -72,7 +72,7 @@ def test_a_run_without_answers_or_without_its_grader_is_refused_before_anything_
     given = {"task": "own", "data": str(tmp_path / "rows.jsonl")}
     with pytest.raises(ConfigError, match=r"grader file 'no\.py' does not exist here"):
         check_config(load_recipe("tiny", **given, grader="no.py"))
-    with pytest.raises(DataError, match=r"task own has no data set of its own: pass your rows with --data FILE"):
+    with pytest.raises(DataError, match=r"task own has no such rows of its own: pass yours with --data FILE"):
         check_config(load_recipe("tiny", task="own"))
 
 
