@@ -71,7 +71,9 @@ def init(options: InitOptions) -> Path:
         raise ConfigError(f"--model: {no_folder(options.model)}: give an existing folder or a hub id")
     found = guess(options.data)
     base = options.recipe or (DEFAULT_RECIPE if installed_cards() else "tiny")
-    folder = options.out or _folder_for(options.data)
+    # Named after the rows' file, without characters that mean something to a shell, YAML or Python.
+    name = re.sub(r"[^\w -]", "_", Path(options.data).name.partition(".")[0]).strip(" -")
+    folder = options.out or Path(name or "mine")
     if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists and is left as it is: write another --out")
     _check_encodable(options.data, str(folder))
@@ -102,12 +104,6 @@ def init(options: InitOptions) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder
-
-
-def _folder_for(data: str) -> Path:
-    """The folder named after the rows' file, without characters that mean something to a shell, YAML or Python."""
-    name = Path(data).name.partition(".")[0]
-    return Path(re.sub(r"[^\w -]", "_", name).strip(" -") or "mine")
 
 
 def _check_encodable(*names: str) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.checkpoint.folder import REPORT, WORDS, default_quantized_dir, embedded_folder, format_of, quantized_from
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
-from qerl.formats.base import Format
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -80,20 +79,15 @@ def after_evaluating(base: str, adapter: str | None, format: str) -> str:
 def after_quantizing(model: str) -> str:
     """`qerl train` on a 16-bit model or a quantized folder; a 16-bit model is quantized first where that is missing."""
     source = WORDS.get(Path(model)) or quantized_from(Path(model)) or model
-    format = _quantized_format(Path(model))
+    written = all((Path(model) / name).is_file() for name in (REPORT, "config.json"))
+    format = format_of(Path(model)) if written else formats.DEFAULT
+    format = format if format.quantized else formats.DEFAULT  # of any other model
     recipe = _recipe_of(source, format.name)
     made = default_quantized_dir(source, format)
     named = [] if recipe and model in (source, str(made), str(embedded_folder(source))) else ["--model", model]
     quantized = (Path(model) / REPORT).is_file() or made.exists()
     other = [] if recipe or format is formats.DEFAULT else ["--set", f"model.format={format.name}"]
     return _line("train", "--recipe", recipe or DEFAULT_RECIPE, *named, *other, *([] if quantized else ["--quantize"]))
-
-
-def _quantized_format(folder: Path) -> Format:
-    """The format of a quantized folder; the default one for any other model."""
-    made = (folder / REPORT).is_file() and (folder / "config.json").is_file()
-    found = format_of(folder) if made else formats.DEFAULT
-    return found if found.quantized else formats.DEFAULT
 
 
 def _recipe_of(base: str, format: str) -> str | None:

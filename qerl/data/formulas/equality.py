@@ -152,8 +152,12 @@ def equal_everywhere(one: Tree, other: Tree, rounded: bool = False) -> bool | No
     """
     names = variables(one) | variables(other)
     if not names:
-        equal = equal_constants(one, other)
-        return bool(equal) or (rounded and _equal_rounded_values(one, other)) if equal is not None else one == other
+        if (equal := equal_constants(one, other)) is None:
+            return one == other
+        if equal or not rounded:
+            return equal
+        values = value_at(one, {}), value_at(other, {})
+        return None not in values and close_rounded(*values)
     compared = 0
     for positive in (True, False):
         for point in points(names, positive):
@@ -167,11 +171,6 @@ def equal_everywhere(one: Tree, other: Tree, rounded: bool = False) -> bool | No
             if not close(*values):
                 return False
     return True if compared >= 2 else None
-
-
-def _equal_rounded_values(one: Tree, other: Tree) -> bool:
-    values = value_at(one, {}), value_at(other, {})
-    return None not in values and close_rounded(*values)
 
 
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}

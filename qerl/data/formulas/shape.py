@@ -113,11 +113,8 @@ def is_assignment(shape: Shape) -> bool:
     """Whether an equation gives a value to a bare name, or to a calculation: "x = 18", "9+9 = 18"."""
     if shape.kind != "relation" or set(shape.text.split()) != {"="}:
         return False
-    return is_name(shape.items[0].text) or not any(_has_variable(item.text) for item in shape.items)
-
-
-def _has_variable(text: str) -> bool:
-    return bool(re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)))
+    texts = [re.sub(r"\\[A-Za-z]+", "", item.text) for item in shape.items]
+    return is_name(shape.items[0].text) or not any(re.search("[A-Za-z]", text) for text in texts)
 
 
 def _relation(sides: list[str], signs: list[str], depth: int) -> Shape:
