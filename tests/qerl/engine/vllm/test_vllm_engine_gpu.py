@@ -134,7 +134,9 @@ class TestOnGPU:
     def test_an_adapter_acts_counts_match_and_misfits_raise(self, checked):
         assert checked.adapter["count"] == 28
         assert checked.adapter["changed"] > 0
-        least = 0.94 if checked.flag.startswith("--start") else 0.97  # the rest are near-ties, of which a start makes more
+        least = (
+            0.94 if checked.flag.startswith("--start") else 0.97
+        )  # the rest are near-ties, of which a start makes more
         assert checked.adapter["greedy"]["equal_tokens"] > least
         assert checked.adapter["greedy"]["largest_gap"] < 0.01
         assert all(checked.adapter["errors"].values())
