@@ -127,7 +127,7 @@ def import_vllm() -> None:
 
     A function of its own, because importing takes long and is timed as a part of the start.
     """
-    _set_environment_()
+    set_environment_()
     from vllm import LLM  # noqa: F401
 
     from qerl.engine import vllm as vllm_plugin
@@ -199,7 +199,7 @@ def _take_new_runner_() -> None:
     disable_envs_cache()
 
 
-def _set_environment_() -> None:
+def set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if "vllm.compilation.breakable_cudagraph" not in sys.modules:  # it reads the variable once
@@ -241,7 +241,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
         **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(options.kv_cache_dtype) else {}),
-        "compilation_config": {"mode": 0, "cudagraph_mode": _graphs()},
+        "compilation_config": {"mode": 0, "cudagraph_mode": graphs_of_steps()},
     }
 
 
@@ -261,7 +261,7 @@ def _takes_our_attention(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype in ("auto", "fp8") and has_kernels(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _graphs() -> str:
+def graphs_of_steps() -> str:
     """Which steps are CUDA graphs: all up to the largest size; only decode steps if vLLM was imported before qerl."""
     return "FULL_AND_PIECEWISE" if os.environ.get(BREAKABLE) == "1" else "FULL_DECODE_ONLY"
 

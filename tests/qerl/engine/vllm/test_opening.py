@@ -226,8 +226,8 @@ def test_graphs_stop_at_attention_only_if_vllm_reads_that_it_is_asked_to(monkeyp
     name = "vllm.compilation.breakable_cudagraph"
     monkeypatch.delenv(opening.BREAKABLE, raising=False)
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    opening._set_environment_()
-    assert opening._graphs() == "FULL_DECODE_ONLY"
+    opening.set_environment_()
+    assert opening.graphs_of_steps() == "FULL_DECODE_ONLY"
     monkeypatch.delitem(sys.modules, name)
-    opening._set_environment_()
-    assert opening._graphs() == "FULL_AND_PIECEWISE"
+    opening.set_environment_()
+    assert opening.graphs_of_steps() == "FULL_AND_PIECEWISE"
