@@ -36,6 +36,7 @@ MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens of a launch, and rows * tokens o
 MAX_PARTS, MAX_HEAPS = 64, 256  # limits of the tasks that compute hidden values, see gemm.cu
 FEW_ROWS = 8192  # of q/k/v and o, but not of gate/up
 LONG = 8192  # from this many columns on, a task for hidden values takes more of them
+ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as many as fit, or fewer
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
 
 
@@ -94,9 +95,11 @@ def choose_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     """
     tile, is_long = token_tile(tokens), columns >= LONG
     one_slab = tile > 128 or (tile > 32 and not is_long and rows <= FEW_ROWS)
+    if one_slab:
+        stages = ONE_SLAB_STAGES[tile]
+    else:
+        stages = 6 if tile < 128 else 4 if is_long else 5
     batch = 6 if is_long and tile > 32 else 3
-    few, many = {64: 8, 192: 5, 256: 4}.get(tile, 6), {128: 4 if is_long else 5}.get(tile, 6)
-    stages = few if one_slab else many
     return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_long))
 
 
@@ -111,20 +114,7 @@ def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
 
 logger = logging.getLogger(__name__)
 
-TOKENS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-    2048,
-)  # others go the way of the next larger one
+TOKENS = tuple(1 << power for power in range(12))  # 1 to 2048; others go the way of the next larger one
 KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most tokens for which the kernel may be used
 KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # the most for which it was the fastest on an H200
 WRONG = 0.015  # relative error from which a product counts as wrong; rounding gives 0.002 to 0.005
