@@ -29,9 +29,10 @@ from qerl.data.messages import (
     Spoken,
     UnusableError,
     as_messages,
+    check_text,
     is_learned,
     read_message,
-    read_tools,
+    tools_of,
     with_input,
     with_system,
 )
@@ -158,9 +159,10 @@ def _read(
     if of_text:
         if is_empty(asked):
             raise UnusableError("an empty prompt")
-        before = build_messages(
-            task, with_input(row, prompt, asked, answer).strip(), data.system_prompt, data.prompt_template
-        )
+        check_text(asked, prompt)
+        own = with_system(row, ())
+        question = with_input(row, prompt, asked, answer).strip()
+        before = [*own, *build_messages(task, question, None if own else data.system_prompt, data.prompt_template)]
         learned = [True] * len(before)
     else:
         read, learned = _messages(asked)
@@ -173,6 +175,7 @@ def _read(
         after, of_answer = _messages(listed)
         learned = [*learned, *of_answer]
     elif isinstance(given, str) and not is_empty(given):
+        check_text(given, answer)
         after, learned = [{"role": "assistant", "content": given.strip()}], [*learned, True]
     elif of_text:
         raise UnusableError("no text to learn", f"its column {answer!r} is {short(given)}")
@@ -195,7 +198,7 @@ def _conversation(
     if len(passed) == len(answers):
         raise UnusableError("no message that is learned", "each message of the assistant says that it is not learned")
     name = number if is_empty(row.get("id")) else str(row["id"])
-    return Conversation(name, tuple(messages), learned_from, read_tools(row.get("tools")), passed)
+    return Conversation(name, tuple(messages), learned_from, tools_of(row), passed)
 
 
 def _messages(cell: Any) -> tuple[list[Spoken], list[bool]]:

@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +34,10 @@ from qerl.data.messages import (
     Asked,
     UnusableError,
     as_messages,
+    check_text,
     read_messages,
     read_tools,
+    tools_of,
     with_input,
     with_system,
 )
@@ -148,8 +149,11 @@ class Collector:
         if is_empty(question) or (is_empty(answer) and not self._answers_optional):
             raise UnusableError(f"empty {'question' if is_empty(question) else 'answer'}")
         answer = "" if is_empty(answer) else answer
-        tools = self._tools(row)
-        key = place if self._task.may_repeat else _key(question, asked, tools)
+        tools = self._tools(row, asked.conversational)
+        used = {path.split(".")[0] for path in self._paths.values()}
+        extra = {column: value for column, value in row.items() if column not in used}
+        graded_by = {} if answer or not self._task.free_form else extra  # without an answer by its columns, if by any
+        key = place if self._task.may_repeat else _key(question, asked, tools, graded_by)
         earlier = self._examples.get(key)
         if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
             raise UnusableError("duplicate", f"duplicate of {earlier[0]}")
@@ -162,8 +166,6 @@ class Collector:
         _check_flags(row, self._split)
         if earlier is not None:
             self._compare(place, answer, key)
-        used = {path.split(".")[0] for path in self._paths.values()}
-        extra = {column: value for column, value in row.items() if column not in used}
         name = self._identify(place, look_up(row, self._paths["id"]))
         asks = asked.earlier, asked.beside, tools, asked.conversational
         self._examples[key] = place, Example(question, answer, name, extra, *asks)
@@ -180,16 +182,18 @@ class Collector:
                 return replace(asked, earlier=tuple(with_system(row, asked.earlier)))
         elif isinstance(cell := look_up(row, path), str) and as_messages(cell) is not None:
             raise UnusableError("question that is no text", "the question is a list of messages; --task own asks them")
-        return Asked(with_input(row, path, _text(row, path, "question"), self._paths.get("answer")))
+        text = _text(row, path, "question")
+        check_text(text, path)
+        return Asked(with_input(row, path, text, self._paths.get("answer")), tuple(with_system(row, ())))
 
-    def _tools(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    def _tools(self, row: Mapping[str, Any], conversational: bool) -> tuple[Mapping[str, Any], ...]:
         """The schemas of the column `tools`. In rows without messages it may be a column that rewards read."""
+        if conversational:
+            return tools_of(row)
         try:
             return read_tools(row.get("tools"))
         except UnusableError:
-            if as_messages(look_up(row, self._paths["question"])) is None:
-                return ()
-            raise
+            return ()
 
     def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
         if "answer" not in self._paths:
@@ -218,11 +222,12 @@ class Collector:
         raise UnusableError(reason, f"its question stands in {earlier_place} with another answer")
 
 
-def _key(question: str, asked: Asked, tools: Sequence[Mapping[str, Any]]) -> str:
+def _key(question: str, asked: Asked, tools: Sequence[Mapping[str, Any]], graded_by: Mapping[str, Any]) -> str:
     """What tells a row's question from others': its text without white space, with all that is asked besides."""
-    key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
-    calls = [message["tool_calls"] for message in asked.earlier if "tool_calls" in message]
-    return key + json.dumps([calls, tools], sort_keys=True, default=str) if calls or tools else key
+    earlier = [{**message, "content": "".join(message["content"].split())} for message in asked.earlier]
+    besides = earlier, asked.beside, tools, graded_by
+    key = "".join(question.split())
+    return key + json.dumps(besides, sort_keys=True, default=str) if any(besides) else key
 
 
 def _holds(row: Mapping[str, Any], path: str) -> bool:

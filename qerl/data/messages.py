@@ -37,6 +37,10 @@ NO_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 LEARNED = ("weight", "train", "training", "loss")  # 0 or false: this message is not learned
 UNCLEAR = ("loss_mask", "mask", "loss_weight", "loss_scale", "train_detail", "train_on", "trainable", "learn", "masked")
 
+SYSTEM = ("system", "system_prompt")  # columns beside a question or messages
+MEANT = re.compile(r"""[\s\ufeff"']*[\[{][\s\[{(\\]*["'](?:role|from|messages|conversations)\\*["']\s*:""")
+SAID = re.compile(r"""["'](?:content|value)\\*["']\s*:""")
+
 Spoken = dict[str, Any]  # a message: role, content, and what a template reads of it besides
 
 
@@ -82,6 +86,19 @@ def as_messages(cell: Any) -> list[Any] | None:
     return found if spoken and all(spoken) else None
 
 
+def check_text(text: str, column: str) -> None:
+    """Raise UnusableError for a text that is half a character short, or means messages and is not read as such."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnusableError("half a character", f"its column {column!r} holds half a character") from None
+    if MEANT.match(text) and SAID.search(text):
+        raise UnusableError(
+            "messages that are no list in JSON",
+            f"its column {column!r} is {short(text)}: write messages as a list, or as its JSON text",
+        )
+
+
 def read_messages(cell: Sequence[Any]) -> Asked:
     """The messages of a row. Raises UnusableError, in words, for what is not a chat that a model can continue."""
     messages = [read_message(each, number) for number, each in enumerate(cell, start=1)]
@@ -98,18 +115,30 @@ def read_messages(cell: Sequence[Any]) -> Asked:
 
 
 def with_system(row: Mapping[str, Any], messages: Sequence[Spoken]) -> list[Spoken]:
-    """The messages, with the row's column `system` before them, as ShareGPT's rows have it, if they have none."""
-    system = row.get("system")
-    if not isinstance(system, str) or is_empty(system) or any(each["role"] == "system" for each in messages):
+    """The messages, with the row's column `system` or `system_prompt` before them as the system message.
+
+    Raises UnusableError if the column holds no text, or another text than the system message that they have.
+    """
+    column = next((name for name in SYSTEM if not is_empty(row.get(name))), None)
+    if column is None:
         return list(messages)
-    return [read_message({"role": "system", "content": system}, 0), *messages]
+    text = text_of(row[column])
+    if text is None:
+        raise UnusableError(f"a column {column} that is no text", f"its column {column!r} is {short(row[column])}")
+    check_text(text, column)
+    own = [each["content"] for each in messages if each["role"] == "system"]
+    if own and text.strip() not in map(str.strip, own):
+        raise UnusableError(
+            "two system messages", f"its column {column!r} is another text than its system message: keep one of them"
+        )
+    return list(messages) if own else [{"role": "system", "content": text}, *messages]
 
 
 def read_message(value: Any, number: int) -> Spoken:
     """A message with its role and content, and its name, thoughts and tool calls. Raises UnusableError."""
     given = value if isinstance(value, Mapping) else {}
     role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls")
-    if "role" not in given and "from" in given:
+    if is_empty(role) and not is_empty(given.get("from")):
         role, content = SHAREGPT.get(str(given["from"])), given.get("value")
         if given["from"] == "function_call":
             calls, content = _calls_of_text(content, number), None
@@ -164,7 +193,7 @@ def is_learned(value: Any, number: int) -> bool:
                 f"its message {number} has {key!r}: {str(asked)[:40]!r}; write weight 0 or 1, or remove the key",
             )
     wanted = [key for key, asked in said.items() if asked]
-    spoken_by = given.get("role", SHAREGPT.get(str(given.get("from"))))
+    spoken_by = given.get("role") or SHAREGPT.get(str(given.get("from")))
     if spoken_by != "assistant" and set(wanted) - {"weight"}:
         raise UnusableError(
             "a message to be learned that is not the assistant's",
@@ -195,7 +224,21 @@ def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         value = value.tolist()
     if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
         raise UnusableError("tools that are no list of schemas", f"its tools are {short(value)}")
-    return tuple(without_nulls(each) for each in value)
+    return tuple(_tool(without_nulls(each)) for each in value)
+
+
+def tools_of(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The schemas beside messages: of the column `tools`, or of `functions`, OpenAI's form before it."""
+    return read_tools(row.get("functions") if is_empty(row.get("tools")) else row.get("tools"))
+
+
+def _tool(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema in the form that templates read, {"type": "function", "function": {"name": ...}}."""
+    if "function" not in schema:  # the function alone, as in ShareGPT's rows
+        schema = {"type": "function", "function": {key: value for key, value in schema.items() if key != "type"}}
+    if not _name(schema):
+        raise UnusableError("a tool without a name", f"its tools hold {short(schema)}")
+    return schema
 
 
 def _listed(calls: Any, number: int) -> list[Any]:
@@ -236,21 +279,21 @@ def _call(value: Any, number: int) -> dict[str, Any]:
 
 
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
-NOT_READ = ("history", "system")  # what LLaMA-Factory's rows may hold besides
+HISTORY = "history"  # earlier questions and answers, which LLaMA-Factory's rows may hold besides
 
 
 def with_input(row: Mapping[str, Any], column: str, text: str, answer: str | None = None) -> str:
     """The text of a row's `column`, with its input below it if that is an instruction with one.
 
-    `answer` is the column of answers. Raises UnusableError for a row with more than the three columns.
+    `answer` is the column of answers. Raises UnusableError for a row with a history.
     """
+    if column == INSTRUCTION and not is_empty(row.get(HISTORY)):
+        raise UnusableError(
+            f"an instruction with the column {HISTORY}",
+            f"its column {HISTORY!r} would not be asked; write the row as `messages`, or remove the column",
+        )
     if column != INSTRUCTION or INPUT not in row or answer == INPUT:
         return text
-    if more := next((name for name in NOT_READ if not is_empty(row.get(name))), None):
-        raise UnusableError(
-            f"an instruction with the column {more}",
-            f"its column {more!r} would not be asked; write the row as `messages`, or remove the column",
-        )
     if is_empty(row[INPUT]):
         return text
     if not isinstance(row[INPUT], str):

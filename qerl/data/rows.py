@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import time
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,11 +39,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_AVAILABLE = ("nan", "<na>", "nat")  # what pandas writes for an empty cell whose column it turns into text
+UNSEEN = ("Cf", "Cc", "Zs", "Zl", "Zp")  # categories of characters that show nothing, such as a zero width space
 _PANDAS = ("NAType", "NaTType")
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: None, NaN, pandas' NA, white space, their names as text, an empty list or object.
+    """Whether a cell holds nothing: None, NaN, pandas' NA, no visible text, their names, an empty list or object.
 
     "NA", "None" and "null" are words that may be meant, so they are not empty.
     """
@@ -50,7 +52,7 @@ def is_empty(value: Any) -> bool:
         return True
     if isinstance(value, str):
         text = value.strip()
-        return not text or text.casefold() in NOT_AVAILABLE
+        return text.casefold() in NOT_AVAILABLE or all(unicodedata.category(each) in UNSEEN for each in text)
     if isinstance(value, Decimal):
         return value.is_nan()
     if isinstance(value, Mapping | list | tuple):

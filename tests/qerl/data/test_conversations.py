@@ -118,7 +118,7 @@ def test_tools_and_their_calls_reach_the_template(tmp_path):
     (found,) = read(tmp_path, [{"messages": [ASKED, spoken, answer, SAID], "tools": [{"name": "add"}]}])
     assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert found.messages[2] == answer
-    assert found.tools == ({"name": "add"},)
+    assert found.tools == ({"type": "function", "function": {"name": "add"}},)
 
 
 def test_a_system_prompt_is_given_to_conversations_without_one(tmp_path):
