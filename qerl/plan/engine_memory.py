@@ -41,41 +41,45 @@ _KNOWN = {  # capability -> name, GiB, GB/s, TFLOPS; GeForce cards add float32 a
     (8, 6): (
         *(("3090", 23.6, 796, 60), ("3060", 11.7, 306, 22), ("3060-ti", 7.7, 381, 28), ("3070", 7.7, 381, 35)),
         *(("3070-ti", 7.7, 517, 37), ("3080", 9.7, 646, 51), ("3080-ti", 11.7, 775, 58), ("3090-ti", 23.6, 857, 68)),
-        *(("a10", 22.1, 510, 106), ("a10g", 22.1, 510, 60), ("a6000", 47.4, 653, 131)),
+        *(("a10", 22.1, 510, 106), ("a10g", 22.1, 510, 60), ("a40", 44.5, 592, 127)),
+        *(("a5000", 23.6, 653, 94), ("a6000", 47.4, 653, 131)),
     ),
     (8, 9): (
         *(("4090", 23.6, 857, 140), ("4060", 7.7, 231, 26), ("4060-ti", 7.7, 245, 38), ("4060-ti-16", 15.6, 245, 38)),
         *(("4070", 11.7, 428, 50), ("4070-super", 11.7, 428, 60), ("4070-ti", 11.7, 428, 68)),
         *(("4070-ti-super", 15.6, 571, 75), ("4080", 15.6, 609, 83), ("4080-super", 15.6, 626, 89)),
-        *(("l4", 22.1, 255, 103), ("l40s", 44.5, 734, 180)),
+        *(("l4", 22.1, 255, 103), ("l40", 44.5, 734, 154), ("l40s", 44.5, 734, 180), ("6000-ada", 47.4, 816, 310)),
     ),
     (12, 0): (
         *(("5090", 31.4, 1523, 178), ("5060", 7.7, 381, 33), ("5060-ti", 7.7, 381, 40), ("5060-ti-16", 15.6, 381, 40)),
         *(("5070", 11.7, 571, 52), ("5070-ti", 15.6, 762, 75), ("5080", 15.6, 816, 96)),
         ("pro-6000", 94.9, 1523, 428),
     ),
-    (8, 0): (("a100-40", 39.4, 1322, 265), ("a100", 79.2, 1733, 265)),
-    (9, 0): (("h100", 79.2, 2848, 690), ("h200", 139.8, 4200, 690)),
+    (8, 0): (("a100-40", 39.4, 1322, 265), ("a100", 79.2, 1733, 265), ("a30", 23.6, 793, 140)),
+    (9, 0): (("h100", 79.2, 2848, 690), ("h100-nvl", 93.6, 3347, 585), ("h200", 139.8, 4200, 690)),
     (10, 0): (("b200", 178.3, 6800, 1912),),
-    (7, 5): (("t4", 14.6, 272, 55),),
+    (7, 5): (("t4", 14.6, 272, 55), ("2080-ti", 10.7, 524, 46)),
     (7, 0): (("v100", 15.8, 765, 106), ("v100-32", 31.7, 765, 106)),
 }
 CARDS = {name: Card(name, *rest, capability=able) for able, cards in _KNOWN.items() for name, *rest in cards}
+SAID_BESIDE = r"nvidia|geforce|rtx|tesla|blackwell|generation|(workstation|server) edition|pcie|sxm\d?|hbm\d?e?|gpu"
 SAME_SIZE = 0.05  # the memory that a card reports differs by less than this share from the table
 
 
 def card_of(text: str) -> Card:
-    """The card of a name (`rtx 4090`), or a card of some GiB (`24`, `24GB`) as fast as the known card of that size.
+    """The card of a name (`rtx 4090`, `A100-SXM4-80GB`), or a card of some GiB (`24`, `24GB`) as fast as the known card
+    of that size.
 
     Raises ConfigError for anything else.
     """
-    given = re.sub(r"nvidia|geforce|rtx|tesla|blackwell|gi?b|\s|\b[_-]\b", "", text.lower())
+    size = re.sub(r"(?<=\d)\s*gi?b\b", "", text.lower())
+    given = re.sub(rf"{SAID_BESIDE}|\s|(?<=\w)[_-]", "", size)
     for card in CARDS.values():
         name = card.name.replace("-", "")
         if given in (name, f"{name}{_gb(card)}"):
             return card
     try:
-        gib = float(given)
+        gib = float(size.replace("_", "x"))
     except ValueError:
         raise ConfigError(f"--gpu {text!r} is not known: write GiB (24) or one of {', '.join(CARDS)}") from None
     if not 0 < gib < 1024:
@@ -109,7 +113,7 @@ def card_named(name: str, gib: float) -> Card | None:
 
 def _gb(card: Card) -> int:
     """As it is sold: 24 GB of a 3090, 40 of an A100."""
-    sold = (8, 10, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
+    sold = (8, 10, 11, 12, 16, 24, 32, 40, 48, 80, 96, 141, 180)
     return min(sold, key=lambda gb: abs(gb - card.memory_gib))
 
 

@@ -132,10 +132,30 @@ def test_the_counts_of_the_sampler_of_a_7b_computed_by_hand():
         ("RTX PRO 6000", "pro-6000"),
         ("H200-141GB", "h200"),
         ("v100 32gb", "v100-32"),
+        ("A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("a100_80gb", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100 PCIe", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "pro-6000"),
+        ("pro-6000 96 GB", "pro-6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "6000-ada"),
+        ("NVIDIA A40", "a40"),
+        ("rtx a5000", "a5000"),
+        ("2080ti", "2080-ti"),
     ],
 )
 def test_a_card_is_known_by_its_names(given, name):
     assert card_of(given) is CARDS[name]
+
+
+# GB is a unit only after a number: GB10 is a card with 128 GB, and GB200 one with 186.
+@pytest.mark.parametrize("given", ["gb10", "NVIDIA GB200", "4090 laptop", "24_0", "3080-12", "-24"])
+def test_no_size_is_read_out_of_a_name(given):
+    with pytest.raises(ConfigError, match="write GiB"):
+        card_of(given)
 
 
 @pytest.mark.parametrize("given", ["4095", "a1000", "t40", "gtx", "0", "x24"])

@@ -121,7 +121,7 @@ def test_the_known_cards(text, gib):
         ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376", 16.0, 857),
         ("NVIDIA A100-SXM4-40GB, 40960", 39.4, 1322),
         ("NVIDIA A100-SXM4-80GB, 81920", 79.2, 1733),
-        ("NVIDIA H100 NVL, 95830", 93.6, 2848),
+        ("NVIDIA H100 NVL, 95830", 93.6, 3347),
         ("NVIDIA H200, 143771", 139.8, 4200),
         ("NVIDIA GeForce RTX 3060, 12288", 11.7, 306),
         ("NVIDIA GeForce GTX 1060, 12288", 12.0, 306),
