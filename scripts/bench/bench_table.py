@@ -7,8 +7,8 @@ The page begins with `notes.md`, which is beside the files and written by hand. 
 `rollout-<shape>-<name>.json`, written by scripts/bench/bench_rollout.py; steps from `step-<shape>-<name>.json`, written
 by scripts/bench/bench_step.py and scripts/bench/bench_trl.py; the linears of a decoder layer from
 `linear-<shape>-<name>.json`, written by scripts/bench/bench_linear.py; `KINDS` names the other files. If a file has
-several steps, the first is left out, since it compiles. A ratio is against the first row of its table: stock vLLM in BF16
-with the adapter merged, if that was measured, or with LoRA; or TRL as it comes.
+several steps, the first is left out, since it compiles. A ratio is against the first row of its table: stock vLLM in
+BF16 with the adapter merged, if that was measured, or with LoRA; or TRL as it comes.
 """
 
 from __future__ import annotations

@@ -95,10 +95,8 @@ def choose_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     """
     tile, is_long = token_tile(tokens), columns >= LONG
     one_slab = tile > 128 or (tile > 32 and not is_long and rows <= FEW_ROWS)
-    if one_slab:
-        stages = ONE_SLAB_STAGES[tile]
-    else:
-        stages = 6 if tile < 128 else 4 if is_long else 5
+    two_slab_stages = 6 if tile < 128 else 4 if is_long else 5
+    stages = ONE_SLAB_STAGES[tile] if one_slab else two_slab_stages
     batch = 6 if is_long and tile > 32 else 3
     return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_long))
 
