@@ -35,6 +35,7 @@ from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
+from qerl.episodes.play import environments_ended
 from training.rewards.rewards import GuardedReward, Rewards, Rows, fixed_columns
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class EngineHolder:
         self.engine = None
 
 
+@environments_ended()
 def run_eval(
     settings: EvalSettings,
     on_batch: OnBatch | None = None,

@@ -35,6 +35,7 @@ from qerl.config.recipe import save_config
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
+from qerl.episodes.play import environments_ended
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from training.parts import Given, GivenRows, Loaded, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
@@ -167,6 +168,7 @@ def _teacher_beside(config: RunConfig, run: Path) -> RunConfig:
     return config.model_copy(update={"distill": distill})
 
 
+@environments_ended()
 def _train(
     config: RunConfig, base: ModelRef, place: Place, checkpoint: Path | None, accept_changes: bool = False
 ) -> TrainResult:
@@ -335,8 +337,6 @@ def _carry_out(run: Opened) -> TrainResult:
             warn_of_retries()
             parts.clear_noise()
             run.loaded.engine.close()
-        if given.environments is not None:
-            given.environments.close()
         ended = validation is not None and validation.ended(steps)
         return replace(finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -105,8 +106,9 @@ START_S = 120.0
 OURS = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 LONGEST_LINE = 1000  # characters of a printed line
 BOOT = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor = int(sys.argv[2]); "
-    "worker = sys.argv[3]; sys.argv[:] = ['']; importlib.import_module(worker).main(descriptor)"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor, alive = map(int, sys.argv[2:4]); "
+    "worker = sys.argv[4]; sys.argv[:] = ['']; importlib.import_module('qerl.base.isolate').end_with(alive); "
+    "importlib.import_module(worker).main(descriptor)"
 )
 
 logger = logging.getLogger(__name__)
@@ -135,16 +137,19 @@ class Process:
         """What a worker prints is logged under `name`. One of `ours` is quiet instead, and sees no card."""
         self._closed, self._pid = False, os.getpid()
         self._connection, theirs = Pipe()
+        alive, held = os.pipe()
+        self._held = os.fdopen(held, "wb")  # closed when this process ends, however it does
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOT, json.dumps(sys.path), str(theirs.fileno()), worker],
+            [sys.executable, "-P", "-c", BOOT, json.dumps(sys.path), str(theirs.fileno()), str(alive), worker],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if ours else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **OURS} if ours else None,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), alive],
             start_new_session=True,
         )
         theirs.close()
+        os.close(alive)
         if not ours:
             threading.Thread(target=_log_lines, args=(self._popen.stdout, name), daemon=True).start()
         _running.add(self)
@@ -190,6 +195,7 @@ class Process:
             self._closed = True
             with contextlib.suppress(OSError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
+            self._held.close()
 
     def ending(self) -> str:
         """How the process ended by itself."""
@@ -262,6 +268,18 @@ class Workers:
             f"the process that {self._name} did not start (it {said}): run "
             f"`{sys.executable} -c 'import {self._needs}'` to see why"
         )
+
+
+def end_with(alive: int) -> None:
+    """In a worker: let the kernel end it, and what it starts, once the other end of the pipe `alive` is closed.
+
+    A thread beside foreign code would see that the other process has ended only when that code lets it run.
+    """
+    os.set_inheritable(alive, False)
+    with contextlib.suppress(OSError, AttributeError):  # where there is no such signal, the connection's end is enough
+        fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgid(0))
+        fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def serve(descriptor: int, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

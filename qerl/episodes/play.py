@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_opened: list[Environments] = []
+
 
 @dataclass(frozen=True)
 class Environments:
@@ -46,6 +49,17 @@ class Environments:
         self.runner.close()
 
 
+@contextmanager
+def environments_ended() -> Iterator[None]:
+    """At its end, whatever happened, the environments that were opened within it are closed."""
+    before = len(_opened)
+    try:
+        yield
+    finally:
+        while len(_opened) > before:
+            _opened.pop().close()
+
+
 def open_environments(
     config: EnvironmentConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -55,7 +69,7 @@ def open_environments(
     switches: Mapping[str, Any] | None = None,
 ) -> Environments:
     """The environments of a recipe, for the model in `folder`. `max_tokens` is for a completion, `context` with its
-    prompt; `switches` are variables of the chat template.
+    prompt; `switches` are variables of the chat template. `environments_ended` closes them.
 
     Raises ConfigError for an environment that cannot be used, and CheckpointError for a template without its tools.
     """
@@ -73,7 +87,8 @@ def open_environments(
         runner.close()
         raise
     limits = Limits(config.max_turns, max_tokens, context, config.max_observation_tokens, config.timeout_s)
-    return Environments(runner, chat, limits)
+    _opened.append(Environments(runner, chat, limits))
+    return _opened[-1]
 
 
 def row_of(example: Example) -> dict[str, Any]:

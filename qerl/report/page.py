@@ -8,6 +8,7 @@ all scripts and requests. report.md has the report in words and tables; the term
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ from qerl.report.sections import (
 )
 
 SHOWN = 3
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'"  # in the head of each page
 LONGEST = 6000  # characters of a completion that the page shows
 
 
@@ -273,6 +275,15 @@ def _one_line(text: str) -> str:
 logger = logging.getLogger(__name__)
 
 
+def _is_page(path: Path) -> bool:
+    """Whether a file begins as a page of ours does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(4096).decode("utf-8", "replace").lower()
+    return head.lstrip().startswith("<!doctype html>") and POLICY in head
+
+
 def write_report(
     folders: Sequence[Path],
     before: Path | None = None,
@@ -290,6 +301,10 @@ def write_report(
         raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'report.html'}")
+    if out is not None and os.path.lexists(out) and not _is_page(out):
+        raise ConfigError(
+            f"--out {out} is there and is no page that qerl wrote: it is left as it is, name another file"
+        )
     runs = read_runs(folders)
     read = partial(read_evaluation, shape=ComparedResult)
     compared = (read(before), read(after)) if before and after else None

@@ -1,13 +1,18 @@
 """Which environment an evaluation has, and what it says of an episode."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 
 from eval.plan import episode_fields, find_environment, identity_of
+from eval.run import run_eval
 from eval.settings import EvalSettings
-from qerl.base.errors import ConfigError
+from qerl.base.errors import ConfigError, DataError
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.recipe import save_config
 from qerl.episodes.driven import Episode, Turn
+from tests.helpers.processes import until_gone
 from tests.helpers.small_run import small_config
 
 
@@ -70,3 +75,29 @@ def test_another_file_of_the_environment_is_another_evaluation(tmp_path):
     (tmp_path / "guess.py").write_text("a = 2")
     assert identity_of(config, Played) != before
     assert identity_of(EnvironmentConfig(name="guess.py:Guess", max_turns=2), Played) != identity_of(config, Played)
+
+
+SOURCE = """
+import os
+from pathlib import Path
+
+Path(__file__).with_name("pid").write_text(str(os.getpid()))
+
+class Told:
+    def reset(self, example):
+        return "Go."
+
+    def step(self, action):
+        return None, 1.0, True
+"""
+
+
+@pytest.mark.parametrize("tools", [None, [{"name": "f"}]], ids=["played", "no row is left"])
+def test_the_processes_of_an_evaluation_end_with_it(tmp_path, tools):
+    (tmp_path / "told.py").write_text(SOURCE)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Go", "answer": "1", "tools": tools}) + "\n")
+    given = {"model": "tiny_turns", "data": str(tmp_path / "rows.jsonl"), "environment": f"{tmp_path / 'told.py'}:Told"}
+    wanted = pytest.raises(DataError, match="no row can be asked") if tools else nullcontext()
+    with wanted:
+        run_eval(EvalSettings("own", engine="transformers", max_new_tokens=4, out=tmp_path / "out", **given))
+    assert until_gone([int((tmp_path / "pid").read_text())])

@@ -17,6 +17,7 @@ from qerl.checkpoint.resolve import starting_model
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
+from qerl.episodes.play import environments_ended
 from training.preflight.advice import Likely, likely
 from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.plan import validation_count
@@ -44,6 +45,7 @@ LEARNED = ">>>", "<<<"  # around what is learned of a row
 ShowPlan = Callable[["RunConfig", str, "Console", Likely], bool]  # prints a plan and says whether the run would fit
 
 
+@environments_ended()
 def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     """Print data, rewards and, by `show_plan`, the plan; return whether the run would fit.
 
@@ -75,8 +77,6 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
             console.print(reward_table(task_of(source.data), own, functions, environments))
         say(_first_text(tokenizer, prompts[0], environments))
     finally:
-        if environments:
-            environments.close()
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
     return show_plan(config, str(local_folder(base.base)), console, likely(config, prompts=lengths))

@@ -230,3 +230,14 @@ def test_line_separators_inside_a_completion_do_not_split_it(tmp_path):
     text = json.dumps(sample("one\u2028two\x85three", 1.0), ensure_ascii=False) + "\n"
     (run / "completions" / "step-000005.jsonl").write_text(text, encoding="utf-8")
     assert extremes(read_run(run)).best[0].completion == "one\u2028two\x85three"
+
+
+def test_a_file_that_is_no_page_of_ours_is_left_as_it_is(tmp_path):
+    run, mine = full_run(tmp_path / "run"), tmp_path / "thesis.html"
+    for text in ("<!doctype html>\n<html><title>My thesis</title></html>", ""):
+        mine.write_text(text)
+        with pytest.raises(ConfigError, match="no page that qerl wrote: it is left as it is, name another file"):
+            write_report([run], out=mine)
+        assert mine.read_text() == text
+    mine.unlink()
+    assert write_report([run], out=mine) == write_report([run], out=mine) == mine

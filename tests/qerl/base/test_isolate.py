@@ -1,0 +1,43 @@
+"""Processes for code that is not ours: they end with the process that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import is_gone, until_gone
+
+# Holds Python's lock for as long as it likes, so that no thread beside it runs.
+BUSY = 'import re\n\ndef busy(completions, **columns):\n    return [bool(re.match("(a+)+$", "a" * 60 + "b"))]\n'
+PARENT = """
+import sys
+from pathlib import Path
+from qerl.base.own_function import Named, own_function
+function = own_function(sys.argv[1], "busy", Named("reward", sys.argv[1], "x"), 300.0)
+children = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+print(*children, flush=True)
+function(1, 300.0, completions=["a"])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the states of processes from /proc")
+def test_a_busy_process_does_not_outlive_a_killed_parent(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(BUSY)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, file], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    try:
+        assert pids
+        time.sleep(1.0)  # it is within the function by then
+        assert not any(map(is_gone, pids))
+        parent.kill()
+        parent.wait()
+        assert until_gone(pids)
+    finally:
+        for pid in pids:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
