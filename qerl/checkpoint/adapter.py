@@ -40,7 +40,7 @@ from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
 from qerl.checkpoint.experts import ModelShapes, shapes_of
 from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, quantized_from, whole_path
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.names import PROJECTIONS
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
     """
     shapes = shapes_of(read_json(Path(local_folder(base)) / "config.json"), base)
     layers = defaultdict(set)  # by kind of linear or norm, the layers that the adapter has it for
+    norms = set()
     for name, tensor in tensors.items():
         parts = name.split(".")
         factor = name.endswith((A_SUFFIX, B_SUFFIX)) and "layers" in parts
@@ -81,6 +82,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
                 f"norms; {_way_out(adapter)}, or train without it"
             )
         leaf = parts[-3] if factor else parts[-2]
+        norms |= set() if factor else {leaf}
         experts = f"experts.{leaf}" if is_of_experts(name) else None
         layers[experts or leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
         own = shapes.projections.get(leaf) if factor else (shapes.hidden,)
@@ -94,6 +96,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
                 f"{leaf} {there}; give the base it was trained on"
             )
     _check_layers(adapter, base, layers, shapes)
+    _check_norms(adapter, base, norms)
     named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
     if named and not _names(beside(adapter, named)) & _names(base):
         logger.warning(
@@ -141,6 +144,17 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], shap
                 f"{', '.join(map(str, odd[:4]))}): give the base it was trained on; qerl takes adapters that have a "
                 f"kind of linear or norm in all layers or in none; {_way_out(adapter)}"
             )
+
+
+def _check_norms(adapter: Path, base: str, trained: set[str]) -> None:
+    """Norms of decoder layers are trained, attached and synced all together."""
+    tensors = read_tensors(Path(local_folder(base))) if trained else ()
+    own = {name.split(".")[-2] for name in tensors if is_block_norm(name)}
+    if left := sorted(own - trained):
+        raise CheckpointError(
+            f"{adapter} has {', '.join(sorted(trained))} trained and not {', '.join(left)}: qerl takes adapters that "
+            f"train all norms of the decoder layers or none; {_way_out(adapter)}"
+        )
 
 
 def _names(model: str) -> set[str]:

@@ -26,7 +26,7 @@ from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, check_n
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
 from qerl.checkpoint.hub import check_links, download_model
 from qerl.checkpoint.resolve import ModelRef
-from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, TensorReader, has_own_head, read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, TensorReader, has_own_head, read_json, read_tensors
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def _check_names(decoder: Decoder, format: Format, names: set[str], folder: Path
 logger = logging.getLogger(__name__)
 
 COMPUTED = "rotary_emb.inv_freq"  # a tensor of old checkpoints, which transformers now computes from the config
+FLOATS = ("F64", "F32", "F16", "BF16")
 LEFT_OUT = (".k_scale", ".v_scale", COMPUTED)  # scales of an 8-bit KV cache are for engines, not for a forward pass
 
 
@@ -338,12 +339,12 @@ def _fill_(
 
 
 def _refuse_bare_codes(folder: Path, tensors: Mapping[str, TensorInfo], packed: Collection[str] = ()) -> None:
-    """Tensors of 8 bits are codes, which mean nothing without their scales."""
-    bare = [name for name, info in tensors.items() if name not in packed and DTYPE_BYTES.get(info.dtype) == 1]
+    """Integers, and floats of 8 bits or fewer, are codes, which mean nothing without their scales."""
+    bare = [name for name, info in tensors.items() if name not in packed and info.dtype not in FLOATS]
     if bare:
         raise CheckpointError(
-            f"{folder} holds {bare[0]} in 8 bits without scales ({len(bare)} such tensors): the checkpoint is "
-            "incomplete or of another format, give the 16-bit model"
+            f"{folder} holds {bare[0]} as {tensors[bare[0]].dtype} without scales ({len(bare)} such tensors): the "
+            "checkpoint is incomplete or of another format, give the 16-bit model"
         )
 
 

@@ -125,6 +125,12 @@ def read_source(
     for module in quantized:
         _check_weight(module, tensors[f"{module}.weight"], format)
     _check_tokenizer(folder)
+    for each, info in tensors.items():
+        if info.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{each} is {info.dtype}, which is no 16-bit (or 32-bit) float: the model is quantized already, give "
+                "the one that it was made from"
+            )
     return Source(name, folder, config, tensors, quantized, tuple(kept), trust_remote_code, format, whole)
 
 
@@ -162,7 +168,8 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
     for name, info in tensors.items():
         layer = LAYER.fullmatch(name)
         small = len(info.shape) < 2 and (layer is not None or name.removesuffix(".bias") in ("lm_head", "model.norm"))
-        if name not in expected and name not in OUTSIDE_LAYERS and not small:
+        outside = name in OUTSIDE_LAYERS and len(info.shape) == (1 if "norm" in name else 2)
+        if name not in expected and not outside and not small:
             raise CheckpointError(
                 f"{folder} ({config.get('model_type')}) has {name} of shape {list(info.shape)}: {SUPPORTED}; give one "
                 "of these"
@@ -199,11 +206,6 @@ def _check_whole(linears: Sequence[str], decoder: Decoder, kept: Collection[str]
 
 
 def _check_weight(module: str, info: TensorInfo, format: Format) -> None:
-    if info.dtype not in WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"{module}.weight is {info.dtype}, which is no 16-bit (or 32-bit) float: the model is quantized already, "
-            "give the one that it was made from"
-        )
     if len(info.shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {list(info.shape)}, a linear has two axes: {SUPPORTED}")
     format.check_features(*info.shape, name=module)

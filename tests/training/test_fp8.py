@@ -127,7 +127,7 @@ def test_a_folder_in_the_layout_of_others_is_read_as_it_is(of_others, folder):
     [
         (lambda tensors, name: tensors[name + "_scale"].zero_(), "1 of 1 scales are zero, negative, infinite or NaN"),
         (lambda tensors, name: tensors[name + "_scale"].fill_(float("nan")), "1 of 1 scales"),
-        (lambda tensors, name: tensors.pop(name + "_scale"), "in 8 bits without scales"),
+        (lambda tensors, name: tensors.pop(name + "_scale"), "as F8_E4M3 without scales"),
         (lambda tensors, name: tensors.update({name: tensors[name].float()}), "FP8 weights are torch.float8_e4m3fn"),
         (lambda tensors, name: tensors.update({name + "_scale_inv": torch.ones(1, 1)}), "no place for"),
     ],
@@ -178,7 +178,7 @@ def test_a_quantized_model_is_not_quantized_again(folder, of_others, tmp_path):
     config = read_json(bare / "config.json")
     del config["quantization_config"]
     (bare / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="in 8 bits without scales"):
+    with pytest.raises(CheckpointError, match="as F8_E4M3 without scales"):
         load_model(bare, "bf16", "float32")
 
 

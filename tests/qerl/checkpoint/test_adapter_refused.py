@@ -49,6 +49,7 @@ SOME = r"acts on {} in {} layers, and .* has it in 3 \(not in both: {}\): give"
         ({"target_modules": r".*layers\.1\.self_attn\.q_proj"}, SOME.format("q_proj", 1, "0, 2")),
         ({"target_modules": ["model.layers.0.self_attn.q_proj"]}, SOME.format("q_proj", 1, "1, 2")),
         ({"target_modules": r".*v_proj|.*0\.self_attn\.q_proj"}, SOME.format("q_proj", 1, "1, 2")),
+        ({"modules_to_save": ["input_layernorm"]}, r"has input_layernorm trained and not post_attention_layernorm"),
         ({"modules_to_save": ["embed_tokens"]}, r"changes model.embed_tokens.weight"),
         ({"modules_to_save": ["lm_head"]}, r"changes lm_head.weight"),
         ({"bias": "lora_only"}, r"changes model.layers.0.self_attn.q_proj.base_layer.bias"),

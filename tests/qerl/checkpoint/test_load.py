@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qerl.base.errors import CheckpointError
+from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
@@ -51,6 +52,15 @@ MISFITS = {
     "another architecture": ({"model_type": "qwen2"}, r"q_proj\.bias is missing"),
     "another vocabulary": ({"vocab_size": 400}, r"embed_tokens\.weight is \[320, 64\], not \[400, 64\]"),
 }
+
+
+def test_a_weight_of_whole_numbers_is_refused(tmp_path):
+    folder = shutil.copytree(TINY_FOLDER, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].view(torch.int16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight as I16 without scales"):
+        load_model(str(folder), "bf16", "float32", "cpu")
 
 
 @pytest.mark.parametrize("name", MISFITS)

@@ -172,10 +172,24 @@ def test_in_features_have_to_be_whole_blocks_unless_the_linear_is_ignored(tmp_pa
     assert len(read_source(str(folder), ["re:.*down_proj"]).quantized) == 12
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I8", "F64"])
-def test_weights_that_are_not_16_bit_floats_are_refused(tmp_path, dtype):
-    tensors = layout_tensors() | {"model.layers.0.mlp.up_proj.weight": (dtype, (112, 64))}
-    with pytest.raises(CheckpointError, match=rf"up_proj\.weight is {dtype}, which is no 16-bit"):
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I16", "F64"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
+def test_weights_that_are_not_16_bit_floats_are_refused(tmp_path, dtype, name):
+    tensors = layout_tensors()
+    tensors[name] = (dtype, tensors[name][1])
+    with pytest.raises(CheckpointError, match=rf"{name} is {dtype}, which is no 16-bit"):
+        read_source(str(fake_checkpoint(tmp_path / "m", tensors)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("model.embed_tokens.weight", (20480,)), ("lm_head.weight", (2, 3, 4)), ("model.norm.weight", ())],
+)
+def test_axes_outside_the_layers_are_checked(tmp_path, name, shape):
+    tensors = layout_tensors() | {name: ("BF16", shape)}
+    with pytest.raises(CheckpointError, match=rf"has {name} of shape"):
         read_source(str(fake_checkpoint(tmp_path / "m", tensors)))
 
 
