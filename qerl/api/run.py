@@ -79,7 +79,8 @@ class Run:
     @property
     def completions(self) -> pandas.DataFrame:
         """The completions that were kept (`logging.completions_every`): step, prompt, completion, tokens, whether it
-        was truncated, advantage, a column for each reward, and one for each name that a reward gave to `log_extra`."""
+        was truncated, advantage, a column for each reward, and one for each name that a reward gave to `log_extra`;
+        `rewards/NAME` and `extra/NAME` where another column has the name."""
         import pandas
 
         from qerl.report.read import completions_step
@@ -87,8 +88,10 @@ class Run:
         rows = []
         for file in sorted((self.path / "completions").glob("step-*.jsonl")):
             for row in self._rows(file.relative_to(self.path)):
-                own = row.pop("extra", {}) | row.pop("rewards", {})
-                rows.append({"step": completions_step(file), **row, **own})
+                named = {kind: row.pop(kind, {}) for kind in ("extra", "rewards")}
+                rows.append(found := {"step": completions_step(file), **row})
+                for kind, values in named.items():
+                    found |= {f"{kind}/{name}" if name in found else name: value for name, value in values.items()}
         return pandas.DataFrame(rows)
 
     @property

@@ -107,10 +107,10 @@ class Caller:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON has it; what JSON cannot have, as text."""
+    """The value as JSON has it, also numbers and arrays of numpy and torch; what JSON cannot have, as text."""
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
+        return json.loads(json.dumps(value, allow_nan=False, default=lambda each: each.tolist()))
+    except (TypeError, ValueError, AttributeError, RecursionError):
         return short(value)
 
 

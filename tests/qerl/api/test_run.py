@@ -22,6 +22,15 @@ def test_what_a_model_writes_may_hold_any_end_of_a_line(run, written):
     assert run.completions.to_dict("records") == [{"step": 1, "prompt": "p", "completion": written, "r": 1.0}]
 
 
+def test_no_name_of_a_reward_hides_another_column(run):
+    row = {"prompt": "p", "tokens": 4, "rewards": {"tokens": 1.0, "w": 2.0}, "extra": {"prompt": "x", "w": 3}}
+    (run.path / "completions" / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = run.completions.to_dict("records")
+    assert (found["prompt"], found["extra/prompt"]) == ("p", "x")
+    assert (found["tokens"], found["rewards/tokens"]) == (4, 1.0)
+    assert (found["w"], found["rewards/w"]) == (3, 2.0)
+
+
 def test_a_line_that_is_written_now_is_left_out_and_a_damaged_one_is_named(run):
     assert (run.steps, list(run.metrics["reward"])) == (2, [0.5, 0.7])
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"st}\n{"step": 3}\n')

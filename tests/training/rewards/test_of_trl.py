@@ -33,12 +33,18 @@ ROWS = [
     for n, word in enumerate(WORDS)
 ]
 SOURCE = """
+import numpy
+import torch
+
+
 def written(prompts, completions, completion_ids, solution, trainer_state, log_extra=None, log_metric=None, **kwargs):
     assert all([m["role"] for m in prompt] == ["system", "user"] for prompt in prompts)
     assert all(set(message) == {"role", "content"} for completion in completions for message in completion)
     texts = [completion[0]["content"] for completion in completions]
     log_extra("solution", solution)
     log_extra("odd", [object() for _ in texts])
+    log_extra("length", torch.tensor([len(text) for text in texts]))
+    log_extra("two", [{"a": numpy.float32(0.5), "b": numpy.arange(2)} for _ in texts])
     log_metric("own/step", trainer_state.global_step)
     log_metric("own/of", trainer_state.max_steps)
     return [len(text) / 100 for text in texts]
@@ -72,6 +78,8 @@ def test_conversational_rewards_train(in_program, recipe, tmp_path):
     rows = run.completions
     assert set(rows["solution"]) <= {row["solution"] for row in ROWS}
     assert rows["odd"].str.startswith("<object").all()
+    assert rows["length"].tolist() == rows["completion"].str.len().tolist()
+    assert rows["two"].tolist() == [{"a": 0.5, "b": [0, 1]}] * len(rows)
     assert run.metrics["own/step"].tolist() == [0, 1]  # as TRL counts: steps that are done
     assert run.metrics["own/of"].tolist() == [2, 2]
     assert run.metrics["rewards/later"].tolist() == [1, 2]  # as the log counts
