@@ -117,7 +117,9 @@ def _check_asked(prompt: object, asked: Asked) -> None:
     """Raise ConfigError for what is neither a prompt nor a list, and for numbers that no sampling has."""
     items = [prompt] if isinstance(prompt, str) else prompt
     listed = isinstance(items, Sequence) and not isinstance(items, bytes | bytearray)
-    if not listed or not all(isinstance(each, str | Mapping | list | tuple) for each in items):
+    if not listed or not all(
+        isinstance(each, str | Mapping) or (isinstance(each, list | tuple) and each) for each in items
+    ):
         raise ConfigError(f"{prompt!r:.60} is not a prompt: give a text, a list of messages, or a list of either")
     for name, kinds, fits, words in (
         ("max_new_tokens", int, lambda value: value >= 1, "1 or more, a whole number"),

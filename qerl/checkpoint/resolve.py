@@ -205,7 +205,7 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
     try:
         found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
     except CheckpointError as error:
-        if not is_path(base) or os.path.exists(expanded(beside(run, base))):
+        if is_hub_id(base) or os.path.exists(expanded(beside(run, base))):
             raise
         raise CheckpointError(
             f"{run} was trained on {base}, which is not here: write `--model BASE --adapter {run}` ({error})"
@@ -350,7 +350,7 @@ def _check_whole(found: ModelRef, key: str, given: str, use: str) -> None:
     if found.kind == "quantized":
         source, label = quantized_from(found.path), formats.get(found.format).label
         remedy = f"write {key}: {source}" if source else "give the 16-bit model that it was made from"
-        raise ConfigError(f"{key} {given} is already quantized ({label}), and {use} 16-bit weights: {remedy}")
+        raise ConfigError(f"{key} {given} is already quantized ({label}), and {use} a 16-bit model: {remedy}")
     command = f"qerl merge --adapter {given}" if found.adapter else export_line(found.path)
     raise ConfigError(
         f"{key} {given} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and {use} a whole 16-bit model: "
@@ -369,7 +369,7 @@ def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
     if given is None:
         return _own(base.base)
     found = resolve_model(given)
-    _check_whole(found, "distill.teacher", given, "a teacher has")
+    _check_whole(found, "distill.teacher", given, "a teacher is")
     return found
 
 

@@ -60,7 +60,7 @@ class Opened:
         Raises EngineError if the context has no room for them and their answer.
         """
         prompt = render_prompt(self.tokenizer, messages, self.switches if switches is None else switches)
-        if (room := self.context - max_new_tokens) < len(prompt):
+        if (room := max(self.context - max_new_tokens, 0)) < len(prompt):
             raise EngineError(
                 f"the prompt has {len(prompt)} tokens, and the context of {self.context} has room for {room} beside "
                 f"the {max_new_tokens} of max_new_tokens: shorten it, lower max_new_tokens, or open a longer context"

@@ -187,7 +187,7 @@ def refuses(base, tmp_path, override, says):
 
 
 def test_a_teacher_that_is_no_whole_16_bit_model_is_refused(ran, base, nvfp4_base, tmp_path):
-    refuses(base, tmp_path, f"distill.teacher={nvfp4_base}", "holds NVFP4 weights, and a teacher is a 16-bit model")
+    refuses(base, tmp_path, f"distill.teacher={nvfp4_base}", "is already quantized .NVFP4., and a teacher is a 16-bit")
     refuses(base, tmp_path, f"distill.teacher={ran}", "is a run, and a teacher is .* write `qerl export")
 
 

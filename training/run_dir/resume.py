@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError
-from qerl.base.files import expanded, is_path, no_folder, replace_text
+from qerl.base.files import expanded, no_folder, replace_text
 from qerl.checkpoint.folder import MODEL, beside, weights_digest
+from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import RUNS, starting_model
 from qerl.config.recipe import load_config, save_config
@@ -260,7 +261,7 @@ def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
     try:
         found = starting_model(config.model.base, config.model.format, config.kind.packs, run_dir)
     except CheckpointError as error:
-        if not is_path(base) or expanded(beside(run_dir, base)).exists():
+        if is_hub_id(base) or expanded(beside(run_dir, base)).exists():
             raise
         raise CheckpointError(
             f"{run_dir} was trained on {base}, which is not here: write `qerl train --resume {run_dir} --model BASE` "

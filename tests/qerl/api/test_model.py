@@ -19,6 +19,8 @@ from qerl.base.errors import ConfigError
         ("x", {"top_p": 0}, "top_p is 0: write more than 0 and at most 1"),
         (b"x", {}, "is not a prompt"),
         (["a", 5], {}, "is not a prompt"),
+        ([[]], {}, "[[]] is not a prompt"),
+        (["a", ()], {}, "is not a prompt"),
         (None, {}, "is not a prompt"),
         ("x", {"max_new_tokens": 2.5}, "max_new_tokens is 2.5: write 1 or more"),
         ("x", {"seed": "x"}, "seed is 'x': write a whole number"),

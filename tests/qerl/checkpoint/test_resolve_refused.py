@@ -192,10 +192,11 @@ def test_an_adapter_away_from_its_base_says_how_to_name_the_base(tmp_path):
         resolve_model(str(tmp_path))
 
 
-def test_a_run_whose_base_has_moved_names_the_option(tmp_path):
+@pytest.mark.parametrize("base", ["/gone/checkpoints/base", "my base", "base"])
+def test_a_run_whose_base_has_moved_names_the_option(tmp_path, base):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text("model: {base: /gone/checkpoints/base, format: nvfp4}\n")
+    (run / "config.yaml").write_text(f"model: {{base: {base}, format: nvfp4}}\n")
     (run / "metrics.jsonl").write_text("")
-    with pytest.raises(CheckpointError, match=r"trained on /gone/checkpoints/base, which is not here: .*--model BASE"):
+    with pytest.raises(CheckpointError, match=rf"trained on {base}, which is not here: .*--model BASE"):
         resolve_model(str(run))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.base.errors import ConfigError, DataError
+from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.train import TrainOptions, find_resumed, moved_files, with_resume_value
 from qerl.config.recipe import load_recipe, save_config
@@ -21,7 +21,7 @@ from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
 from training.run_dir.log import read_metrics
-from training.run_dir.resume import LAST, Moved, config_to_resume, find_run, rewind_
+from training.run_dir.resume import LAST, Moved, base_to_resume, config_to_resume, find_run, rewind_
 
 
 def fake_run(folder, recipe, age_s, steps=()):
@@ -144,6 +144,14 @@ def test_an_earlier_step_gives_the_same_numbers_and_replaced_files_are_kept(nvfp
     assert sorted(path.name for path in aside.iterdir()) == ["adapter", "step-000004", "step-000006"]
     assert [path.name for path in checkpoints(run_dir)] == ["step-000002", "step-000004", "step-000006"]
     assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["base", "my base", "./base"])
+def test_a_base_beside_a_run_that_has_moved_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_recipe("tiny", [f"model.base={name}"])
+    with pytest.raises(CheckpointError, match=rf"run was trained on {name}, which is not here: .*--model BASE"):
+        base_to_resume(Path("run"), config)
 
 
 def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_path, here, caplog):
