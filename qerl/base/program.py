@@ -12,6 +12,7 @@ Rows are given under the name of the file in the run directory that will hold th
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 import logging
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from qerl.base.errors import ConfigError, QerlError
@@ -59,8 +61,17 @@ def source_of(given: Callable[..., Any]) -> bytes:
     try:
         return inspect.getsource(given).encode(errors="replace")
     except (OSError, TypeError):
+        if isinstance(given, functools.partial):
+            return source_of(given.func) + repr((given.args, sorted(given.keywords.items()))).encode()
         code = getattr(given, "__code__", None)
-        return b"" if code is None else code.co_code + repr(code.co_consts).encode()
+        return source_of(type(given)) if code is None else _compiled(code)
+
+
+def _compiled(code: CodeType) -> bytes:
+    """What compiled code does, in the same bytes in each process: without addresses, and with sets in order."""
+    consts = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in code.co_consts]
+    parts = [_compiled(each) if isinstance(each, CodeType) else repr(each).encode() for each in consts]
+    return b"".join([code.co_code, repr(code.co_names).encode(), *parts])
 
 
 class GivenFunction:

@@ -341,10 +341,12 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
                 f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
             )
     kind = str(config.get("model_type"))  # Llama never reads it, Qwen where use_sliding_window says so
-    if config.get("sliding_window") == 0 and config.get("use_sliding_window", not kind.startswith(("qwen", "llama"))):
+    window = config.get("sliding_window")
+    read = config.get("use_sliding_window", not kind.startswith(("qwen", "llama")))
+    if read and isinstance(window, int | float) and not window >= 1:
         raise CheckpointError(
-            f"{name}: config.json has sliding_window 0, with which no token sees any: write null for no window, or "
-            "copy the file from the original model"
+            f"{name}: config.json has sliding_window {window}, with which no token sees any: write null for no window, "
+            "or copy the file from the original model"
         )
 
 

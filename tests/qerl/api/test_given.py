@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -172,6 +175,39 @@ def test_given_rows_may_hold_half_a_character(tmp_path):
     lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert "é" in lines[1]
+
+
+def test_a_function_without_a_text_is_known_by_what_it_does():
+    """As one that is written at a prompt or in `python -c`; a run that resumes in another process has to know it."""
+    lines = {
+        "names": "def f(completions): return [len(text) for text in completions]",
+        "other": "def f(completions): return [min(text) for text in completions]",
+        "consts": "def f(completions): return [len(text) + 1 for text in completions]",
+        "set": "def f(completions): return [text in {'a', 'b', 'c', 'd'} for text in completions]",
+    }
+    program = "import sys, json; from qerl.base.program import source_of; made = {}\n"
+    program += (
+        f"for name, line in {lines!r}.items(): exec(line, space := {{}}); made[name] = source_of(space['f']).hex()\n"
+    )
+    program += "print(json.dumps(made))"
+    found = []
+    for seed in "12":
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        found.append(json.loads(subprocess.run([sys.executable, "-c", program], env=env, capture_output=True).stdout))
+    assert found[0] == found[1]
+    assert len({*found[0].values()}) == len(lines)
+
+
+def test_a_partial_and_an_object_are_known_by_what_they_call():
+    def first(completions, by=1):
+        return [by for _ in completions]
+
+    def second(completions, by=1):
+        return [-by for _ in completions]
+
+    partials = [functools.partial(first), functools.partial(first, by=2), functools.partial(second)]
+    objects = [type("Reward", (), {"__call__": each})() for each in (first, second)]
+    assert len({source_of(each) for each in (*partials, *objects)}) == 5
 
 
 def test_a_class_is_known_by_its_methods_and_not_by_its_name():

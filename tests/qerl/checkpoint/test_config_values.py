@@ -91,10 +91,11 @@ def test_tokens_that_end_a_completion_are_numbers_of_tokens(model, changed, valu
         ("llama", None, False),
     ],
 )
-def test_a_window_of_no_token_is_refused_where_it_is_read(kind, use, refused):
-    config = {"model_type": kind, "sliding_window": 0} | ({} if use is None else {"use_sliding_window": use})
+@pytest.mark.parametrize("window", [0, -1, 0.5])
+def test_a_window_of_no_token_is_refused_where_it_is_read(kind, use, refused, window):
+    config = {"model_type": kind, "sliding_window": window} | ({} if use is None else {"use_sliding_window": use})
     if not refused:
         check_numbers(config, "model")
         return
-    with pytest.raises(CheckpointError, match="sliding_window 0, with which no token sees any: write null"):
+    with pytest.raises(CheckpointError, match=f"sliding_window {window}, with which no token sees any: write null"):
         check_numbers(config, "model")
