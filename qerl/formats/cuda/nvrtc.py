@@ -25,7 +25,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from qerl.base.errors import EngineError
+from qerl.base.devices import BF16_CAPABILITY
+from qerl.base.errors import KERNEL, EngineError
 from qerl.base.files import write_shared
 
 Name, Result = TypeVar("Name"), TypeVar("Result")
@@ -112,6 +113,16 @@ def has_kernels(device: torch.device) -> bool:
     """Whether our CUDA kernels run on `device`: it must be a Hopper card, with the CUDA bindings that torch brings."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
+    return _has_bindings()
+
+
+@cache
+def has_portable_kernels(device: torch.device) -> bool:
+    """Whether the kernels for every card from Ampere on run on `device`; they also need torch's CUDA bindings."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY and _has_bindings()
+
+
+def _has_bindings() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
@@ -124,6 +135,7 @@ class Launch:
     shared_bytes: int = 0
     cluster: int = 1  # blocks of a cluster, along y
     early: bool = False  # may start while the launch before it is finishing; the kernel waits for its results itself
+    together: int = 1  # blocks that have to be on a multiprocessor at the same time, as they wait for one another
 
 
 class Kernel:
@@ -133,6 +145,7 @@ class Kernel:
         self.name = name
         self._function = function
         self._shared_limit = 48 * 1024
+        self._together = 1
 
     def __call__(self, launch: Launch, *arguments: torch.Tensor | int | float | ctypes.Structure | None) -> None:
         """Start the kernel on torch's current stream.
@@ -146,6 +159,8 @@ class Kernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(self._function, attribute, launch.shared_bytes), self.name)
             self._shared_limit = launch.shared_bytes
+        if launch.together > self._together:
+            self._check_together(launch)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
@@ -156,16 +171,32 @@ class Kernel:
         values, kinds = zip(*(_argument(value) for value in arguments), strict=True)
         _check(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0), self.name)
 
+    def _check_together(self, launch: Launch) -> None:
+        """Give the kernel all shared memory of a multiprocessor. Raises EngineError if its blocks do not fit there."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check(driver.cuFuncSetAttribute(self._function, attribute, 100), self.name)
+        sizes = launch.threads, launch.shared_bytes
+        blocks = _check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, *sizes), self.name)
+        if blocks < launch.together:
+            raise EngineError(
+                "%s needs room for %d blocks on a multiprocessor, and this card has it for %d: write %s, and report it",
+                *(self.name, launch.together, blocks, KERNEL.set_to("marlin")),
+            )
+        self._together = launch.together
+
 
 @cache
-def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
+def kernel(source: str, name: str, defines: tuple[str, ...] = (), architecture: str = "") -> Kernel:
     """The kernel `name` of `sources/<source>`, compiled with the macros `defines` ("TILES=2").
 
-    Raises EngineError if it cannot be compiled or loaded.
+    It is compiled for `architecture`, or for the current card if that is empty. "compute_80" is code that the driver
+    translates for the card. Raises EngineError if it cannot be compiled or loaded.
     """
     from cuda.bindings import driver
 
-    binary = BINARIES.get(source, defines)
+    binary = BINARIES.get(source, defines, architecture)
     _bind_context_()
     library = _check(driver.cuLibraryLoadData(binary, [], [], 0, [], [], 0), source)
     function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode()), name)), name)
@@ -189,7 +220,10 @@ def version() -> tuple[int, int]:
 
 
 def compile_source(text: str, source: str, options: list[str]) -> bytes:
-    """The binary of `text`, which is the content of the file `source`. Raises EngineError with the compiler's log."""
+    """The binary of `text`, the content of the file `source`; PTX if the options ask for a virtual architecture.
+
+    Raises EngineError with the compiler's log.
+    """
     from cuda.bindings import nvrtc
 
     program = _check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []), source)
@@ -198,8 +232,12 @@ def compile_source(text: str, source: str, options: list[str]) -> bytes:
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), source)
         nvrtc.nvrtcGetProgramLog(program, log)
         raise EngineError(f"NVRTC cannot compile {source} for {options}: {log.decode(errors='replace').strip()}")
-    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), source)
-    _check(nvrtc.nvrtcGetCUBIN(program, binary), source)
+    virtual = any(option.startswith(b"--gpu-architecture=compute") for option in options)
+    size, get = (
+        (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if virtual else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    )
+    binary = b" " * _check(size(program), source)
+    _check(get(program, binary), source)
     nvrtc.nvrtcDestroyProgram(program)
     return binary
 
@@ -223,16 +261,15 @@ class Binaries:
         works = dict(self._work(source, defines) for source, defines in variants)
         self._jobs.begin({path: work for path, work in works.items() if not path.exists()})
 
-    def get(self, source: str, defines: tuple[str, ...]) -> bytes:
-        """The binary, from its file or compiled now. Raises EngineError."""
-        return self._jobs.result(*self._work(source, defines))
+    def get(self, source: str, defines: tuple[str, ...], architecture: str = "") -> bytes:
+        """The binary, from its file or compiled now, for the current card unless told otherwise. Raises EngineError."""
+        return self._jobs.result(*self._work(source, defines, architecture))
 
-    def _work(self, source: str, defines: tuple[str, ...]) -> tuple[Path, Callable[[], bytes]]:
+    def _work(self, source: str, defines: tuple[str, ...], architecture: str = "") -> tuple[Path, Callable[[], bytes]]:
         """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
-        capability = torch.cuda.get_device_capability()
         text = (FOLDER / source).read_text(encoding="utf-8")
         headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
-        architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
+        architecture = architecture or _architecture(torch.cuda.get_device_capability())
         key = hashlib.sha256(
             repr((text, headers, defines, architecture, self._compiler_version())).encode()
         ).hexdigest()[:24]
@@ -247,6 +284,10 @@ class Binaries:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_shared(path, binary)  # another process may write the same
         return binary
+
+
+def _architecture(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
 
 
 BINARIES = Binaries()

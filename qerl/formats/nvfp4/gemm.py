@@ -12,7 +12,15 @@ from functools import cache
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.formats.cuda.nvrtc import Launch, TensorMap, Variant, kernel, tensor_map
+from qerl.formats.cuda.nvrtc import (
+    Launch,
+    TensorMap,
+    Variant,
+    has_kernels,
+    has_portable_kernels,
+    kernel,
+    tensor_map,
+)
 from qerl.formats.nvfp4.decode import reference_decoded
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.lora import Adapter, reference_add
@@ -51,7 +59,7 @@ def product(
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
-    _check(x, weight, adapter)
+    check(x, weight, adapter)
     tiling = choose_tiling(rows, columns, tokens)
     space = work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
@@ -85,12 +93,18 @@ def product(
 def split_product(
     x: torch.Tensor, weight: KernelWeight, bias: torch.Tensor | None = None, adapter: Adapter | None = None
 ) -> torch.Tensor:
-    """`product` for any number of tokens: launches of MAX_TOKENS tokens, and one for the rest."""
+    """`product` for any number of tokens: launches of MAX_TOKENS tokens, and one for the rest.
+
+    On cards without Hopper's instructions they are launches of `portable.product`.
+    """
+    from qerl.formats.nvfp4 import portable  # it imports this module
+
+    one = portable.product if has_portable_kernels(x.device) and not has_kernels(x.device) else product
     if len(x) <= MAX_TOKENS:
-        return product(x, weight, bias, adapter)
+        return one(x, weight, bias, adapter)
     out = x.new_empty(len(x), weight.out_features)
     for some, of_out in zip(x.split(MAX_TOKENS), out.split(MAX_TOKENS), strict=True):
-        product(some, weight, bias, adapter, of_out)
+        one(some, weight, bias, adapter, of_out)
     return out
 
 
@@ -131,7 +145,8 @@ def reference_product(
     return out if adapter is None else reference_add(out, x, adapter)
 
 
-def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> None:
+def check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> None:
+    """Raise ValueError for an input, a weight or an adapter that kernels of our layout do not take at any size."""
     tokens, columns = x.shape
     if columns != weight.in_features or x.dtype != torch.bfloat16 or not x.is_contiguous():
         strides = "contiguous" if x.is_contiguous() else "not contiguous"
@@ -168,8 +183,9 @@ class WorkSpace:
     It only grows and never moves, because CUDA graphs hold its addresses.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    def __init__(self, device: torch.device, occupancy: int = 1) -> None:
+        """`occupancy`: how many blocks of a launch a multiprocessor holds at once."""
+        self.blocks = occupancy * torch.cuda.get_device_properties(device).multi_processor_count
         self.sums = torch.empty(self.blocks * MAX_SUMS, dtype=torch.float32, device=device)
         self.flagged_hidden = torch.zeros(MAX_HEAPS * 16 * 32 // 2, dtype=torch.int64, device=device)
         counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS + 1
@@ -192,11 +208,14 @@ def forget_work_space() -> None:
 
 
 @cache
-def work_space(device: torch.device) -> WorkSpace:
-    """The work space that all products on a device share, made by the first. Raises EngineError inside a capture."""
+def work_space(device: torch.device, occupancy: int = 1) -> WorkSpace:
+    """The work space that all products on a device share, made by the first. Raises EngineError inside a capture.
+
+    Launches with another number of blocks have one of their own, because they count in other steps.
+    """
     if torch.cuda.is_current_stream_capturing():  # a capture would only record that the counters are set to zero
         raise EngineError(
             f"the first product on {device} is captured in a CUDA graph, before its work space is made: call "
             "`gemm.product` once before the capture"
         )
-    return WorkSpace(device)
+    return WorkSpace(device, occupancy)

@@ -31,16 +31,20 @@ struct Plan {
     __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
     __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // index among the divided ones
 
-    // The shared segment comes first, so that the other sharers' sums are ready when this block has done the rest.
+    // The segments of this block, first() up to past(). A shared one comes first, so that the other sharers' sums are
+    // ready when this block has done the rest.
+    __device__ __forceinline__ int first() const { return cuts() && sharers > 1 ? -1 : 0; }
+    __device__ __forceinline__ int past() const { return whole + (cuts() && sharers == 1); }
+    __device__ __forceinline__ Segment segment(int i) const {
+        const int share = i < 0 ? blockIdx.x % sharers : 0, of = i < 0 ? sharers : 1;
+        const int rows_block = i < 0 || i == whole ? whole * gridDim.x + cut_row() : i * gridDim.x + blockIdx.x;
+        const int all = i < 0 ? units + more : units;
+        return {rows_block, share * all / of, min((share + 1) * all / of, units), of, share == of - 1};
+    }
+
     template <class Do>
     __device__ __forceinline__ void for_each_segment(Do each) const {
-        const bool shared = cuts() && sharers > 1, own = cuts() && sharers == 1;
-        for (int i = shared ? -1 : 0; i < whole + own; ++i) {
-            const int share = i < 0 ? blockIdx.x % sharers : 0, of = i < 0 ? sharers : 1;
-            const int rows_block = i < 0 || i == whole ? whole * gridDim.x + cut_row() : i * gridDim.x + blockIdx.x;
-            const int all = i < 0 ? units + more : units;
-            each(Segment{rows_block, share * all / of, min((share + 1) * all / of, units), of, share == of - 1});
-        }
+        for (int i = first(); i < past(); ++i) each(segment(i));
     }
 };
 

@@ -2,29 +2,6 @@
 #pragma once
 #include "common.cuh"
 
-static __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-static __device__ __forceinline__ u32 load_shared(u32 address) {
-    u32 value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-    return value;
-}
-
-static __device__ __forceinline__ void load_shared_2(u32 address, u32 (&v)[2]) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
-}
-
-static __device__ __forceinline__ void load_shared_4(u32 address, u32 (&v)[4]) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
-}
-
-// Load four matrices of 8 rows x 16 bytes; lane i gives the address of row i % 8 of matrix i / 8.
-static __device__ __forceinline__ void load_matrices(u32 address, u32 (&v)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
-}
-
 static __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

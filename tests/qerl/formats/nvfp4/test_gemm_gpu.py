@@ -3,10 +3,12 @@
 Each run has fresh random weights of every layout and odd sizes.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
-from qerl.formats.nvfp4 import gemm, lora, ways
+from qerl.formats.nvfp4 import gemm, lora, portable, ways
 from qerl.formats.nvfp4.decode import decode_, reference_decoded
 from qerl.formats.nvfp4.kernel_layout import dequantize
 from qerl.formats.nvfp4.lora import Adapter
@@ -23,6 +25,9 @@ SIZES = [
     (896, 4864),
     (34304, 192),  # more blocks of rows than processors
 ]
+# The second is what an Ampere card would run, translated by the driver.
+PRODUCTS = {"hopper": gemm.product, "ampere": partial(portable.product, architecture="compute_80")}
+BY_EACH_KERNEL = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 
 
 # Last run on an H200: 2026-11-24 those of adapters, 2026-11-22 the rest.
@@ -52,16 +57,17 @@ class TestOnGPU:
         plain = dequantize_(torch.empty(rows, columns, device="cuda"), weight, scaled=False)
         assert torch.equal(plain, reference_decoded(weight))
 
+    @BY_EACH_KERNEL
     @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 17, 40, 64, 65, 96, 97, 128, 129, 192, 200, 256])
-    def test_base_bias_and_adapter_are_within_bf16_rounding_and_repeat(self, rows, columns, tokens):
+    def test_base_bias_and_adapter_are_within_bf16_rounding_and_repeat(self, rows, columns, tokens, product):
         weight = random_weight(rows, columns, device="cuda", seed=tokens)
         size = reference_decoded(weight).std().item() * weight.alpha
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
         bias = torch.randn(rows, device="cuda").mul_(size).bfloat16()
         adapter = random_adapter(rows, columns, 16 * (1 + tokens % 3), parts_of(rows), "cuda", size)
         plain = gemm.reference_product(x, weight, bias)
-        assert_rounded(gemm.product(x, weight, bias), plain)
-        results = [gemm.product(x, weight, bias, adapter) for _ in range(4)]
+        assert_rounded(product(x, weight, bias), plain)
+        results = [product(x, weight, bias, adapter) for _ in range(4)]
         assert_rounded(results[0], gemm.reference_product(x, weight, bias, adapter))
         assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -78,12 +84,12 @@ def test_a_split_product_on_the_card(tokens):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def assert_right_with_an_adapter(weight, tokens, ranks, parts):
+def assert_right_with_an_adapter(product, weight, tokens, ranks, parts):
     """Check a product with an adapter about as large as the base's product; a second call has to give the same bits."""
     size = reference_decoded(weight).std().item() * weight.alpha
     adapter = random_adapter(weight.out_features, weight.in_features, ranks, parts, "cuda", size)
     x = torch.randn(tokens, weight.in_features, device="cuda").bfloat16()
-    results = [gemm.product(x, weight, None, adapter) for _ in range(4)]
+    results = [product(x, weight, None, adapter) for _ in range(4)]
     assert_rounded(results[0], gemm.reference_product(x, weight, None, adapter))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -152,36 +158,39 @@ def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
 
 
 @pytest.mark.gpu
+@BY_EACH_KERNEL
 @pytest.mark.parametrize("tokens", [1, 9, 33, 80, 128, 160, 256])
 @pytest.mark.parametrize(("parts", "columns"), [((40, 8, 16), 64), ((200, 72, 40), 128), ((1000, 24, 8), 4864)])
-def test_three_parts_that_end_inside_a_tile(tokens, parts, columns):
+def test_three_parts_that_end_inside_a_tile(tokens, parts, columns, product):
     """Each part has rank 16, or 48."""
     weight = random_weight(sum(parts), columns, device="cuda", seed=tokens)
     for ranks in (16, 48):
-        assert_right_with_an_adapter(weight, tokens, ranks, parts)
+        assert_right_with_an_adapter(product, weight, tokens, ranks, parts)
 
 
 @pytest.mark.gpu
-def test_launches_of_other_sizes_in_between_leave_no_values_behind():
+@BY_EACH_KERNEL
+def test_launches_of_other_sizes_in_between_leave_no_values_behind(product):
     """Launches of different sizes use the same memory; a stale value must never be taken for a new one."""
     weight = random_weight(896, 4864, device="cuda")
     adapter = random_adapter(896, 4864, 16, (896,), "cuda")
     for tokens in (1, 64, 9, 1, 256, 128, 17, 40, 8, 200, 33, 1, 64) * 3:
         x = torch.randn(tokens, 4864, device="cuda").bfloat16()
-        out = gemm.product(x, weight, None, adapter)
+        out = product(x, weight, None, adapter)
         assert_rounded(out, gemm.reference_product(x, weight, None, adapter))
 
 
 @pytest.mark.gpu
+@BY_EACH_KERNEL
 @pytest.mark.parametrize("tokens", [8, 100, 250])
-def test_a_graph_of_many_layers_is_right_at_every_replay(tokens):
+def test_a_graph_of_many_layers_is_right_at_every_replay(tokens, product):
     """As in decoding, launches follow each other, and x and the adapter change in place between replays."""
     weights = [random_weight(1152, 896, device="cuda", seed=seed) for seed in range(8)]
     adapters = [random_adapter(1152, 896, 32, (896, 128, 128), "cuda", 0.1) for _ in weights]
     x = torch.randn(tokens, 896, device="cuda").bfloat16()
 
     def run():
-        fused = [gemm.product(x, w, None, adapter) for w, adapter in zip(weights, adapters, strict=True)]
+        fused = [product(x, w, None, adapter) for w, adapter in zip(weights, adapters, strict=True)]
         return [lora.add_(out, x, adapter) for out, adapter in zip(fused, adapters, strict=True)]
 
     run()
@@ -200,30 +209,34 @@ def test_a_graph_of_many_layers_is_right_at_every_replay(tokens):
 
 
 @pytest.mark.gpu
+@BY_EACH_KERNEL
 @pytest.mark.parametrize("tokens", [1, 16, 96, 128, 192, 256])
 @pytest.mark.parametrize(("thirds", "more"), [(2, 0), (5, 0), (6, 2)], ids=["alone", "whole and alone", "two and cut"])
-def test_each_way_of_distributing_the_rows(thirds, more, tokens):
+def test_each_way_of_distributing_the_rows(thirds, more, tokens, product):
     """Blocks of rows go to thirds of the processors. gate/up of a 3B is the first case, of a 70B the second."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count * thirds // 3 + more
     rows = ways.choose_tiling(2**15, 192, tokens).rows * blocks - 8
-    assert_right_with_an_adapter(random_weight(rows, 192, device="cuda", seed=tokens), tokens, 32, parts_of(rows))
+    weight = random_weight(rows, 192, device="cuda", seed=tokens)
+    assert_right_with_an_adapter(product, weight, tokens, 32, parts_of(rows))
 
 
 @pytest.mark.gpu
-def test_an_adapter_that_the_launch_before_writes_is_read_after_it():
+@BY_EACH_KERNEL
+def test_an_adapter_that_the_launch_before_writes_is_read_after_it(product):
     """With few columns, B is loaded together with the first entry of the ring."""
     weight, new = random_weight(256 * 132, 64, device="cuda"), random_adapter(256 * 132, 64, 16, (256 * 132,), "cuda")
     adapter = Adapter(new.a, torch.zeros_like(new.b), new.part_rows)
     x = torch.randn(8, 64, device="cuda").bfloat16()
-    expected = gemm.product(x, weight, None, new)
+    expected = product(x, weight, None, new)
     for _ in range(50):
         adapter.b.copy_(new.b)
-        assert torch.equal(gemm.product(x, weight, None, adapter), expected)
+        assert torch.equal(product(x, weight, None, adapter), expected)
         adapter.b.zero_()
 
 
 @pytest.mark.gpu
-def test_launch_numbers_skip_zero():
+@BY_EACH_KERNEL
+def test_launch_numbers_skip_zero(product):
     """The memory for hidden values starts as zeros, which must never count as written."""
     weight = random_weight(896, 512, device="cuda")
     adapter = random_adapter(896, 512, 16, (896,), "cuda")
@@ -233,33 +246,35 @@ def test_launch_numbers_skip_zero():
     for tokens in (8, 16, 64, 256):
         x = torch.randn(tokens, 512, device="cuda").bfloat16()
         expected = gemm.reference_product(x, weight, None, adapter)
-        assert_rounded(gemm.product(x, weight, None, adapter), expected)
+        assert_rounded(product(x, weight, None, adapter), expected)
 
 
 @pytest.mark.gpu
-def test_work_space_that_grows_between_launches():
+@BY_EACH_KERNEL
+def test_work_space_that_grows_between_launches(product):
     """960 ranks with 8064 columns need more than the 2^20 sums that the first work space has room for."""
     weight = random_weight(512, 8064, device="cuda")
     for ranks in (16, 960, 16, 960):
-        assert_right_with_an_adapter(weight, 128, ranks, (512,))
+        assert_right_with_an_adapter(product, weight, 128, ranks, (512,))
 
 
 @pytest.mark.gpu
-def test_values_of_a_launch_that_is_still_running_are_read_after_they_are_written():
+@BY_EACH_KERNEL
+def test_values_of_a_launch_that_is_still_running_are_read_after_they_are_written(product):
     """The launch right before writes x, and `shrink` lets the next launch begin while it is running."""
     weight = random_weight(896, 4864, device="cuda")
     adapter = random_adapter(896, 4864, 32, (896,), "cuda")
     new, x = torch.randn(8, 4864, device="cuda").bfloat16(), torch.zeros(8, 4864, device="cuda").bfloat16()
-    gemm.product(x, weight, None, adapter)  # so that it is compiled and loaded
+    product(x, weight, None, adapter)  # so that it is compiled and loaded
     lora.shrink(x, adapter.a)
     outs = []
 
     def run():
         for _ in range(20):
             x.copy_(new)
-            outs.append(gemm.product(x, weight, None, adapter))
+            outs.append(product(x, weight, None, adapter))
             lora.shrink(x, adapter.a)
-            outs.append(gemm.product(x, weight, None, adapter))
+            outs.append(product(x, weight, None, adapter))
             x.zero_()
 
     run()
