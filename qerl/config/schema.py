@@ -96,7 +96,7 @@ class RolloutConfig(Section):
         True, description="mixtures of experts: the trainer uses the experts that the engine chose for each token"
     )
     kernel: Literal[KERNELS] = Field(
-        "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, on Hopper, elsewhere marlin"
+        "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, where it runs, else marlin"
     )
     kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
         "auto", description="keys and values; auto: 16 bit; fp8: half of vllm's cache, by calibrated scales"

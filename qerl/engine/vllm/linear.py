@@ -33,8 +33,8 @@ from qerl.base.errors import KERNEL
 from qerl.checkpoint.activations import INPUT_SCALE, check_served
 from qerl.engine.vllm import CONFIG_KEY
 from qerl.engine.vllm.fp8 import FP8BlockMethod
-from qerl.formats.cuda.nvrtc import has_kernels
-from qerl.formats.nvfp4 import gemm, lora, slab_layout, ways
+from qerl.formats.cuda.nvrtc import has_portable_kernels
+from qerl.formats.nvfp4 import gemm, lora, portable, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
 from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.formats.nvfp4.kernels import decode_
@@ -177,7 +177,7 @@ def _warn_of_dropped_scales(layer: LinearBase) -> None:
     if kernel_name(layer) == "marlin" and (dropped := scales_marlin_drops(layer.weight_scale.data)):
         logger.warning(
             "%s: Marlin takes %d of %d block scales, all under 2^-6, for zero, and sampler and trainer then both do; "
-            "%s, or qerl on Hopper, keeps them",
+            "%s, or qerl, keeps them",
             layer.prefix,
             dropped,
             layer.weight_scale.numel(),
@@ -292,10 +292,10 @@ def load_kernels(layer: LinearBase) -> None:
     rows, columns = sum(layer.output_partition_sizes), layer.input_size  # of one card
     ranks = 0 if adapter is None else adapter.a.shape[0]
     shape = (rows, columns, ranks, None if base is None else base.weight.layout)
-    if shape in _LOADED or not has_kernels(layer.weight.device):
+    if shape in _LOADED or not has_portable_kernels(layer.weight.device):
         return
     _LOADED.add(shape)
-    for tokens in ways.TOKEN_TILES:
+    for tokens in sorted({*ways.TOKEN_TILES, *portable.STAGES}):
         x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=layer.weight.device)
         if base is not None and base.weight.layout is QERL:
             WAYS[way_of(base.ways, tokens)](base, x, None, adapter)
@@ -311,9 +311,9 @@ class QerlNvFp4LinearKernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        if has_kernels(torch.device("cuda", torch.cuda.current_device())):
+        if has_portable_kernels(torch.device("cuda", torch.cuda.current_device())):
             return True, None
-        return False, "it runs on Hopper alone"
+        return False, "it needs a card from Ampere on"
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:

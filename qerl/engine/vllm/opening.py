@@ -310,12 +310,12 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
 def choose_kernel(kernel: str, format: str) -> str:
     """The kernel for packed weights: qerl, humming or marlin, and "" for 16-bit weights.
 
-    "auto" is our own kernel on Hopper and Marlin on other cards. Raises EngineError for one that cannot run here, and
+    "auto" is our own kernel, and Marlin where it cannot run. Raises EngineError for one that cannot run here, and
     MissingExtraError where its package is not installed.
     """
     import torch
 
-    from qerl.formats.cuda.nvrtc import has_kernels
+    from qerl.formats.cuda.nvrtc import has_portable_kernels
 
     if kernel not in KERNELS:
         known = f"{', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
@@ -326,12 +326,12 @@ def choose_kernel(kernel: str, format: str) -> str:
         raise MissingExtraError("humming-kernels", "gpu")
     if kernel in ("humming", "marlin"):
         return kernel
-    if has_kernels(torch.device("cuda", torch.cuda.current_device())):
+    if has_portable_kernels(torch.device("cuda", torch.cuda.current_device())):
         return "qerl"
     if kernel == "auto":
         return "marlin"
     raise EngineError(
-        "%s needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not %s: write %s",
+        "%s needs a card from Ampere on (capability 8.0) and the CUDA bindings that torch brings, not %s: write %s",
         *(KERNEL.set_to("qerl"), torch.cuda.get_device_name(), KERNEL.set_to("auto, humming or marlin")),
     )
 
@@ -344,8 +344,10 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     """
     if kernel != "qerl":
         return
+    import torch
+
     from qerl.formats.cuda import nvrtc
-    from qerl.formats.nvfp4 import decode, gemm, lora
+    from qerl.formats.nvfp4 import decode, gemm, lora, portable
     from qerl.model import decode_attention
 
     try:
@@ -356,6 +358,8 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
     attention = decode_attention.variants(head_dim, bits) if head_dim in decode_attention.HEAD_DIMS else []
     needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
+    if not nvrtc.has_kernels(torch.device("cuda", torch.cuda.current_device())):
+        needed, attention = [portable.variants], []
     widths = {columns for _, columns in projections.values()}
     nvrtc.compile_ahead(
         [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]
@@ -465,12 +469,12 @@ def check_folder(folder: Path, format: Format, kernel: str) -> None:
 
 
 def _check_own_kernel(groups: Sequence[Sequence[str]], tensors: Mapping[str, Any]) -> None:
-    from qerl.formats.nvfp4 import gemm
+    from qerl.formats.nvfp4 import gemm, portable
 
     for modules in (group for group in groups if ".experts." not in group[0]):
         shapes = [tensors[f"{module}.{PACKED}"].shape for module in modules]
         rows, columns = sum(shape[0] for shape in shapes), 2 * shapes[0][1]
-        if not gemm.takes(rows, columns):
+        if not (gemm.takes(rows, columns) and portable.takes(rows, columns)):
             raise EngineError(
                 "%s is %d x %d, which qerl's kernel does not take: write %s",
                 *(", ".join(modules), rows, columns, KERNEL.set_to("humming or marlin")),

@@ -128,11 +128,15 @@ def _dequantize_kernel(
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
-    """`dequantize_` with scaled=False, by the faster CUDA kernel for bfloat16 on cards that run it."""
-    from qerl.formats.cuda.nvrtc import has_kernels
+    """`dequantize_` with scaled=False, by the faster CUDA kernel for bfloat16 on cards that run it.
+
+    Other cards than Hopper take it for our own layout alone, which has no other kernel.
+    """
+    from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
     from qerl.formats.nvfp4 import decode
 
-    if out.dtype == torch.bfloat16 and has_kernels(out.device):
+    runs = has_portable_kernels if weight.layout is QERL else has_kernels
+    if out.dtype == torch.bfloat16 and runs(out.device):
         return decode.decode_(out, weight, row_start)
     return dequantize_(out, weight, row_start, scaled=False)
 

@@ -56,7 +56,7 @@ def test_a_sync_takes_whole_weights_and_leaves_an_adapter_alone(nvfp4_base):
 
 @pytest.mark.gpu
 def test_on_a_card_the_base_is_there_once_and_gives_the_same_logits(tmp_path):
-    from qerl.formats.cuda.nvrtc import has_kernels
+    from qerl.formats.cuda.nvrtc import has_portable_kernels
     from quantize.run import quantize_checkpoint
 
     base = write_base(tmp_path / "base", hidden=256)
@@ -67,4 +67,4 @@ def test_on_a_card_the_base_is_there_once_and_gives_the_same_logits(tmp_path):
         wanted, theirs, ours = (each(input_ids=ids[None].cuda()).logits.float() for each in (exact, plain, model))
     assert 0 < (ours - wanted).norm() < 1.2 * (theirs - wanted).norm()
     placed = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
-    assert all(isinstance(each, KernelLinear) == has_kernels(ours.device) for each in placed)
+    assert all(isinstance(each, KernelLinear) == has_portable_kernels(ours.device) for each in placed)

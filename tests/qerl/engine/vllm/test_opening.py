@@ -42,7 +42,7 @@ def test_an_unknown_kernel_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("hopper", "asked", "chosen", "backend"),
+    ("ours", "asked", "chosen", "backend"),
     [
         (True, "auto", "qerl", "marlin"),
         (True, "qerl", "qerl", "marlin"),
@@ -52,17 +52,17 @@ def test_an_unknown_kernel_is_refused():
         (False, "humming", "humming", "humming"),
     ],
 )
-def test_our_kernel_is_the_default_where_it_runs(monkeypatch, hopper, asked, chosen, backend):
-    on_card(monkeypatch, hopper)
+def test_our_kernel_is_the_default_where_it_runs(monkeypatch, ours, asked, chosen, backend):
+    on_card(monkeypatch, ours)
     assert opening.choose_kernel(asked, "nvfp4") == chosen
     assert opening.linear_backend(chosen) == backend
     assert opening.linear_backend(opening.choose_kernel("auto", "bf16")) == "auto"
 
 
 def test_our_kernel_is_refused_on_other_cards(monkeypatch):
-    on_card(monkeypatch, hopper=False)
+    on_card(monkeypatch, ours=False)
     with pytest.raises(
-        EngineError, match=r"needs a Hopper card .* not NVIDIA A100: write rollout\.kernel=auto, humming"
+        EngineError, match=r"needs a card from Ampere on .* not NVIDIA A100: write rollout\.kernel=auto, humming"
     ):
         opening.choose_kernel("qerl", "nvfp4")
 
@@ -76,9 +76,11 @@ def test_for_a_missing_humming_the_extra_is_named(monkeypatch):
 SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
 
 
-def begun(monkeypatch, kernel, max_rank, **shapes):
+def begun(monkeypatch, kernel, max_rank, hopper=True, **shapes):
     """The kernels that are compiled before vLLM is imported, for a model with these shapes."""
     seen = []
+    monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
     config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
     settings = SimpleNamespace(config=config, base="model", options=EngineOptions(max_rank=max_rank))
@@ -96,6 +98,8 @@ def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch)
     short = begun(monkeypatch, "qerl", 32, **{**SHAPES, "intermediate_size": 4864})
     expected = {"gemm.cu": 8 + 3, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
     assert Counter(source for source, _ in set(short)) == expected
+    other = begun(monkeypatch, "qerl", 32, hopper=False, **SHAPES)  # nine sizes; 128 tokens have one for few rows
+    assert Counter(source for source, _ in set(other)) == {"portable.cu": 10 + 5, "decode_slabs.cu": 1}
     odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # FlashAttention does all of this size
     assert "attend.cu" not in {source for source, _ in odd}
 
@@ -111,9 +115,9 @@ def test_for_a_model_of_unknown_shapes_kernels_are_compiled_when_it_is_loaded(mo
     opening.compile_ahead(SimpleNamespace(config=config, base="model"), "qerl")
 
 
-def on_card(monkeypatch, hopper):
+def on_card(monkeypatch, ours):
     """A card with the properties that the choice depends on, and Humming installed."""
-    monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
+    monkeypatch.setattr(nvrtc, "has_portable_kernels", lambda device: ours)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(opening, "has_module", lambda name: True)

@@ -98,10 +98,10 @@ def test_the_layouts_of_other_shapes_decode_bit_exactly_too(tmp_path, shape, ker
 @pytest.mark.timeout(600)
 class TestOnGPU:
     def test_the_requested_kernel_runs(self, checked):
-        ours = "qerl" if torch.cuda.get_device_capability()[0] == 9 else "marlin"
-        expected = {"bf16": "cublas"}.get(checked.format, ours if checked.asked == "auto" else checked.asked)
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        expected = {"bf16": "cublas"}.get(checked.format, "qerl" if checked.asked == "auto" else checked.asked)
         assert checked.kernel == expected
-        assert checked.attention == ("qerl" if ours == "qerl" else "flash attention")
+        assert checked.attention == ("qerl" if hopper else "flash attention")
         assert checked.drawn_by == "FusedSampler"
 
     def test_the_policy_shares_every_base_weight_with_the_engine(self, checked):
