@@ -10,7 +10,7 @@ import torch
 from qerl import formats
 from qerl.base.devices import FP8_CAPABILITY
 from qerl.cli.doctor import Check
-from qerl.formats.cuda.nvrtc import has_kernels
+from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
 from qerl.formats.fp8 import kv, training
 from qerl.formats.fp8 import reference as fp8
 from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout
@@ -33,14 +33,20 @@ def kernel_checks() -> list[Check]:
     device = torch.device("cuda", torch.cuda.current_device())
     found = kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True)
     found = [found, *_fp8_checks(device)]
-    if not has_kernels(device):
+    if has_portable_kernels(device) and not has_kernels(device):
         return [
             *found,
-            Check("ok", "kernel decode, product, lora, attention (cuda)", "not used on this card: Hopper alone"),
+            kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device, (QERL,)), exact=True),
+            kernel_check("kernel product (cuda, without Hopper's instructions)", lambda: _cuda_product(device)),
+            Check("ok", "kernel lora, attention (cuda)", "not used on this card: Hopper alone"),
+            Check("ok", "kernel choice", "a guess on this card: compare rollout.kernel: marlin, and tell us"),
         ]
+    if not has_kernels(device):
+        why = "not used here: they need a card from Ampere on, and the CUDA bindings that torch brings"
+        return [*found, Check("ok", "kernel decode, product, lora, attention (cuda)", why)]
     return [
         *found,
-        kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device), exact=True),
+        kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device, (QERL, HUMMING_WGMMA, MARLIN)), exact=True),
         kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
         kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
         kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
@@ -123,15 +129,15 @@ def _fp8_product(device: torch.device) -> Pair:
     return product(x, *weight, "pow2"), fp8.product(x.float(), weight)
 
 
-def _cuda_decode(device: torch.device) -> Pair:
-    weights = [_weight(layout, device) for layout in (QERL, HUMMING_WGMMA, MARLIN)]
+def _cuda_decode(device: torch.device, layouts: tuple[KernelLayout, ...]) -> Pair:
+    weights = [_weight(layout, device) for layout in layouts]
     outs = [decode.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), each) for each in weights]
     return torch.cat(outs), torch.cat([decode.reference_decoded(each) for each in weights])
 
 
 def _cuda_product(device: torch.device) -> Pair:
     weight, x, adapter = _weight(QERL, device), _normal((TOKENS, COLUMNS), device), _adapter(device)
-    out = gemm.product(x, weight, None, adapter)
+    out = gemm.split_product(x, weight, None, adapter)
     return out, gemm.reference_product(x, weight, None, adapter)
 
 

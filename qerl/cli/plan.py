@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEASURED = (9, 0)  # the compute capability of all cards that qerl ran on
 DEFAULT_RECIPE = "dapo_7b"  # where only a model is named
 
 
@@ -235,7 +236,13 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         )
     lines += validation_sentences(config, made)
     lines += _about_activations(config, made)
-    return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]
+    lines.append(f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model.")
+    if made.card.capability not in (None, MEASURED):
+        lines.append(
+            f"They are a guess on {made.card.name}: qerl ran on Hopper alone. Other cards have a product of ours that "
+            "needs no Hopper, and vLLM's attention; `qerl doctor` tries them on the card."
+        )
+    return lines
 
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:

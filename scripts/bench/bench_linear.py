@@ -4,6 +4,7 @@
     python3 scripts/bench/bench_linear.py --shape qwen2.5-7b --rank 32 --out benchmarks/linear-7b-rank32.json
 
 - fused: base and adapter in one launch (Hopper; between 256 and 512 tokens, one launch per 256)
+- portable: the same by the kernel of other cards, as code of compute capability 8.0 (up to 256 tokens)
 - humming: vLLM's Humming, then the adapter as the engine adds it; left out if vLLM is not installed
 - decoded: the weight decoded to bfloat16 for cuBLAS, then the adapter as the engine adds it
 - adapter: our kernels for the adapter alone, in place on a product that another kernel has just written

@@ -11,12 +11,12 @@ import torch
 
 from qerl.checkpoint.experts import FUSED
 from qerl.formats import NVFP4
-from qerl.formats.cuda.nvrtc import has_kernels
-from qerl.formats.nvfp4 import gemm, lora, reference, slab_layout
+from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
+from qerl.formats.nvfp4 import gemm, lora, portable, reference, slab_layout
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.layout import BLOCK
 from qerl.formats.nvfp4.lora import Adapter
-from qerl.formats.nvfp4.ways import KERNEL_RIGHT, Shape, padded_rank
+from qerl.formats.nvfp4.ways import KERNEL_RIGHT, MAX_TOKENS, Shape, padded_rank
 from qerl.plan.sizes import KNOWN, sizes_of
 
 NAMES = ("qkv", "o", "gate_up", "down")
@@ -176,6 +176,13 @@ WAYS = {
         lambda weight, x, adapter: gemm.split_product(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
         lambda linear, tokens: linear.shape(_has_kernels()).fits_fused(tokens),
+    ),
+    "portable": Way(
+        NVFP4.bytes_per_weight,
+        _random_packed,
+        lambda weight, x, adapter: portable.product(x, weight, None, adapter, architecture="compute_80"),
+        lambda weight, x: gemm.reference_product(x, weight),
+        lambda linear, tokens: tokens <= MAX_TOKENS and has_portable_kernels(torch.device("cuda", 0)),
     ),
     "humming": Way(
         NVFP4.bytes_per_weight,

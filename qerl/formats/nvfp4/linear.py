@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.base.errors import ENGINE, KERNEL, CheckpointError, EngineError
-from qerl.formats.cuda.nvrtc import Launch, has_kernels, kernel
+from qerl.formats.cuda.nvrtc import Launch, has_portable_kernels, kernel
 from qerl.formats.fp8.training import Scaled
 from qerl.formats.linear import PackedLinear, rounded_input
 from qerl.formats.nvfp4 import kernel_layout, layout, reference, slab_layout
@@ -157,7 +157,7 @@ class KernelLinear(NVFP4Linear):
         if weight.layout is not QERL:
             raise EngineError(
                 "the %s kernel multiplies by factors that it took from the weights when they were loaded, so they "
-                "cannot change: write %s (Hopper), or %s",
+                "cannot change: write %s, or %s",
                 *(weight.layout.name, KERNEL.set_to("qerl"), ENGINE.set_to("transformers")),
             )
         self.drop_cached()
@@ -233,7 +233,7 @@ def kernel_packs(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> 
     end = row_start + len(matrix)
     return (
         weight.layout is QERL
-        and has_kernels(weight.words.device)
+        and has_portable_kernels(weight.words.device)
         and matrix.device == weight.words.device
         and matrix.dtype in DEFINES
         and matrix.is_contiguous()
@@ -326,7 +326,7 @@ def place_in_kernel_layout_(model: nn.Module, fused: Sequence[Sequence[str]]) ->
             linears = [getattr(parent, name, None) for name in names]
             if not all(type(linear) is NVFP4Linear and linear.compute_dtype == torch.bfloat16 for linear in linears):
                 continue
-            if not has_kernels(linears[0].weight_device):
+            if not has_portable_kernels(linears[0].weight_device):
                 return changed
             for name, linear in zip(names, kernel_linears(linears), strict=True):
                 setattr(parent, name, linear)

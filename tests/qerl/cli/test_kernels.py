@@ -6,6 +6,7 @@ With `-m gpu` our kernels run on this card; this last passed on an H200 on 2026-
 import pytest
 import torch
 
+from qerl.cli import doctor_kernels
 from qerl.cli.doctor_kernels import kernel_check, kernel_checks
 
 
@@ -23,6 +24,28 @@ def test_a_kernel_that_cannot_start_is_an_error_in_one_line():
         raise RuntimeError("no kernel image\nfor this card")
 
     assert kernel_check("k", fails).found == "RuntimeError: no kernel image"
+
+
+@pytest.mark.parametrize(
+    ("hopper", "ampere", "tried", "said"),
+    [
+        (True, True, {"decode", "product", "lora", "attention"}, ""),
+        (False, True, {"decode", "product"}, "a guess on this card: compare rollout.kernel: marlin"),
+        (False, False, set(), "they need a card from Ampere on"),
+    ],
+)
+def test_which_of_our_kernels_a_card_runs(monkeypatch, hopper, ampere, tried, said):
+    """A kernel of each card is named by its task and `(cuda`; what is not run says why."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(doctor_kernels, "has_kernels", lambda device: hopper)
+    monkeypatch.setattr(doctor_kernels, "has_portable_kernels", lambda device: ampere)
+    names = []
+    monkeypatch.setattr(doctor_kernels, "kernel_check", lambda name, *rest, **kind: names.append(name))
+    lines = [check for check in kernel_checks() if check is not None]
+    assert {name.split()[1].rstrip(",") for name in names if "(cuda" in name} == tried
+    assert said in " ".join(check.found for check in lines)
 
 
 @pytest.mark.gpu

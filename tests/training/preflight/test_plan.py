@@ -199,6 +199,13 @@ def test_a_plan_says_how_many_layers_recompute_in_the_longest_row(gpu, said):
     assert ("in a row of" in text) == (gpu == "24")
 
 
+@pytest.mark.parametrize(("gpu", "guessed"), [("4090", True), ("a100", True), ("h100", False), ("24", False)])
+def test_a_plan_says_that_the_seconds_of_other_cards_than_hopper_are_a_guess(gpu, guessed):
+    config = load_recipe("dapo_7b", [])
+    text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
+    assert (f"a guess on {card_of(gpu).name}: qerl ran on Hopper alone" in text) is guessed
+
+
 def test_an_fp8_cache_holds_twice_the_tokens():
     sizes, values = read_sizes("Qwen/Qwen2.5-32B"), ["memory.cap_gib=80", "rollout.max_new_tokens=8192"]
     full, fp8 = (
