@@ -91,6 +91,7 @@ def trained_norms(context: Context) -> dict:
 
     engine, generator = context.engine, torch.Generator("cuda").manual_seed(11)
     before = engine.generate(context.prompts, context.sampling, seed=3)
+    own = {name: norm.detach().clone() for name, norm in context.policy.named_parameters() if "norm" in name}
     model = attach_lora(context.policy, context.arguments.rank, ALPHA, train_norms=True)
     tensors = adapter_tensors(model)
     norms = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
@@ -104,6 +105,11 @@ def trained_norms(context: Context) -> dict:
     result = compare(context, completions, 1.0) | {"norms": len(norms), "count": count, "expected": len(tensors)}
     result |= {"bits": exact, "same_as_before": same(before, completions)}
     context.policy = model.unload()
+    with torch.no_grad():  # PEFT leaves the trained norms in the model, and the engine does not keep them
+        for name, norm in own.items():
+            context.policy.get_parameter(name).copy_(norm)
+    factors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name not in norms}
+    deliver(AdapterUpdate(factors, 1.0), engine)
     return result
 
 
