@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -256,6 +257,8 @@ def _equal(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
     gold, answer = _single(gold, answer), _single(answer, gold)
     kinds = {gold.kind, answer.kind}
     if kinds <= {"list", "set"} or kinds == {"union"}:
+        if "set" in kinds:  # what is in it twice is in it once
+            gold, answer = (replace(each, items=_distinct(each)) for each in (gold, answer))
         one_name = not (gold.text or answer.text) or len(_names(gold) | _names(answer)) < 2
         return one_name and _equal_unordered(gold.items, answer.items, fallback)
     if kinds == {"list", "ordered"}:
@@ -334,6 +337,22 @@ def _equal_unordered(golds: Sequence[Shape], answers: Sequence[Shape], fallback:
             return False
         del rest[index]
     return True
+
+
+def _distinct(shape: Shape) -> tuple[Shape, ...]:
+    """The members of a set, each once, as far as is known without math-verify; those of a bare list as they are."""
+    found: list[Shape] = []
+    for item in shape.items:
+        if shape.kind != "set" or not any(_are_one(other, item) for other in found):
+            found.append(item)
+    return tuple(found)
+
+
+def _are_one(one: Shape, other: Shape) -> bool:
+    try:
+        return _equal(one, other, lambda *_: "different")
+    except UndecidedError:
+        return False
 
 
 def _equal_relations(gold: Shape, answer: Shape, fallback: Fallback) -> bool:

@@ -93,7 +93,8 @@ def _closes_at(text: str) -> int:
 
 _SYMBOLS = {
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "π": "\\pi ", "√": "\\sqrt ", "∞": "\\infty ", "×": "\\times ",
-    "·": "\\cdot ", "⋅": "\\cdot ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ",
+    "·": "\\cdot ", "⋅": "\\cdot ", "∙": "\\cdot ", "•": "\\cdot ", "∗": "*", "✕": "\\times ", "✖": "\\times ",
+    "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ",
     "∈": "\\in ", "ℝ": "\\mathbb{R}", "²": "^2", "³": "^3", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ",
     "÷": "\\div ", "→": "\\to ", "≈": "\\approx ", "λ": "\\lambda ",
 }  # fmt: skip
@@ -102,6 +103,7 @@ _REPLACEMENTS = (
     (r"\\!\s*|\{,\}(?=\d)|\\hspace\s*\{[^{}]*\}|\\phantom\s*\{[^{}]*\}", ""),
     (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
     (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=|=<", r"\\le "),
     (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
     (r"\\(?:neq|ne)(?![A-Za-z])|!=|\\not\s*=", r"\\ne "),
@@ -120,6 +122,11 @@ _REPLACEMENTS = (
     (r"\\\$|(?<!\\)\$|\\\(|\\\)|\\\]|(?<!\\)\\\[", ""),
     (r"\*\*|\\text\s*\{\s*\}", ""),
 )
+# An interval whose open ends have their brackets turned outwards, as in French: ]1, 2[ is (1, 2).
+_TURNED = re.compile(
+    r"(?P<before>^|[=,;(]|\\(?:cup|cap|in|setminus|and|or)(?![A-Za-z]))\s*"
+    r"(?P<open>[\[\]])(?P<ends>[^\[\],;]+[,;][^\[\],;]+)(?P<close>[\[\]])"
+)
 _REPLACE = tuple((re.compile(pattern), new) for pattern, new in _REPLACEMENTS)
 LABEL = re.compile(
     r"^(?:\\text(?:bf)?\s*\{)?\s*(?:the\s+)?(?:final\s+)?(?:answers?|solutions?)(?:\s+is)?\s*(?:[:=]\s*\}?|\}?\s*[:=]|(?<=is)\s+\}?)\s*",
@@ -127,6 +134,12 @@ LABEL = re.compile(
 )
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(.*)\}$", re.DOTALL)
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
+def _as_usual(turned: re.Match[str]) -> str:
+    """An interval with the open ends in round brackets."""
+    first, last = "(["[turned["open"] == "["], ")]"[turned["close"] == "]"]
+    return f"{turned['before']}{first}{turned['ends']}{last}"
 
 
 def tidy(text: str) -> str:
@@ -138,6 +151,7 @@ def tidy(text: str) -> str:
         text = box[1].strip()
     for pattern, new in _REPLACE:
         text = pattern.sub(new, text)
+    text = _TURNED.sub(_as_usual, text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
     if not re.search(r"[(\[{]", text):
         text = _GROUPED.sub(lambda match: match[0].replace(",", ""), text)
