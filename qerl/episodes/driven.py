@@ -349,7 +349,7 @@ def _three(returned: Any) -> tuple[Any, float, bool]:
     if not isinstance(returned, list | tuple) or len(returned) != 3:
         raise BadEnvironmentError(f"returned {short(returned)}: return (observation, reward, done)")
     observation, reward, done = returned
-    return observation, number(reward), bool(done)
+    return observation, number(reward), flag(done)
 
 
 def number(value: Any) -> float:
@@ -362,6 +362,13 @@ def number(value: Any) -> float:
         most = f" of at most {LARGEST:g}" if math.isfinite(found) else ""
         raise BadEnvironmentError(f"returned {short(value)} as its reward: return a finite number{most}")
     return found
+
+
+def flag(value: Any) -> bool:
+    """Whether an episode is done. Raises BadEnvironmentError for a text, of which "False" would count as true."""
+    if isinstance(value, str):
+        raise BadEnvironmentError(f"returned {short(value)} as done: return True or False")
+    return bool(value)
 
 
 def _final(environment: Any) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -287,8 +287,13 @@ class Episodes(Source):
         return Request(episode.index, [*episode.prompt_ids, *episode.token_ids], sampling, stream, episode.spoken)
 
 
-def _characters(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in messages if isinstance(message["content"], str))
+def _characters(said: Any) -> int:
+    """Those of all texts in messages: names and what else a template may write count as contents do."""
+    if isinstance(said, str):
+        return len(said)
+    if isinstance(said, Mapping):
+        return sum(map(_characters, said.values()))
+    return sum(map(_characters, said)) if isinstance(said, list | tuple) else 0
 
 
 def _closed(episode: _Open, end_id: int) -> Episode:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from qerl.base.errors import ConfigError
 from qerl.base.http import AskError, Server, ask, check_headers, shown, url_mistake, url_shown
-from qerl.episodes.driven import Action, BadEnvironmentError, Reply, messages_of, number
+from qerl.episodes.driven import Action, BadEnvironmentError, Reply, flag, messages_of, number
 
 CONNECT_S = 10.0
 LARGEST = 16 * 2**20  # bytes of an answer
@@ -71,7 +71,7 @@ class Remote:
         sent = {self._action_key: action.text, **({"tool_calls": calls} if calls else {})}
         reply = self._ask("step", {"episode_id": self._episode, "action": sent})
         messages = messages_of(reply["messages"]) if "messages" in reply else self._messages(reply)
-        return Reply(messages, number(reply.get("reward")), bool(reply.get("done")), len(calls), len(action.mistakes))
+        return Reply(messages, number(reply.get("reward")), flag(reply.get("done")), len(calls), len(action.mistakes))
 
     def end(self) -> float:
         return 0.0

@@ -77,6 +77,12 @@ class Odd(Guess):
             return "word " * 10_000_000, 0.0, False
         if action == "last flood":
             return "word " * 10_000_000, 0.5, True
+        if action == "flood in a role":
+            return [{"role": "word " * 10_000_000, "content": "x"}], 0.0, False
+        if action == "flood in a name":
+            return [{"role": "tool", "name": "word " * 10_000_000, "content": "x"}], 0.0, False
+        if action == "false as text":
+            return "go on", 0.0, "False"
         if action == "raise half":
             raise ValueError("a\ud800b")
         return super().step(action)

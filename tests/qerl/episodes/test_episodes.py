@@ -213,6 +213,7 @@ ODD_ANSWERS = {
     "long": "as its reward: return a finite number",
     "nan": "returned nan as its reward: return a finite number",
     "raise half": "raised ValueError: a b",
+    "false as text": "returned 'False' as done: return True or False",
 }
 
 
@@ -274,6 +275,8 @@ def test_marks_of_turns_parts_of_text_and_empty_contents_are_text(tokenizer):
     [
         ("books", ["flood"], {}, "tokens"),
         ("books", ["last flood"], {}, "done"),
+        ("books", ["flood in a role"], {}, "tokens"),
+        ("books", ["flood in a name"], {}, "tokens"),
         ("books", ["flood", "books"], {"max_observation_tokens": 5}, "done"),
         ("flood", [], {"context": 300}, "failed"),
     ],

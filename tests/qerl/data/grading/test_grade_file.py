@@ -26,7 +26,7 @@ def test_it_gives_counts_accuracy_and_disagreements(tmp_path):
     assert result.accuracy == 3 / 6
     assert result.counts == {"correct": 3, "wrong": 1, "no_answer": 1, "unparsable": 1}
     assert result.graded_before == 5
-    assert [(d.place, d.stored, d.grade.reason) for d in result.disagreements] == [
+    assert [(item.place, item.stored, grade.reason) for item, grade in result.disagreements] == [
         ("row 2", True, "wrong"),
         ("row 4, completion 1", False, "correct"),
     ]
