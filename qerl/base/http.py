@@ -42,7 +42,8 @@ _OURS = ("accept-encoding", "connection", "content-encoding", "content-length", 
 _OURS += ("trailer", "transfer-encoding", "upgrade")
 _SECRET = re.compile(r"auth|cookie|credential|key|password|passwd|secret|session|signature|token", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\s*(bearer|basic|digest|token)\s|\s*(sk|hf|ghp|xox[abp])[-_]", re.IGNORECASE)
-
+_KEY = re.compile(r"\b(?:sk|hf|ghp|xox[abp])[-_][\w-]{16,}", re.ASCII)  # a key by itself, as in a path
+_SIGNED = re.compile(r"(?:^|[_-])(?:sig|code)$", re.IGNORECASE)  # parameters of a URL that clouds sign
 
 _SECRET_IN_TEXT = re.compile(
     rf"({_SECRET.pattern})[\w-]*[\"']?\s*[:=]\s*[\"']?(?!-?\d+\b)[^\s\"',}}\]]{{{SHORTEST_KEY}}}|\b(sk|hf|ghp|xox[abp])[-_]\w",
@@ -68,17 +69,19 @@ def url_mistake(url: str) -> str | None:
         return "it names no host" if not parts.hostname else "it holds a blank"
     if parts.username is not None:
         return "a name and password in it would be logged"
-    if any(_SECRET.search(key) and len(value) >= SHORTEST_KEY for key, value in parse_qsl(parts.query)):
+    given = [*parse_qsl(parts.query), *parse_qsl(parts.fragment)]
+    secrets = [value for name, value in given if _SECRET.search(name) or _SIGNED.search(name)]
+    if any(len(value) >= SHORTEST_KEY for value in secrets) or _KEY.search(url):
         return "a key in it would be logged, and written into the run (args.headers takes one as ${NAME})"
     return None
 
 
 def url_shown(url: str) -> str:
-    """A URL as errors show it: without a name and password, and without the values in its query."""
-    place, question, query = url.partition("?")
+    """A URL as errors show it: without a name and password, without keys, and without the values in its query."""
+    place, question, query = re.fullmatch(r"([^?#]*)(.?)(.*)", _KEY.sub("...", url), re.DOTALL).groups()
     scheme, slashes, rest = place.rpartition("://")
     authority, slash, path = rest.partition("/")
-    query = re.sub(r"=[^&]*", "=...", query)
+    query = re.sub(r"=[^&#]*", "=...", query)
     return f"{scheme}{slashes}{authority.rpartition('@')[2]}{slash}{path}{question}{query}"
 
 

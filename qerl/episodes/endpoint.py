@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import threading
 import time
 import uuid
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import CheckpointError
 from qerl.base.sandbox import encode, guarded
 from qerl.checkpoint.load import CompletionText
+from qerl.data.messages import text_of
 from qerl.episodes.driven import Action, BadEnvironmentError, Call, Message, Reply, Schema, called, number
 
 if TYPE_CHECKING:
@@ -326,8 +328,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     found = []
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+        if content and (content := text_of(content)) is None:
+            raise ValueError("the content of a message is text, or parts of text")
         plain: Message = {"role": str(message.get("role")), "content": content or ""}
         for call in message.get("tool_calls") or ():
             names[call.get("id", "")] = call["function"]["name"]
@@ -393,6 +395,11 @@ class _Server(ThreadingHTTPServer):
     def verify_request(self, *_: object) -> bool:
         """A connection beyond those that are allowed is closed."""
         return self._connections.acquire(blocking=False)
+
+    def handle_error(self, *given: Any) -> None:
+        """A client that has gone before its answer came is no error of the run."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(*given)
 
     def process_request_thread(self, *given: Any) -> None:
         """Answer in a thread of its own."""

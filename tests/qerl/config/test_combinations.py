@@ -218,10 +218,15 @@ def test_combinations_close_to_impossible_ones_are_accepted(tmp_path, overrides,
     [
         "environment.name=http://me:SECRETKEY12345@host/",
         "environment.name=http://host/?api_key=SECRETKEY12345",
+        "environment.name=http://host/x?a=1#token=SECRETKEY12345",
+        "environment.name=http://host/x?se=2030&sig=SECRETKEY12345",
+        "environment.name=http://host/api?code=SECRETKEY12345",
+        "environment.name=http://host/sk-live-SECRETKEY1234567890/x",
+        "rewards=[{name: 'http://host/hf_SECRETKEY1234567890'}]",
     ],
 )
 def test_no_error_repeats_a_key(override):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="would be logged") as error:
         load_recipe("tiny", [override])
     assert "SECRETKEY" not in str(error.value)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -93,6 +94,8 @@ def test_a_task_of_verifiers_runs_as_it_is(tokenizer):
     ("body", "said"),
     [
         ({}, "a request needs messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the content of a message is text, or parts of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is text, or parts of text"),
         ({"messages": [{"role": "user", "content": "a"}], "n": 2}, "there is one answer: leave out n"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "f"}}]}, "attribute `tools`"),
     ],
@@ -185,3 +188,28 @@ def test_requests_at_once_are_bounded_and_all_end_with_the_episode(monkeypatch):
         time.sleep(0.02)
     assert threading.active_count() <= started + 1
     assert sorted(statuses) == [400] * 3 + [410] * 4, "and one had the turn"
+
+
+def test_a_client_that_has_gone_leaves_no_traceback(capfd):
+    gone, over = threading.Event(), threading.Event()
+
+    def program(base_url):
+        place = urlsplit(base_url)
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+        for _ in range(3):
+            with socket.create_connection((place.hostname, place.port), 20) as connection:
+                head = f"POST {place.path}/chat/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + body)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset at once
+        gone.set()
+        over.wait(20)
+
+    episode, threads = Programmed(program, {}), threading.active_count()
+    episode.reset({}, 0)
+    assert gone.wait(20)
+    episode.abandon()
+    over.set()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads + 1 and time.monotonic() < deadline:  # the endpoint's own may be new
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
