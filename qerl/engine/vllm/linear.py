@@ -33,7 +33,7 @@ from qerl.base.errors import KERNEL
 from qerl.checkpoint.activations import INPUT_SCALE, check_served
 from qerl.engine.vllm import CONFIG_KEY
 from qerl.engine.vllm.fp8 import FP8BlockMethod
-from qerl.formats.cuda.nvrtc import has_portable_kernels
+from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
 from qerl.formats.nvfp4 import gemm, lora, portable, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
 from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
@@ -215,8 +215,10 @@ class Base:
     @property
     def shape(self) -> Shape:
         ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
-        fused = self.weight.layout is QERL and (self.adapter is None or self.adapter.fits_kernels)
-        return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
+        ours = self.weight.layout is QERL
+        fused = ours and (self.adapter is None or self.adapter.fits_kernels)
+        name = "portable" if ours and not has_kernels(self.weight.words.device) else self.weight.layout.name
+        return Shape(self.weight.out_features, self.weight.in_features, ranks, name, fused)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
         """x W^T + bias + (x A^T) B^T, (tokens, in) -> (tokens, out); x is rounded if the linear rounds inputs."""
@@ -369,7 +371,7 @@ def choose_ways_(sizes: Sequence[int]) -> None:
         shapes.setdefault(base.shape, []).append(base)
     for shape, bases in shapes.items():
         chosen = shape.ways()
-        at = ways.TOKENS if shape.kernel == "qerl" else sizes
+        at = ways.TOKENS if shape.kernel in ("qerl", "portable") else sizes
         checked = [size for size in at if ways.way_of(chosen, size) == "kernel"]
         wrong = ways.wrong_sizes(shape.name, {size: _error(bases[0], "kernel", size) for size in checked})
         left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(at)

@@ -6,7 +6,7 @@ What `gemm.py` is on Hopper, by the instructions that all these cards have: see
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from qerl.formats.nvfp4.kernel_layout import KernelWeight
 from qerl.formats.nvfp4.lora import Adapter
 from qerl.formats.nvfp4.ways import FEW_ROWS, LONG, MAX_HEAPS, MAX_PARTS, SLAB, UNIT
 
-SOURCE, NAME = "portable.cu", "nvfp4_portable"
+SOURCE, NAME, AMPERE = "portable.cu", "nvfp4_portable", "compute_80"
 MAX_SHARED = 99 * 1024  # bytes of shared memory that a block may have on the cards with the least (8.6, 8.9, 12.0)
 
 
@@ -33,6 +33,7 @@ class PortableTiling:
     batch: int = 3  # loads that a warp has in flight for the adapter's hidden values
     beside: bool = True  # one more warp waits for other blocks
     in_loop: bool = False  # of the blocks that share rows, the one with the last range of K adds the adapter's term
+    architecture: str = ""  # as for `nvrtc.kernel`
 
     @property
     def rows(self) -> int:
@@ -96,8 +97,9 @@ def choose_tiling(rows: int, columns: int, tokens: int) -> PortableTiling:
     """
     size, is_long = next(size for size in STAGES if size >= tokens), columns >= LONG
     if size <= 64:
-        return PortableTiling(size, STAGES[size], warps=4, occupancy=2, batch=5 if is_long else 3)
-    if size == 128 and rows <= FEW_ROWS and not is_long:
+        in_loop = size == 64 and not is_long
+        return PortableTiling(size, STAGES[size], warps=4, occupancy=2, batch=5 if is_long else 3, in_loop=in_loop)
+    if size in (96, 128) and rows <= FEW_ROWS and not is_long:
         return PortableTiling(size, stages=4, split=2, in_loop=True)
     return PortableTiling(size, STAGES[size], split=1 if size <= 128 else 2, beside=False, in_loop=True)
 
@@ -109,13 +111,12 @@ def product(
     adapter: Adapter | None = None,
     out: torch.Tensor | None = None,
     tiling: PortableTiling | None = None,
-    architecture: str = "",
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for up to 256 tokens.
 
-    `out` is a contiguous tensor to write into, `tiling` is for measurements, and `architecture` as for `nvrtc.kernel`.
-    Two products on a device must not overlap, because they share work space. Raises ValueError for an input, a weight
-    or an adapter that the kernel does not take, EngineError if the first call on a device is being captured.
+    `out` is a contiguous tensor to write into, and `tiling` is for measurements. Two products on a device must not
+    overlap, because they share work space. Raises ValueError for an input, a weight or an adapter that the kernel does
+    not take, EngineError if the first call on a device is being captured.
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
@@ -128,7 +129,7 @@ def product(
     parts, hidden = space.hidden(numbers, (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
-    kernel(SOURCE, NAME, tiling.defines(), architecture)(
+    kernel(SOURCE, NAME, tiling.defines(), tiling.architecture)(
         Launch((space.blocks, 1, 1), tiling.threads, tiling.shared_bytes, together=tiling.occupancy),
         weight.words,
         weight.scales,
@@ -149,6 +150,20 @@ def product(
         *adapter_numbers,
     )
     return out
+
+
+def product_of_ampere(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    bias: torch.Tensor | None = None,
+    adapter: Adapter | None = None,
+) -> torch.Tensor:
+    """`product` by the code of compute capability 8.0, which the driver translates for the card: to try it on a Hopper.
+
+    It takes up to 256 tokens.
+    """
+    tiling = choose_tiling(weight.out_features, weight.in_features, len(x))
+    return product(x, weight, bias, adapter, tiling=replace(tiling, architecture=AMPERE))
 
 
 def takes(rows: int, columns: int, ranks: int = 0) -> bool:

@@ -113,8 +113,9 @@ def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
 logger = logging.getLogger(__name__)
 
 TOKENS = tuple(1 << power for power in range(12))  # 1 to 2048; others go the way of the next larger one
-KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most tokens for which the kernel may be used
-KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # the most for which it was the fastest on an H200
+KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most tokens for which a kernel of vLLM's may be used
+# The most for which it was the fastest on an H200; "portable" is ours for other cards (portable.py).
+KERNEL_FAST = {"qerl": 512, "portable": 256, "humming": 512, "marlin": 256}
 WRONG = 0.015  # relative error from which a product counts as wrong; rounding gives 0.002 to 0.005
 
 
@@ -125,7 +126,7 @@ class Shape:
     rows: int
     columns: int
     ranks: int
-    kernel: str  # "qerl", "humming" or "marlin"
+    kernel: str  # "qerl", "portable", "humming" or "marlin"
     fused: bool  # whether the weight is in our kernel's layout, and our kernel takes the adapter's parts
 
     @property
@@ -135,7 +136,7 @@ class Shape:
     def fits_fused(self, tokens: int) -> bool:
         """Whether our kernel can multiply by it and its adapter in one launch, or in launches of the most tokens."""
         launched = min(tokens, MAX_TOKENS)  # tokens of the largest launch; if it fits, smaller ones do
-        return self.fused and tokens <= KERNEL_RIGHT["qerl"] and fits(self.rows, self.columns, launched, self.ranks)
+        return self.fused and tokens <= KERNEL_FAST[self.kernel] and fits(self.rows, self.columns, launched, self.ranks)
 
     def default_way(self, tokens: int) -> str:
         if self.fits_fused(tokens):

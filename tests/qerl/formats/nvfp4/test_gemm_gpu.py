@@ -3,8 +3,6 @@
 Each run has fresh random weights of every layout and odd sizes.
 """
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ SIZES = [
     (34304, 192),  # more blocks of rows than processors
 ]
 # The second is what an Ampere card would run, translated by the driver.
-PRODUCTS = {"hopper": gemm.product, "ampere": partial(portable.product, architecture="compute_80")}
+PRODUCTS = {"hopper": gemm.product, "ampere": portable.product_of_ampere}
 BY_EACH_KERNEL = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 
 
