@@ -180,7 +180,7 @@ WAYS = {
     "portable": Way(
         NVFP4.bytes_per_weight,
         _random_packed,
-        lambda weight, x, adapter: portable.product(x, weight, None, adapter, architecture="compute_80"),
+        lambda weight, x, adapter: portable.product_of_ampere(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
         lambda linear, tokens: tokens <= MAX_TOKENS and has_portable_kernels(torch.device("cuda", 0)),
     ),
