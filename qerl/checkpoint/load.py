@@ -349,7 +349,10 @@ def _refuse_bare_codes(folder: Path, tensors: Mapping[str, TensorInfo], packed: 
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    """What an error says, with the second line of one that begins with a heading; one word alone says too little."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return said if " " in said else f"{type(error).__name__} {said}".strip()
 
 
 # What a chat template is given already.

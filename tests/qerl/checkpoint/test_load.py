@@ -46,6 +46,16 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(damaged):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"rms_norm_eps": "a"}, "rms_norm_eps.* expected float"), ({"hidden_act": "nope"}, "KeyError 'nope'")],
+)
+def test_the_reason_of_transformers_is_kept(damaged, changes, reason):
+    with pytest.raises(CheckpointError, match=rf"cannot be loaded: .*{reason}.*; take Qwen2") as caught:
+        load_model(damaged(**changes), "nvfp4", "float32", "cpu")
+    assert "\n" not in str(caught.value)
+
+
 MISFITS = {
     "a layer too many": ({"num_hidden_layers": 3}, r"model\.layers\.2\..* is missing.* 9 in all"),
     "a layer too few": ({"num_hidden_layers": 1}, r"no place for model\.layers\.1\..* 9 in all"),
