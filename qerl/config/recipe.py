@@ -167,7 +167,7 @@ def _find(recipe: str | os.PathLike) -> Path:
     path = Path(text)
     if os.path.exists(path) or path.suffix in (".yaml", ".yml") or path.name != text:
         return path
-    if (local := path.with_suffix(".yaml")).exists():
+    if os.path.exists(local := path.with_suffix(".yaml")):  # which also says no of a name that is too long
         raise ConfigError(f"no recipe is named {text!r}, but there is a file: write {local}")
     return recipe_path(text)
 

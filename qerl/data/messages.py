@@ -305,6 +305,7 @@ THINK = re.compile(r"</?think(?:ing)?>")
 PROBE = "QERL7PROBE3"
 REMEDIES = {
     "role": "give such messages a role that the template writes, such as system",
+    "name": "write names into the contents, or leave them out of the rows",
     "calls": "use a model whose template writes tools, or write the calls into the content",
     "dropped": "leave the thoughts out of the rows, or use a model whose template writes them",
     "thought": "write thoughts into the content, as <think>...</think>, or leave their column out",
@@ -347,6 +348,8 @@ class Written:
         yield f"a message of the role {role}", "role", _forms(said)  # Llama 3.1's writes what a tool says as JSON
         if learned or (thoughts and not self._writes_thought("content")):
             yield from ((f"the thoughts in a message of the role {role}", "dropped", (each,)) for each in thoughts)
+        if message.get("name") and role != "tool":  # few templates write the tool's, which its call has said
+            yield f"the name in a message of the role {role}", "name", (message["name"],)
         for key in THOUGHTS:
             if message.get(key) and (learned or not self._writes_thought(key)):
                 yield f"{key!r} of a message of the role {role}", "thought", (message[key],)

@@ -90,6 +90,8 @@ def test_a_step_of_the_paper_trains_on_128_completions(name):
 def test_an_unknown_recipe_names_the_nearest_and_lists_all():
     with pytest.raises(ConfigError, match=r"'dapo7b'; did you mean dapo_7b\? shipped are calculator, dapo_3b, "):
         load_recipe("dapo7b")
+    with pytest.raises(ConfigError, match="no recipe is named 'zzzz"):
+        load_recipe("z" * 5000)
     with pytest.raises(ConfigError, match="no recipe is named 'zzz'; shipped are calculator, dapo_3b, "):
         load_recipe("zzz")
     with pytest.raises(ConfigError, match="the recipe's name is empty"):
