@@ -194,7 +194,7 @@ def plain_rows(data: GivenRows) -> list[dict[str, Any]]:
             f"{where}{what}: give a list of mappings with text, numbers and lists, or the path of a file"
         ) from None
     if not rows:
-        raise DataError("data holds no rows: give at least as many as rollout.prompts_per_step")
+        raise DataError("data holds no rows: give at least one, and for training as many as rollout.prompts_per_step")
     return rows
 
 
