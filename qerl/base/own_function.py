@@ -327,6 +327,11 @@ def check_columns(
     for key, parameter in parameters.items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and key not in (*columns, *args):
+            if key == ENVIRONMENTS:  # a reward of TRL's, named by its file
+                raise ConfigError(
+                    f"{named} asks for the environments, which it gets where both are objects of a Python program: "
+                    "write get_reward in the class and the reward `environment`, or take episode_reward and turns"
+                )
             near = difflib.get_close_matches(key, columns, n=1)
             hint = f"did you mean {near[0]!r}? " if near else "write one that is there; "
             raise ConfigError(

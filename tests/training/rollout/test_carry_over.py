@@ -246,8 +246,8 @@ def test_more_ranks_share_what_fewer_had_begun(tmp_path):
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("rollout.dynamic_sampling.enabled=true", "replaced by rollouts that wait"),
-        ("environment={name: calculator}", "an episode cannot be left"),
+        ("rollout.dynamic_sampling.enabled=true", "leaves completions unfinished"),
+        ("environment={name: calculator}", "write environment: null, or rollout.carry_over: 0"),
         ("loss.correction.mode=off", "an older policy drew"),
     ],
 )
