@@ -177,12 +177,12 @@ import os
 from pathlib import Path
 from qerl.cli import evaluate
 
-def measured(settings, parallel):
+def measure(settings, parallel):
     cards = os.environ["CUDA_VISIBLE_DEVICES"]
     assert parallel.gather(settings.limit) == [7, 7]
     Path(f"rank-{parallel.rank}").write_text(f"{parallel.size} {parallel.local_rank} {cards}")
 
-evaluate.measured = measured
+evaluate.measure = measure
 evaluate.show_results = lambda *given: print("shown")
 """
 
