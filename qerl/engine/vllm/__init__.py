@@ -2,7 +2,8 @@
 
 1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
    LoRA, updated in place (`linear.py`), and the experts of a mixture with another (`experts.py`).
-2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`layers.py`).
+2. `register_oot` of RMSNorm: NoisyRMSNorm, norm weights in float32, noise included; of SiluAndMul and of two rotary
+   embeddings: the same in one launch each, as nothing is compiled (`layers.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
    allocator that replaces it from the first engine on (`worker.py`).
 4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
@@ -11,7 +12,8 @@
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
-as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm; the rest acts only when asked for by name.
+as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm, and no model of vLLM's is compiled
+(`opening.BREAKABLE`); the rest acts only when asked for by name.
 
 When a plugin fails vLLM only logs it, so `check` looks at the model that was built. Remove parts of this when vLLM
 brings them itself: an in-memory update of a single LoRA adapter (without the multi-adapter path), and sleep by tag.
