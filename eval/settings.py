@@ -30,7 +30,8 @@ RANGES = (  # whether a value fits, what to write, and the settings of which tha
     (lambda value: value >= 1, "1 or more", "limit", "samples", "max_new_tokens", "batch_size"),
     (lambda value: value >= 0, "0 or more", "seed"),
     (lambda value: 0 < value < math.inf, "seconds above 0", "grader_timeout_s"),
-    (lambda value: 0 < value < math.inf, "GiB above 0, such as 24", "memory", "cap_gib"),
+    (lambda value: 0 < value < math.inf, "GiB above 0, or a share of the card such as 0.9", "memory"),
+    (lambda value: 0 < value < math.inf, "GiB above 0, such as 24", "cap_gib"),
     (lambda value: 0 <= value < math.inf, "0 (greedy) or more", "temperature"),
     (lambda value: 0 < value <= 1, "more than 0 and at most 1", "top_p"),
 )

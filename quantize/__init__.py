@@ -1,3 +1,3 @@
-"""Step 1, offline: turn a 16-bit checkpoint into NVFP4 with llm-compressor, and verify it. Entry: quantize/run.py."""
+"""Step 1, offline: turn a 16-bit checkpoint into a quantized one, and verify it. Entry: quantize/run.py."""
 
 import qerl  # noqa: F401 (before any library: it switches their telemetry off)

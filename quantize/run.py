@@ -4,8 +4,9 @@
     qerl quantize --model M --scheme fp8_block                              # 8 bits: checkpoints/M-FP8_BLOCK
 
 First everything is refused that the files' headers show to be impossible. Then the tensors stream through one pass over
-calibration rows (`one_pass.py`), llm-compressor, or for FP8 our own reference, into a hidden folder, which is opened
-again, verified, and moved to its place in one step. `start/` beside the weights is what an adapter can begin with.
+calibration rows (`one_pass.py`), our own rounding to nearest, or llm-compressor's awq and gptq, into a hidden folder,
+which is opened again, verified, and moved to its place in one step. `start/` beside the weights is what an adapter can
+begin with.
 
 Departure from the paper (arXiv 2510.11696), which quantizes with AWQ (`--method awq`): the default searches block
 scales under the weights of the inputs and then runs GPTQ on rows that ship with qerl.

@@ -186,7 +186,7 @@ class SftArguments(TypedDict, total=False):
     """The further arguments of `qerl.sft`. They mean what the options of `qerl sft` mean."""
 
     model: str | os.PathLike | Run  # base, NVFP4 folder, run or adapter; default: the recipe's
-    task: str  # prompt and grading; default: the recipe's, or `own` for rows with a prompt or messages
+    task: str  # of `train`: prompt and grading; of `sft`: which columns are read; default: the recipe's
     columns: Mapping[str, str]  # of data: {"question": "problem", "answer": "solution"}
     system_prompt: str  # of `qerl.sft`, for conversations without one
     steps: int  # optimizer steps; with `resume` the run's new number in all

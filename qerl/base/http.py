@@ -42,7 +42,7 @@ _OURS = ("accept-encoding", "connection", "content-encoding", "content-length", 
 _OURS += ("trailer", "transfer-encoding", "upgrade")
 _SECRET = re.compile(r"auth|cookie|credential|key|password|passwd|secret|session|signature|token", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\s*(bearer|basic|digest|token)\s|\s*(sk|hf|ghp|xox[abp])[-_]", re.IGNORECASE)
-_KEY = re.compile(r"\b(?:sk|hf|ghp|xox[abp])[-_][\w-]{16,}", re.ASCII)  # a key by itself, as in a path
+_KEY = re.compile(r"\b(?:sk|hf|ghp|xox[abp])[-_](?=[\w-]*\d)[\w-]{16,}", re.ASCII)  # a key by itself, as in a path
 _SIGNED = re.compile(r"(?:^|[_-])(?:sig|code)$", re.IGNORECASE)  # parameters of a URL that clouds sign
 
 _SECRET_IN_TEXT = re.compile(
@@ -85,7 +85,7 @@ def url_shown(url: str) -> str:
     return f"{scheme}{slashes}{authority.rpartition('@')[2]}{slash}{path}{question}{query}"
 
 
-def _header_mistake(name: object, value: object) -> tuple[str, str] | None:
+def header_mistake(name: object, value: object) -> tuple[str, str] | None:
     """Why a header cannot be sent, and what to write instead; None if it can. The value is never repeated."""
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         return "this is no name of a header", "a name such as Authorization or X-Api-Key"
@@ -150,7 +150,7 @@ def check_headers(who: str, given: object) -> Headers:
             f'{who}: args.headers is no mapping: write for example {{Authorization: "Bearer ${{GRADER_KEY}}"}}'
         )
     for name, value in given.items():
-        if mistake := _header_mistake(name, value):
+        if mistake := header_mistake(name, value):
             raise ConfigError(f"{who}: args.headers.{name}: {mistake[0]}; write {mistake[1]}")
         for variable in VARIABLE.findall(value):
             held = os.environ.get(variable)

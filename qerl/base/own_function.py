@@ -110,7 +110,7 @@ def as_json(value: Any) -> Any:
     """The value as JSON has it, also numbers and arrays of numpy and torch; what JSON cannot have, as text."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=lambda each: each.tolist()))
-    except (TypeError, ValueError, AttributeError, RecursionError):
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # a sparse tensor raises the last, deep nesting too
         return short(value)
 
 

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -62,9 +63,11 @@ def source_of(given: Callable[..., Any]) -> bytes:
         return inspect.getsource(given).encode(errors="replace")
     except (OSError, TypeError):
         if isinstance(given, functools.partial):
-            return source_of(given.func) + repr((given.args, sorted(given.keywords.items()))).encode()
+            bound = repr((given.args, sorted(given.keywords.items())))
+            return source_of(given.func) + re.sub(r" at 0x[0-9a-f]+", "", bound).encode()
         code = getattr(given, "__code__", None)
-        return source_of(type(given)) if code is None else _compiled(code)
+        name = getattr(given, "__qualname__", "")  # of a function in C, which has no source
+        return source_of(type(given)) + name.encode() if code is None else _compiled(code)
 
 
 def _compiled(code: CodeType) -> bytes:

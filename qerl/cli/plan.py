@@ -239,8 +239,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
     lines.append(f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model.")
     if made.card.capability not in (None, MEASURED):
         lines.append(
-            f"They are a guess on {made.card.name}: qerl ran on Hopper alone. Other cards have a product of ours that "
-            "needs no Hopper, and vLLM's attention; `qerl doctor` tries them on the card."
+            f"They are a guess on {made.card.name}, since qerl ran on Hopper alone; `qerl doctor` tries the card."
         )
     return lines
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from qerl.base.http import VARIABLE, is_secret
+from qerl.base.http import VARIABLE, header_mistake, is_secret, secret_place, url_mistake, url_shown
 from qerl.config.names import TASKS, unknown_name
 from qerl.config.section import Conflict, Conflicts, Section, check_name, unknown, unread
 
@@ -256,6 +256,8 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
     for i, reward in enumerate(listed):
         own = f"{key}.{i}.name"
         yield from check_name(own, "reward", reward.name, REWARD_NAMES, OWN)
+        if is_url(reward.name) or reward.name == "judge":  # a function of the user's own may have such arguments
+            yield from no_secrets(f"{key}.{i}.args", reward.args)
         if any(reward.name == earlier.name for earlier in listed[:i]):
             yield Conflict({own: reward.name}, "this reward stands twice", "it once, with the weights added")
     if listed and config.distill is None and all(reward.weight == 0 for reward in listed):
@@ -264,6 +266,20 @@ def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -
         )
     for i, reward in enumerate(listed):
         yield from _limits(config, f"{key}.{i}", reward)
+
+
+def no_secrets(own: str, args: Mapping[str, object]) -> Conflicts:
+    """No header, URL or body of a request that stands under `own` holds a key, which files and errors would repeat."""
+    headers, url = args.get("headers"), args.get("url")
+    for name, value in headers.items() if isinstance(headers, Mapping) else ():
+        if mistake := header_mistake(name, value):
+            why, write = mistake
+            yield Conflict({f"{own}.headers.{name}": "(not shown)"}, why, write)
+    if isinstance(url, str) and (mistake := url_mistake(url)):
+        yield Conflict({f"{own}.url": url_shown(url)}, mistake, "the URL up to /v1, such as http://localhost:8001/v1")
+    if (place := secret_place(args.get("body"), f"{own}.body")) is not None:
+        write = 'headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable'
+        yield Conflict({place: "(not shown)"}, "a key there would be written into the run and its report", write)
 
 
 def _limits(config: RunConfig, own: str, reward: RewardConfig) -> Conflicts:

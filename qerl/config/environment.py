@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from qerl.config.data import no_secrets
 from qerl.config.names import ENVIRONMENTS
 from qerl.config.section import Conflict, Conflicts, Section, check_name
 
@@ -60,5 +61,7 @@ def environment(config: RunConfig) -> Conflicts:
         )
     if this.name is not None:
         yield from check_name("environment.name", "environment", this.name, sorted(ENVIRONMENTS), OWN)
+        if "://" in this.name:  # a class of the user's own may have such arguments
+            yield from no_secrets("environment.args", this.args)
     for i, tool in enumerate(this.tools):
         yield from check_name(f"environment.tools.{i}", "tool", tool, sorted(ENVIRONMENTS), OWN)

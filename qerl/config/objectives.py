@@ -71,8 +71,9 @@ def sft(config: RunConfig) -> Conflicts:
     yield from unread(config, given, why, *keys, other="sft: null")
     why = "the loss is the mean negative log-likelihood of the assistant's tokens and has no other term"
     yield from unread(config, given, why, "loss.kl_coef", "loss.entropy_coef", "loss.num_iterations")
-    if config.validation.metric != METRIC:
-        yield from unread(config, given, f"validations of such a run measure the {METRIC}", "validation.metric")
+    if config.validation.metric not in (METRIC, "accuracy"):
+        why = f"validations of such a run measure the {METRIC}"
+        yield Conflict({"validation.metric": config.validation.metric, **given}, why, f"validation.metric: {METRIC}")
 
 
 class DistillConfig(Section):

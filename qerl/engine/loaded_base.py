@@ -1,7 +1,7 @@
 """A base that is loaded for training alone: no engine samples from it.
 
-On a card NVFP4 linears are packed into the layout of our own kernels as they are loaded, one fused group after
-another, so that the trainer decodes them as fast as it does beside vLLM. Elsewhere they are decoded from the
+On a card from Ampere on NVFP4 linears are packed into the layout of our own kernels as they are loaded, one fused group
+after another, so that the trainer decodes them as fast as it does beside vLLM. Elsewhere they are decoded from the
 checkpoint's own layout, by plain torch: exact as well, and slower.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,10 @@ def environments_ended() -> Iterator[None]:
     try:
         yield
     finally:
-        while len(_opened) > before:
-            _opened.pop().close()
+        with ExitStack() as ending:  # one that cannot be closed leaves none of the others open
+            for opened in _opened[before:]:
+                ending.callback(opened.close)
+            del _opened[before:]
 
 
 def open_environments(

@@ -203,13 +203,13 @@ class JudgeArgs:
             not isinstance(scores, Mapping) or not scores or not all(map(_is_number, scores.values()))
         ):
             _refuse("scores", scores, "it gives no number for a word", "{correct: 1, incorrect: 0}")
-        if not isinstance(self.body, Mapping) or {"model", "messages", "stream", "n"} & set(self.body):
-            _refuse("body", self.body, "it sets what qerl sets, or is no mapping", "{temperature: 0, max_tokens: 512}")
         if (place := secret_place(self.body, "args.body")) is not None:
             raise ConfigError(
                 f"reward judge: {place} is not shown: a key there would be written into the run and its report; write "
                 'args.headers: {Authorization: "Bearer ${NAME}"}, and put the key into that variable'
             )
+        if not isinstance(self.body, Mapping) or {"model", "messages", "stream", "n"} & set(self.body):
+            _refuse("body", self.body, "it sets what qerl sets, or is no mapping", "{temperature: 0, max_tokens: 512}")
         if type(self.concurrency) is not int or self.concurrency < 1:
             _refuse("concurrency", self.concurrency, "no request would be sent", "a whole number from 1")
         try:

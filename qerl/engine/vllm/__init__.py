@@ -12,8 +12,8 @@
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
-as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm, and no model of vLLM's is compiled
-(`opening.BREAKABLE`); the rest acts only when asked for by name.
+as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm. There and in the processes that it starts no
+model of vLLM's is compiled (`opening.BREAKABLE`). The rest acts only when asked for by name.
 
 When a plugin fails vLLM only logs it, so `check` looks at the model that was built. Remove parts of this when vLLM
 brings them itself: an in-memory update of a single LoRA adapter (without the multi-adapter path), and sleep by tag.

@@ -238,7 +238,7 @@ BASES: list[Base] = []  # of the open engine
 
 
 def forget_bases() -> None:
-    """Drop all references to an engine's weights. The process may open another engine at the same addresses."""
+    """Drop all references to an engine's weights, which would keep them on the card."""
     BASES.clear()
     _LOADED.clear()
     gemm.forget_work_space()

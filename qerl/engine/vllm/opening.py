@@ -10,6 +10,7 @@ a step that also begins sequences is a row of CUDA graphs with attention between
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import sys
@@ -50,9 +51,12 @@ from qerl.plan.sizes import sizes_of
 if TYPE_CHECKING:
     from qerl.engine.options import EngineOptions
 
+logger = logging.getLogger(__name__)
+
 
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
+BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -155,8 +159,14 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     if not options.enforce_eager:
         arguments["cudagraph_capture_sizes"] = capture_sizes(options.max_sequences)
     _inspect_here_(settings.config.architectures or [])
+    if not options.enforce_eager and graphs_of_steps() == "FULL_DECODE_ONLY":
+        logger.warning(
+            "steps that begin sequences run without CUDA graphs, because vllm was imported before qerl, or %s is not 1",
+            BREAKABLE,
+        )
     from vllm import LLM
 
+    logging.getLogger("vllm.config.vllm").addFilter(_is_news)
     try:
         with _little_to_collect():
             llm = LLM(**arguments)
@@ -176,15 +186,25 @@ def _inspect_here_(architectures: Sequence[str]) -> None:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of vLLM's log says anything but that nothing is compiled, which we ask for."""
+    text = record.getMessage()
+    return "torch.compile pipeline" not in text and "Inductor compilation was disabled" not in text
+
+
 @contextmanager
 def _little_to_collect() -> Iterator[None]:
-    """Spare what is there now the collections of garbage, of which vLLM asks for one per CUDA graph (0.4 s each)."""
+    """Spare what is there now the collections of garbage, of which vLLM asks for one per CUDA graph (0.4 s each).
+
+    vLLM freezes what there is after an opening as well, and unfreezes it when it shuts down.
+    """
     gc.collect()
     gc.freeze()
     try:
         yield
-    finally:
+    except BaseException:
         gc.unfreeze()
+        raise
 
 
 def _take_new_runner_() -> None:
@@ -202,7 +222,7 @@ def _take_new_runner_() -> None:
 def set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if "vllm.compilation.breakable_cudagraph" not in sys.modules:  # it reads the variable once
+    if BREAKS not in sys.modules:  # it reads the variable once
         os.environ.setdefault(BREAKABLE, "1")
     if not has_module("flashinfer"):
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -219,7 +239,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
             f"adapter.expert_rank {options.expert_rank}: the engine's kernels take at most {MOST_EXPERT_RANK}: write "
             f"adapter.expert_rank: {MOST_EXPERT_RANK}, or less"
         )
-    if settings.decoder.has_experts:  # other models keep the graphs that were compiled under the earlier options
+    if settings.decoder.has_experts:
         for_plugin["expert_rank"] = options.expert_rank if options.linear_rank else 0
         for_plugin["shares_outer"] = options.experts == "shared"
         for_plugin["records_experts"] = options.records_experts
@@ -262,8 +282,15 @@ def _takes_our_attention(kv_cache_dtype: str) -> bool:
 
 
 def graphs_of_steps() -> str:
-    """Which steps are CUDA graphs: all up to the largest size; only decode steps if vLLM was imported before qerl."""
-    return "FULL_AND_PIECEWISE" if os.environ.get(BREAKABLE) == "1" else "FULL_DECODE_ONLY"
+    """Which steps are CUDA graphs: all up to the largest size; only decode steps if vLLM was imported before qerl.
+
+    vLLM decides when its attention is imported whether a graph stops there. A graph that did not would hold the
+    attention of the batch that it was captured with.
+    """
+    attention = sys.modules.get("vllm.model_executor.layers.attention.attention")
+    operation = getattr(attention, "unified_attention_with_output", None)
+    stops = operation is None or operation.__globals__["__name__"] == BREAKS
+    return "FULL_AND_PIECEWISE" if stops and os.environ.get(BREAKABLE) == "1" else "FULL_DECODE_ONLY"
 
 
 def check_vllm() -> None:

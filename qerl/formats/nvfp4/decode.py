@@ -1,4 +1,7 @@
-"""Decoding a weight at the speed of memory: the fast twin of `kernel_layout.dequantize` on Hopper."""
+"""Decoding a weight at the speed of memory: the fast twin of `kernel_layout.dequantize`.
+
+It runs on Hopper, and for weights in our own layout on every card from Ampere on.
+"""
 
 from __future__ import annotations
 

@@ -15,10 +15,14 @@ from tests.helpers.processes import is_gone, until_gone
 BUSY = 'import re\n\ndef busy(completions, **columns):\n    return [bool(re.match("(a+)+$", "a" * 60 + "b"))]\n'
 PARENT = """
 import sys
+from contextlib import suppress
 from pathlib import Path
 from qerl.base.own_function import Named, own_function
 function = own_function(sys.argv[1], "busy", Named("reward", sys.argv[1], "x"), 300.0)
-children = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+children = []
+for task in Path("/proc/self/task").iterdir():
+    with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+        children.append((task / "children").read_text())
 print(*children, flush=True)
 function(1, 300.0, completions=["a"])
 """

@@ -219,19 +219,22 @@ def test_there_are_about_half_as_many_graphs_as_in_vllm():
 
 def test_the_ratio_is_the_first_over_the_last():
     starts = [
-        {"process_s": 100.0, "startup_s": {"imports": 10.0, "compile": 70.0}},
-        {"process_s": 50.0, "startup_s": {"imports": 10.0, "compile": 22.0}},
+        {"process_s": 100.0, "startup_s": {"imports": 10.0, "weights": 70.0}},
+        {"process_s": 50.0, "startup_s": {"imports": 10.0, "weights": 22.0}},
     ]
     assert ratios(starts) == {"engine_first_over_last": 2.5, "process_first_over_last": 2.0}
 
 
 def test_graphs_stop_at_attention_only_if_vllm_reads_that_it_is_asked_to(monkeypatch):
     """vLLM decides when it is imported. A graph that went on would keep the attention of the batch it was made with."""
-    name = "vllm.compilation.breakable_cudagraph"
+    attention = "vllm.model_executor.layers.attention.attention"
     monkeypatch.delenv(opening.BREAKABLE, raising=False)
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, opening.BREAKS, ModuleType(opening.BREAKS))
     opening.set_environment_()
     assert opening.graphs_of_steps() == "FULL_DECODE_ONLY"
-    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, opening.BREAKS)
     opening.set_environment_()
     assert opening.graphs_of_steps() == "FULL_AND_PIECEWISE"
+    undecorated = SimpleNamespace(unified_attention_with_output=lambda: None)  # and the variable was set too late
+    monkeypatch.setitem(sys.modules, attention, undecorated)
+    assert opening.graphs_of_steps() == "FULL_DECODE_ONLY"
