@@ -126,7 +126,16 @@ def test_a_given_function_has_its_time(function):
     assert not alarms
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C is heard, also where the tests were started in the background, which leaves it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
+@pytest.mark.usefixtures("interruptible")
 def test_a_given_function_does_not_end_the_program(error):
     def raises(completions):
         raise error

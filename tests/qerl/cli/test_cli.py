@@ -261,7 +261,7 @@ def test_the_shell_completes(monkeypatch):
         ("qerl train --res", ["--resume"]),
         ("qerl train --recipe dapo_32", ["dapo_32b", "dapo_32b_bf16"]),
         ("qerl recipes show ti", ["tiny", "tiny_fp8", "tiny_moe"]),
-        ("qerl plan --gpu h", ["h100", "h200"]),
+        ("qerl plan --gpu h", ["h100", "h100-nvl", "h200"]),
         ("qerl plan --set noise.sigma_s", ["noise.sigma_start="]),
         ("qerl eval aime", ["aime24", "aime25"]),
         ("qerl merge --to n", ["nvfp4"]),

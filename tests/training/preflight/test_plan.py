@@ -203,7 +203,7 @@ def test_a_plan_says_how_many_layers_recompute_in_the_longest_row(gpu, said):
 def test_a_plan_says_that_the_seconds_of_other_cards_than_hopper_are_a_guess(gpu, guessed):
     config = load_recipe("dapo_7b", [])
     text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
-    assert (f"a guess on {card_of(gpu).name}: qerl ran on Hopper alone" in text) is guessed
+    assert (f"a guess on {card_of(gpu).name}, since qerl ran on Hopper alone" in text) is guessed
 
 
 def test_an_fp8_cache_holds_twice_the_tokens():
