@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class TaskGrading(GuardedReward):
     """The task's grading as the only reward of an evaluation, which keeps the whole `grades`."""
 
-    limit = "--grader-timeout-s"
+    limit, then = "--grader-timeout-s", "; correct it, and the same command goes on"
 
     def __init__(self, plan: Plan) -> None:
         fixed = fixed_columns(plan.task, plan.sampling.max_new_tokens)

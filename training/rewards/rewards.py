@@ -222,6 +222,7 @@ class GuardedReward:
     """
 
     limit = "rewards.N.timeout_s"  # what sets the limit of time
+    then = ""  # how to go on once it is corrected, where that is not said elsewhere
 
     def __init__(
         self,
@@ -347,7 +348,7 @@ class GuardedReward:
         late = f", within {self.limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
         raise RewardError(
             f"{who} {what}{self._shown(what, columns, index, fixed)}. A {who.partition(' ')[0]} has to return "
-            f"{returns}{late}, 0 for one that it cannot judge"
+            f"{returns}{late}, 0 for one that it cannot judge{self.then}"
         ) from cause
 
     def _shown(self, what: str, columns: Mapping[str, list[Any]], index: int | None, fixed: Mapping[str, Any]) -> str:

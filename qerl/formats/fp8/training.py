@@ -175,19 +175,14 @@ class Blockwise:
 Recipe = Tensorwise | Blockwise
 
 
-def recipe_of(
-    name: Literal["tensorwise", "blockwise"] | None, gradients: str = "auto", products: str = "all"
-) -> Recipe | None:
-    """The recipe of that name, with gradients `e4m3`, or `hybrid` (e5m2); auto is hybrid where there is a choice.
-
-    `products`: `all`, or `gradients`, which leaves y as the base computes it.
-    """
+def recipe_of(name: Literal["tensorwise", "blockwise"] | None, products: str = "all") -> Recipe | None:
+    """The recipe of that name. `products`: `all`, or `gradients`, which leaves y as the base computes it."""
     if name is None:
         return None
     rounds_output = products == "all"
     if name == "blockwise":
         return Blockwise(rounds_output)
-    return Tensorwise(E4M3 if gradients == "e4m3" else E5M2, rounds_output)
+    return Tensorwise(rounds_output=rounds_output)
 
 
 def _product(x: torch.Tensor, weight: FP8Tensor, scales: ScaleKind = "pow2") -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Keys that are valid alone but impossible together: the error has to name both, and the remedy."""
 
+import json
+
 import pytest
 
 from qerl.base.errors import ConfigError
@@ -236,3 +238,33 @@ def test_numbers_whose_names_are_like_those_of_keys_are_shown():
         load_recipe("tiny", ["rollout.max_new_tokens=-100000000000"])
     body = "{max_tokens: 512, stop: ['<|end_of_tokens|>']}"
     load_recipe("tiny", [f"rewards=[{{name: judge, args: {{url: 'http://h/v1', model: m, body: {body}}}}}]"])
+
+
+KEY = "sk-very-secret-0123456789"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "place"),
+    [
+        ("http://127.0.0.1:9/grade", {"headers": {"Authorization": f"Bearer {KEY}"}}, "args.headers.Authorization"),
+        ("judge", {"model": "m", "headers": {"X-Api-Key": KEY}}, "args.headers.X-Api-Key"),
+        ("judge", {"model": "m", "url": f"http://user:{KEY}@127.0.0.1:9/v1"}, "args.url"),
+        ("judge", {"model": "m", "body": {"extra": [{"api_key": KEY}]}}, "args.body.extra.0.api_key"),
+    ],
+)
+def test_a_recipe_with_a_key_is_not_loaded_and_the_key_not_shown(name, args, place):
+    """A recipe that is loaded can be saved and printed."""
+    with pytest.raises(ConfigError) as error:
+        load_recipe("tiny", [f"rewards={json.dumps([{'name': name, 'args': args}])}"])
+    assert f"rewards.0.{place}" in str(error.value)
+    assert KEY not in str(error.value)
+
+
+def test_an_environment_s_header_may_name_a_variable_and_not_hold_a_key():
+    def asked(value):
+        return [f"environment={json.dumps({'name': 'http://127.0.0.1:9', 'args': {'headers': {'X-Api-Key': value}}})}"]
+
+    with pytest.raises(ConfigError, match=r"environment\.args\.headers\.X-Api-Key") as error:
+        load_recipe("tiny", asked(KEY))
+    assert KEY not in str(error.value)
+    assert load_recipe("tiny", asked("${ENVIRONMENT_KEY}")).environment is not None
