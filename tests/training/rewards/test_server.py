@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +26,7 @@ def right(count):
 
 
 @contextmanager
-def server(*answers, path="/grade"):
+def server(*answers):
     """The URL of a server that gives these answers in turn and repeats the last one, and the list of its requests.
 
     An answer is a function of the number of completions, (status, text), seconds to wait before the right answer, or
@@ -51,10 +50,7 @@ def server(*answers, path="/grade"):
             self.send_header("Location", "/elsewhere")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            for letter in text if "trickle" in self.path else [text]:
-                self.wfile.write(letter.encode())
-                if "trickle" in self.path and stopped.wait(0.05):
-                    return
+            self.wfile.write(text.encode())
 
         def log_message(self, *_):
             pass
@@ -62,7 +58,7 @@ def server(*answers, path="/grade"):
     stopped = threading.Event()
     with serving(Handler) as url:
         try:
-            yield f"{url}{path}", received
+            yield f"{url}/grade", received
         finally:
             stopped.set()
 
@@ -96,6 +92,8 @@ def test_a_server_gets_each_completion_with_its_columns(tmp_path):
         function = build(url, tmp_path, columns=["level"])
         assert call(function, ["a", "b", "½"], [0, 0, 1]) == [1.0, 2.0, -0.5]
     assert function.__name__ == "grade"
+    before = received[0]  # two rows have to be graded before the run
+    assert (before["completions"], before["questions"]) == (["18", "3"], ["2+16?", "1+2?"])
     assert received[1] == {
         "path": "/grade",
         "completions": ["a", "b", "½"],
@@ -108,33 +106,16 @@ def test_a_server_gets_each_completion_with_its_columns(tmp_path):
     }
 
 
-def test_the_server_has_to_grade_two_rows_before_the_run(tmp_path):
-    with server(right) as (url, received):
-        build(url, tmp_path)
-    assert [(asked["completions"], asked["questions"]) for asked in received] == [(["18", "3"], ["2+16?", "1+2?"])]
-
-
-def test_a_plain_list_is_an_answer_too(tmp_path):
-    with server(right, (200, "[0, 1e-1]")) as (url, _):
-        assert call(build(url, tmp_path)) == [0.0, 0.1]
-
-
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
         ((200, '{"rewards": [1]}'), "answered 1 rewards for 2 completions"),
-        ((200, '{"rewards": []}'), "answered 0 rewards for 2 completions"),
         ((200, '{"rewards": [1, NaN]}'), "answered NaN for completion 2 of 2, no finite number"),
-        ((200, '{"rewards": [-Infinity, 1]}'), "answered -Infinity for completion 1 of 2"),
         ((200, '{"rewards": [1, null]}'), "answered null for completion 2 of 2"),
         ((200, '{"rewards": ["1", 1]}'), 'answered "1" for completion 1 of 2'),
         ((200, '{"rewards": [[1], 1]}'), "answered [1] for completion 1 of 2"),
         ((200, '{"rewards": [1, 1' + "0" * 400 + "]}"), "answered 1000"),
         ((200, "[1, 1" + "0" * 5000 + "]"), "answered what is not JSON: [1, 1000"),
-        (
-            (200, '{"scores": [1, 1]}'),
-            'answered JSON that is neither a list nor has one as `rewards`: {"scores": [1, 1]}',
-        ),
         ((200, '{"rewards": {"0": 1, "1": 1}}'), "answered JSON that is neither a list"),
         ((200, "1.0"), "answered JSON that is neither a list nor has one as `rewards`: 1.0"),
         ((200, "<html>hello</html>"), "answered what is not JSON: <html>hello</html>"),
@@ -173,9 +154,10 @@ def test_a_server_that_fails_is_asked_again(answer, reason, tmp_path, caplog):
         assert call(build(url, tmp_path, retries=2)) == [0.5, 0.5]
         assert len(received) == 4
         lines = [record.getMessage() for record in caplog.records if record.name == "qerl.base.http"]
-        assert [f"reward server {url} {reason}" in line for line in lines] == [True, True]
-        assert lines[0].endswith("; asked again in 0.01 s")
-        assert lines[1].endswith("; asked again in 0.02 s")
+        assert len(lines) == 2
+        for line, pause in zip(lines, ("0.01", "0.02"), strict=True):
+            assert f"reward server {url} {reason}" in line
+            assert line.endswith(f"; asked again in {pause} s")
     with server(right, answer) as (url, received):
         function = build(url, tmp_path, retries=1)
         with pytest.raises(RewardError, match=rf"{re.escape(reason)}.*\(asked 2 times\): start it, correct its URL"):
@@ -188,15 +170,6 @@ def test_a_late_server_is_asked_again(tmp_path, caplog):
         assert call(build(url, tmp_path, timeout_s=1.5, retries=1)) == [0.5, 0.5]
     assert len(received) == 3
     assert f"reward server {url} did not answer within 1.5 s; asked again in 0.01 s" in caplog.text
-
-
-def test_a_trickle_ends_with_the_time_limit(tmp_path):
-    """Each letter comes within the limit, but all of them would take a minute."""
-    with server((200, "[0.5, " + " " * 1200 + "0.5]"), path="/trickle") as (url, _):
-        started = time.monotonic()
-        with pytest.raises(RewardError, match=r"did not answer within 0\.5 s \(asked once\)"):
-            build(url, tmp_path, timeout_s=0.5, retries=0)
-    assert time.monotonic() - started < 60  # at its pace it would take longer
 
 
 def test_an_unreachable_server_is_refused_before_the_run(tmp_path):
@@ -218,7 +191,7 @@ def test_a_proxy_of_the_environment_is_not_used_for_a_server_on_this_machine(tmp
 
 
 def test_two_servers_have_different_metrics(tmp_path):
-    with server(right) as (first, _), server((200, "[2, 3]")) as (second, _):
+    with server(right) as (first, _), server((200, "[2, 3e0]")) as (second, _):  # a plain list is an answer too
         functions = build_rewards(wanted(first, second), FIXED, EXAMPLES, tmp_path).functions
         assert [call(function) for function in functions] == [[0.5, 0.5], [2.0, 3.0]]
     assert [function.__name__ for function in functions] == ["grade", second.removeprefix("http://").replace("/", "_")]
@@ -228,15 +201,12 @@ def test_two_servers_have_different_metrics(tmp_path):
     ("args", "says"),
     [
         ({"timeout_s": 0}, "args.timeout_s is 0: write a number of seconds above 0"),
-        ({"timeout_s": "10"}, "args.timeout_s is '10'"),
         ({"backoff_s": -1}, "args.backoff_s is -1"),
         ({"retries": -1}, "args.retries is -1: write 0 or a whole number above"),
-        ({"retries": 1.5}, "args.retries is 1.5"),
         ({"retries": True}, "args.retries is True"),
         ({"columns": "level"}, "args.columns is 'level': write a list of names, such as [level]"),
         ({"columns": [1]}, "args.columns is [1]"),
         ({"timeout": 5}, "takes no argument 'timeout'; did you mean 'timeout_s'?"),
-        ({"answer": "x"}, "takes no argument 'answer'"),
     ],
 )
 def test_arguments_are_refused_before_the_server_is_asked(args, says):

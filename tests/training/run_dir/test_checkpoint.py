@@ -30,6 +30,11 @@ def finished(nvfp4_base, tmp_path_factory):
         os.umask(before)
 
 
+def bytes_of(run_dir):
+    """Of its last checkpoint."""
+    return sum(file.stat().st_size for file in (run_dir / "checkpoints" / "step-000006").iterdir())
+
+
 @pytest.fixture
 def copy(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "run"))
@@ -59,14 +64,12 @@ def unlist(path):
 
 
 DAMAGE = {
-    **{f"{name} cut short": (name, cut, "does not match its checksum") for name in sorted(FILES)},
+    "a file cut short": ("optimizer.pt", cut, "does not match its checksum"),
     **{f"{name} with a flipped bit": (name, flip, "does not match its checksum") for name in sorted(FILES)},
     "a file gone": ("scheduler.pt", Path.unlink, "scheduler.pt is missing"),
     "no checksums": (CHECKSUMS, Path.unlink, "it has no readable checksums.json"),
-    "half the checksums": (CHECKSUMS, cut, "it has no readable checksums.json"),
     "checksums that are no text": (CHECKSUMS, lambda path: path.write_bytes(b"\xff\xfe\x00"), "no readable checksums"),
     "checksums of nothing": (CHECKSUMS, lambda path: path.write_text("{}"), "does not list adapter_config.json, "),
-    "checksums that are a list": (CHECKSUMS, lambda path: path.write_text("[]"), "does not list adapter_config.json, "),
     "checksums without the optimizer": (CHECKSUMS, unlist, "does not list optimizer.pt"),
 }
 
@@ -80,17 +83,11 @@ def test_damage_is_found_and_named(copy, caplog, case):
     assert message in caplog.text
 
 
-def test_other_folders_beside_the_checkpoints_are_left_alone(copy):
-    for name in ("step-000006.bak", "step-best", ".step-000008.partial"):
+def test_checkpoints_are_ordered_by_their_step_and_other_folders_left_alone(copy):
+    for name in ("step-000006.bak", "step-best", ".step-000008.partial", "step-1000000", "step-999999"):
         shutil.copytree(copy / "checkpoints" / "step-000002", copy / "checkpoints" / name)
-    assert [checkpoint_step(path) for path in checkpoints(copy)] == [2, 4, 6]
-    assert newest_checkpoint(copy).name == "step-000006"
-
-
-def test_checkpoints_are_ordered_by_their_step(tmp_path):
-    for step in (999_999, 1_000_000):
-        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    assert [checkpoint_step(path) for path in checkpoints(tmp_path)] == [999_999, 1_000_000]
+    assert [checkpoint_step(path) for path in checkpoints(copy)] == [2, 4, 6, 999_999, 1_000_000]
+    assert newest_checkpoint(copy).name == "step-1000000"
 
 
 def test_without_a_good_checkpoint_the_run_begins_again(copy, finished):
@@ -111,10 +108,9 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(finished, nvfp4_base, tmp_path, monkeypatch, share):
-    """Half of the adapter fits, or the adapter and half of the optimizer's state, which is twice as large."""
-    size = int(share * (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size)
+def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(finished, nvfp4_base, tmp_path, monkeypatch):
+    """Half of the adapter fits. What torch says of half of an optimizer's state is below."""
+    size = (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size // 2
     until_it_failed, save = ExitStack(), AdapterPolicy.save
 
     def limited(policy, folder):
@@ -147,6 +143,9 @@ def can_mount():
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+needs_a_disk = pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
+
+
 @contextmanager
 def small_disk(folder, size):
     """A real disk of `size` bytes, mounted at `folder` for one waiting process only. Gives its path from here."""
@@ -157,10 +156,10 @@ def small_disk(folder, size):
         yield Path(f"/proc/{holder.pid}/root{folder}")
 
 
-@pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
+@needs_a_disk
 def test_a_full_disk_costs_no_step_while_an_older_checkpoint_can_be_deleted(finished, nvfp4_base, tmp_path, caplog):
     """A real disk with room for two and a half checkpoints, for a run that would keep three."""
-    used = sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())
+    used = bytes_of(finished)
     with small_disk(tmp_path, int(2.5 * used) + 100_000) as disk:
         result = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3", out=disk / "run"), "tiny")
         assert "step-000002 deleted to make room" in caplog.text
@@ -169,9 +168,9 @@ def test_a_full_disk_costs_no_step_while_an_older_checkpoint_can_be_deleted(fini
     assert not (tmp_path / "run").exists()  # nothing was written to another disk
 
 
-@pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
+@needs_a_disk
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_written(finished, nvfp4_base, tmp_path):
-    used = sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())
+    used = bytes_of(finished)
     with small_disk(tmp_path, int(0.3 * used)) as disk:
         config = small_config(nvfp4_base, tmp_path, out=disk / "run")
         with pytest.raises(CheckpointError, match=r"takes [\d.]+ MiB, and the disk of .* has [\d.]+ MiB left: free"):

@@ -101,24 +101,17 @@ def test_files_that_do_not_name_the_tokenizers_class_are_saved_anew(odd_base, tm
     assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) > 600
 
 
-def test_a_merged_adapter_of_others_keeps_its_own_tokenizer(odd_base, folder, tmp_path):
-    """One that qerl did not train, whose folder has files of a tokenizer."""
-    other = shutil.copytree(folder / "runs/mine/checkpoints/step-000001", tmp_path / "other")
-    for name in TOKENIZER:
-        shutil.copy(odd_base / name, other / name)
-    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    export(ExportOptions(adapter=str(other), to="adapter", out=tmp_path / "merged"))
-    for name in TOKENIZER:
-        assert (tmp_path / "merged" / name).read_bytes() == (other / name).read_bytes()
-
-
 def test_peft_is_named_the_16_bit_model_and_qerl_takes_the_base_that_was_trained_on(folder, base, nvfp4_base):
-    adapter = folder / "runs/mine/adapter"
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
-    found = resolve_model(str(adapter))
-    assert (found.kind, found.base, found.format) == ("adapter", str(nvfp4_base), "nvfp4")
-    assert resolve_model(str(folder / "runs/mine")).base == str(nvfp4_base)
-    assert resume(folder / "runs/mine").adapter == adapter
+    run = folder / "runs/mine"
+    assert json.loads((run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    for place in (run, run / "adapter", run / "checkpoints/step-000001"):  # the last has no trained_on.json
+        found = resolve_model(str(place))
+        assert (found.kind, found.base, found.format) == (
+            "run" if place == run else "adapter",
+            str(nvfp4_base),
+            "nvfp4",
+        )
+    assert resume(run).adapter == run / "adapter"
 
 
 def test_where_the_base_is_not_here_its_16_bit_model_is_asked_for_in_its_format(folder, base, tmp_path, monkeypatch):
@@ -133,33 +126,22 @@ def test_where_the_base_is_not_here_its_16_bit_model_is_asked_for_in_its_format(
         resolve_model(str(adapter))
 
 
-def test_an_adapter_without_trained_on_resolves_as_before(folder, nvfp4_base, tmp_path):
-    adapter = shutil.copytree(folder / "runs/mine/checkpoints/step-000001", tmp_path / "adapter")
-    assert not (adapter / "trained_on.json").exists()
-    assert resolve_model(str(adapter)).base == str(nvfp4_base)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda report: report | {"method": "awq"}, "was rescaled when it was quantized"),
-        (lambda report: {}, "is not known: the folder of the base does not name it"),
-    ],
-)
-def test_a_card_says_why_it_names_no_16_bit_model(nvfp4_base, tmp_path, change, said):
+def test_a_card_says_why_it_names_no_16_bit_model(nvfp4_base, tmp_path):
     other = shutil.copytree(nvfp4_base, tmp_path / "other")
-    (other / REPORT).write_text(json.dumps(change(json.loads((other / REPORT).read_text()))))
     origin = TrainedOn(str(other), "nvfp4")
-    assert plain_base(origin) is None
-    card = card_text("runs/x/adapter", origin)
-    assert said in card
-    (block,) = blocks(card)
-    assert "CompressedTensorsConfig(dequantize=True)" in block
-
-
-def test_the_embedded_model_is_named_by_its_folder(tmp_path):
-    (tmp_path / REPORT).write_text('{"source": "tiny"}')
-    assert plain_base(TrainedOn(str(tmp_path), "nvfp4")) == str(qerl.checkpoint.resolve.TINY_FOLDER)
+    report = json.loads((other / REPORT).read_text())
+    for changed, said in (
+        ({**report, "method": "awq"}, "was rescaled when it was quantized"),
+        ({}, "is not known: the folder of the base does not name it"),
+    ):
+        (other / REPORT).write_text(json.dumps(changed))
+        assert plain_base(origin) is None
+        card = card_text("runs/x/adapter", origin)
+        assert said in card
+        (block,) = blocks(card)
+        assert "CompressedTensorsConfig(dequantize=True)" in block
+    (other / REPORT).write_text('{"source": "tiny"}')
+    assert plain_base(origin) == str(qerl.checkpoint.resolve.TINY_FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -191,16 +173,11 @@ def scores(run, model):
     return ours, logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
-def test_a_runs_adapter_knows_its_start(started, started_base):
-    kind, run = started
-    named = json.loads((run / "adapter/trained_on.json").read_text())
-    factors = read_start(BaseStart(started_base / START, 8))
-    assert named["start"] == {"kind": kind, "rank": 8, "digest": digest_of(factors)}
-    assert (named["base"], named["format"]) == (str(started_base), "nvfp4")
-
-
 def test_the_lines_of_a_card_load_the_start_that_acts(started, base, started_base, monkeypatch, capsys):
     kind, run = started
+    named = json.loads((run / "adapter/trained_on.json").read_text())
+    start = {"kind": kind, "rank": 8, "digest": digest_of(read_start(BaseStart(started_base / START, 8)))}
+    assert named == {"base": str(started_base), "format": "nvfp4", "start": start}
     monkeypatch.chdir(run.parents[1])
     card = (run / "adapter/README.md").read_text(encoding="utf-8")
     *plain, exact = blocks(card)
@@ -235,39 +212,29 @@ def test_the_lines_of_a_card_load_the_start_that_acts(started, base, started_bas
 
 
 def test_the_best_adapter_and_one_without_tokenizer_know_the_start_too(started, started_base, tmp_path):
+    """The tokenizer is missing where the base is not here any more."""
     kind, run = started
-    copy = shutil.copytree(run, tmp_path / "mine")
+    copy, gone = shutil.copytree(run, tmp_path / "mine"), tmp_path / "gone-NVFP4A16"
     shutil.rmtree(copy / "adapter")
-    text = (copy / "config.yaml").read_text()
-    gone = tmp_path / "gone-NVFP4A16"
-    (copy / "config.yaml").write_text(text.replace(str(started_base), str(gone)))
-    for folder in copy.glob("checkpoints/*/adapter_config.json"):
-        folder.write_text(folder.read_text().replace(str(started_base), str(gone)))
-        (folder.parent / CHECKSUMS).unlink()
-        seal(folder.parent)
-    best = settle_best(copy, Best(2, "accuracy", 0.5))
-    for folder in (settle_result(copy, 2), best):
-        assert not (folder / "README.md").exists()  # nor a tokenizer: the base is not here
+    for path in (copy / "config.yaml", *copy.glob("checkpoints/*/adapter_config.json")):
+        path.write_text(path.read_text().replace(str(started_base), str(gone)))
+    for folder in copy.glob("checkpoints/*"):
+        (folder / CHECKSUMS).unlink()
+        seal(folder)
+    for folder in (settle_best(copy, Best(2, "accuracy", 0.5)), settle_result(copy, 2)):
+        assert not (folder / "README.md").exists()
         assert start_of_adapter(folder).kind == kind
         assert json.loads((folder / "trained_on.json").read_text())["base"] == str(gone)
 
 
-@pytest.mark.parametrize("start_kind", [None, "trained"])
-@pytest.mark.parametrize("source", [True, False])
-def test_the_card_on_packed_experts_names_the_merge_in_place_of_lines_that_transformers_reads_wrongly(
-    nvfp4_moe, tmp_path, start_kind, source
-):
-    base = nvfp4_moe
-    if not source:
-        base = shutil.copytree(nvfp4_moe, tmp_path / "other")
-        (base / REPORT).unlink()
-    begun = start_kind and TrainedStart(start_kind, 4, "0" * 16)
-    card = card_text("runs/my run/adapter", TrainedOn(str(base), "nvfp4", begun))
-    assert "CompressedTensorsConfig" not in card
-    assert "leaves out their global scales" in card
-    assert "qerl merge --adapter 'runs/my run/adapter' --to bf16\n" in card
-    assert len(blocks(card)) == (source and begun is None)  # the 16-bit model's lines
-
-
-def test_the_card_on_16_bit_experts_has_its_lines():
+def test_the_card_on_experts_names_the_merge_in_place_of_lines_that_transformers_reads_wrongly(nvfp4_moe, tmp_path):
+    other = shutil.copytree(nvfp4_moe, tmp_path / "other")
+    (other / REPORT).unlink()
+    begun = TrainedStart("trained", 4, "0" * 16)
+    for base, acts, plain in ((nvfp4_moe, None, 1), (nvfp4_moe, begun, 0), (other, None, 0)):
+        card = card_text("runs/my run/adapter", TrainedOn(str(base), "nvfp4", acts))
+        assert "CompressedTensorsConfig" not in card
+        assert "leaves out their global scales" in card
+        assert "qerl merge --adapter 'runs/my run/adapter' --to bf16\n" in card
+        assert len(blocks(card)) == plain  # the lines of the 16-bit model
     assert len(blocks(card_text("a", TrainedOn("tiny_experts", "bf16")))) == 1

@@ -21,10 +21,10 @@ from qerl.config.recipe import save_config
 from tests.helpers.run_process import ended, forked, run_cli, wait_for
 from tests.helpers.small_run import small_config
 from training.rollout.sampler import Sampler
-from training.run import resume, start
+from training.run import start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import RunLog, read_metrics
-from training.run_dir.progress import LONGEST, completions_table, numbers
+from training.run_dir.progress import LONGEST, completions_table
 
 ROW = {"step": 3, "reward": 0.25, "noise/sigma": 0.01, "time/step_s": 4.0, "entropy": None}
 
@@ -37,13 +37,11 @@ def shown(console):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
-def test_metrics_that_a_step_lacks_are_left_out():
-    assert numbers(ROW) == "reward 0.250  sigma 1.0e-02  s/step 4.0"
-
-
 def test_a_terminal_shows_the_phase_the_numbers_and_completions(tmp_path):
     console = terminal()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(ROW | {"step": step}) + "\n" for step in (1, 2, 3)))
     with RunLog(tmp_path, 5, console) as log:
+        log.start_at(2)
         log.phase("grading")
         log.write_step(3, ROW | {"speed/rollout_tokens_per_s": 1234.5, "memory/peak_gib": 7.25})
         rewards = {"accuracy": 1.0, "format": None}
@@ -51,19 +49,11 @@ def test_a_terminal_shows_the_phase_the_numbers_and_completions(tmp_path):
             3, [{"prompt": "[red]1+1?", "completion": "\x1b[2J so\n2", "advantage": 0.5, "rewards": rewards}]
         )
     text = shown(console)
-    for part in ("3/5", "grading 3/5", "reward 0.250", "tokens/s 1,234", "GiB 7.2"):
+    for part in ("2/5", "3/5", "grading 3/5", "reward 0.250", "tokens/s 1,234", "GiB 7.2"):
         assert part in text
     assert "[red]1+1?" in text  # not taken for markup
     assert "\x1b[2J" not in console.file.getvalue()  # nor for a command to the terminal
     assert re.search(r"accuracy 1 .* so 2", text)
-
-
-def test_a_resumed_run_begins_where_it_stopped(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(ROW | {"step": step}) + "\n" for step in (1, 2, 3)))
-    console = terminal()
-    with RunLog(tmp_path, 5, console) as log:
-        log.start_at(2)
-    assert "2/5" in shown(console)
 
 
 def test_there_is_no_display_if_the_terminal_cannot_redraw(tmp_path):
@@ -96,33 +86,15 @@ def test_log_lines_go_above_the_display_and_afterwards_to_stderr_again(tmp_path,
     assert stream.getvalue() == "between\nafter\n"
 
 
-def interrupting(monkeypatch, presses, step=2):
-    """Press Ctrl-C while the completions of `step` are sampled."""
-    original = Sampler.sample
+def test_a_second_ctrl_c_stops_at_once_and_says_how_to_go_on(nvfp4_base, tmp_path, monkeypatch, caplog):
+    before, original = signal.getsignal(signal.SIGINT), Sampler.sample
 
-    def sample(self, prompts, moment, *rest):
-        for _ in range(presses if moment == step else 0):
+    def interrupted(self, prompts, moment, *rest):
+        for _ in range(2 if moment == 2 else 0):
             signal.raise_signal(signal.SIGINT)
         return original(self, prompts, moment, *rest)
 
-    monkeypatch.setattr(Sampler, "sample", sample)
-
-
-def test_ctrl_c_saves_and_says_how_to_continue(nvfp4_base, tmp_path, monkeypatch, caplog):
-    config = small_config(nvfp4_base, tmp_path, steps=4)
-    with monkeypatch.context() as patch:
-        interrupting(patch, 1)
-        result = start(config, "tiny")
-    assert (result.adapter, result.steps) == (None, 3)  # the interrupted third step was finished
-    assert checkpoints(result.run_dir)[-1].name == "step-000003"
-    assert f"stopped after step 3; continue with `qerl train --resume {result.run_dir}`" in caplog.text
-    assert resume(result.run_dir).steps == 4
-    assert [row["step"] for row in read_metrics(result.run_dir)] == [1, 2, 3, 4]
-
-
-def test_a_second_ctrl_c_stops_at_once_and_says_so_too(nvfp4_base, tmp_path, monkeypatch, caplog):
-    before = signal.getsignal(signal.SIGINT)
-    interrupting(monkeypatch, 2)
+    monkeypatch.setattr(Sampler, "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start(small_config(nvfp4_base, tmp_path, steps=4), "tiny")
     assert signal.getsignal(signal.SIGINT) == before

@@ -1,10 +1,10 @@
 """`qerl train --resume RUN --steps N`: a run with another number of steps follows the schedules of that number."""
 
 import json
+import math
 import shutil
 
 import pytest
-from transformers import TrainerState
 
 import training.run_dir.resume
 import training.trainer
@@ -35,12 +35,6 @@ def short(nvfp4_base, folder):
 
 
 @pytest.fixture(scope="module")
-def long(whole_run):
-    """The same run with 6 steps."""
-    return whole_run
-
-
-@pytest.fixture(scope="module")
 def prolonged(short, folder):
     run_dir = shutil.copytree(short, folder / "prolonged")
     resume(run_dir, steps=6)
@@ -48,18 +42,18 @@ def prolonged(short, folder):
 
 
 def test_without_schedules_a_prolonged_run_equals_a_longer_one(nvfp4_base, tmp_path):
-    whole = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=5, out="whole"), "tiny")
-    cut = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=3, out="cut"), "tiny")
-    result = resume(cut.run_dir, steps=5)
-    assert result.steps == 5
+    whole = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=3, out="whole"), "tiny")
+    cut = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=2, out="cut"), "tiny")
+    result = resume(cut.run_dir, steps=3)
+    assert result.steps == 3
     assert numbers(result.run_dir) == numbers(whole.run_dir)
     assert same_adapters(result.adapter, whole.adapter)
 
 
-def test_learning_rate_and_noise_follow_the_new_total_from_the_next_step_on(prolonged, short, long):
+def test_learning_rate_and_noise_follow_the_new_total_from_the_next_step_on(prolonged, short, whole_run):
     assert numbers(prolonged)[:3] == numbers(short)
     keys = ("step", "learning_rate", "noise/sigma", "noise/stage")
-    after, oracle = ([[row[key] for key in keys] for row in numbers(run)[3:]] for run in (prolonged, long))
+    after, oracle = ([[row[key] for key in keys] for row in numbers(run)[3:]] for run in (prolonged, whole_run))
     assert after == oracle
     assert [row[0] for row in after] == [4, 5, 6]
 
@@ -76,25 +70,9 @@ def test_the_first_result_is_kept_aside_and_run_json_has_the_change(prolonged, s
     assert about == before
 
 
-def test_the_jump_of_the_schedules_is_logged(short, tmp_path, caplog):
-    caplog.set_level("INFO")
-    resume(shutil.copytree(short, tmp_path / "run"), steps=6)
-    assert "6 steps instead of 3" in caplog.text
-    rate = load_config(short / "config.yaml").optim.learning_rate
-    # These are the middle and the end of the cosine.
-    assert f"learning rate of the next step: {rate / 2:.3g} (as it was: 0)" in caplog.text
-    caplog.clear()
-    resume(tmp_path / "run", step=4)
-    assert "as it was" not in caplog.text  # equal to the bit
-    caplog.clear()
-    resume(tmp_path / "run", steps=7)
-    assert "learning rate of the next step" in caplog.text
-
-
 def totals(run_dir):
-    return [
-        (each["after"], each["was"], each["is"]) for each in json.loads((run_dir / "run.json").read_text())["totals"]
-    ]
+    changes = json.loads((run_dir / "run.json").read_text())["totals"]
+    return [(each["after"], each["was"], each["is"]) for each in changes]
 
 
 def test_the_recorded_changes_are_those_of_the_steps_that_are_kept(short, tmp_path):
@@ -114,63 +92,38 @@ def test_the_recorded_changes_are_those_of_the_steps_that_are_kept(short, tmp_pa
         assert load_config(run_dir / "config.yaml").run.steps == steps
 
 
-def test_after_a_kill_between_its_files_the_change_is_recorded_once(short, tmp_path):
-    run_dir = shutil.copytree(short, tmp_path / "run")
-    with killed_in(training.run_dir.resume, "save_config"):
-        resume(run_dir, steps=6)
-    resume(run_dir, steps=4)
-    assert totals(run_dir) == [(3, 3, 4)]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        (training.run_dir.resume, "replace_text"),  # the result is set aside, and nothing else is done
-        (training.run_dir.resume, "save_config"),
-        (training.trainer.QerlTrainer, "loss_of", 2),
-        (TrainerState, "save_to_json"),  # after the adapter, the optimizer and the random numbers
-    ],
-)
+@pytest.mark.parametrize("place", ["replace_text", "save_config"])  # the result is set aside; and the change recorded
 def test_a_run_killed_while_it_is_prolonged_can_go_on(prolonged, short, tmp_path, place):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    with killed_in(*place):
+    with killed_in(training.run_dir.resume, place):
         resume(run_dir, steps=6)
-    begun = load_config(run_dir / "config.yaml").run.steps == 6
-    result = resume(run_dir) if begun else resume(run_dir, steps=6)
+    assert not (run_dir / "adapter").exists()
+    assert load_config(run_dir / "config.yaml").run.steps == 3
+    untouched = shutil.copytree(run_dir, tmp_path / "untouched")
+    assert same_adapters(resume(untouched).adapter, short / "adapter")  # it stays finished
+    result = resume(run_dir, steps=6)
+    assert totals(run_dir) == [(3, 3, 6)]
     assert numbers(result.run_dir) == numbers(prolonged)
     assert same_adapters(result.adapter, prolonged / "adapter")
 
 
-def test_killed_before_the_new_total_is_in_its_recipe_a_run_stays_finished(short, tmp_path):
-    run_dir = shutil.copytree(short, tmp_path / "run")
-    with killed_in(training.run_dir.resume, "replace_text"):
-        resume(run_dir, steps=6)
-    assert not (run_dir / "adapter").exists()
-    result = resume(run_dir)
-    assert result.steps == 3
-    assert same_adapters(result.adapter, short / "adapter")
-
-
-def test_a_run_can_be_made_shorter_and_continued_from_an_earlier_step(long, tmp_path):
-    run_dir = shutil.copytree(long, tmp_path / "run")
-    result = resume(run_dir, step=4, steps=5)
-    assert result.steps == 5
+def test_a_run_can_be_made_shorter_and_the_jump_of_its_schedules_is_logged(whole_run, tmp_path, caplog):
+    caplog.set_level("INFO")
+    run_dir = shutil.copytree(whole_run, tmp_path / "run")
+    assert resume(run_dir, step=4, steps=5).steps == 5
     assert [row["step"] for row in numbers(run_dir)] == [1, 2, 3, 4, 5]
+    assert "5 steps instead of 6" in caplog.text
+    config = load_config(run_dir / "config.yaml")
+    rates = [config.optim.learning_rate * (1 + math.cos(math.pi * 4 / steps)) / 2 for steps in (5, 6)]
+    assert "learning rate of the next step: {:.3g} (as it was: {:.3g})".format(*rates) in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [
-        (3, r"has 3 steps behind it, and --steps 3 is the number in all: write --steps 4 or more"),
-        (2, r"write --steps 4 or more"),
-        (0, r"write --steps 4 or more"),
-    ],
-)
-def test_a_total_below_the_steps_done_is_refused_before_anything_changes(short, steps, words):
+@pytest.mark.parametrize("steps", [3, 0])
+def test_a_total_below_the_steps_done_is_refused_before_anything_changes(short, steps):
     before = {path: path.stat().st_mtime_ns for path in short.rglob("*")}
-    for check in (check_resumed, resume):
-        with pytest.raises(ConfigError, match=words):
-            check(short, None, steps)
+    said = f"has 3 steps behind it, and --steps {steps} is the number in all: write --steps 4 or more"
+    with pytest.raises(ConfigError, match=said):
+        resume(short, None, steps)
     assert {path: path.stat().st_mtime_ns for path in short.rglob("*")} == before
 
 

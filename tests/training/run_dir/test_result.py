@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from qerl.checkpoint.folder import adapter_damage, seal
 from training.run_dir.checkpoint import FILES, checkpoint_path
@@ -25,8 +25,6 @@ def run_dir(tmp_path):
 
 
 def step_of(folder):
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter_model.safetensors")["a"][0].item()
 
 
@@ -44,18 +42,13 @@ def test_best_follows_the_best_validation(run_dir):
     assert settle_best(run_dir, None) is None
     assert settle_best(run_dir, Best(2, "accuracy", 0.5)) == run_dir / "best"
     assert step_of(run_dir / "best") == 2
+    (run_dir / "best" / "adapter_model.safetensors").write_bytes(b"")
+    settle_best(run_dir, Best(2, "accuracy", 0.5))
+    assert step_of(run_dir / "best") == 2  # a damaged one is made again
     settle_best(run_dir, Best(4, "accuracy", 0.6))
     assert step_of(run_dir / "best") == 4
     assert json.loads((run_dir / "best" / "validation.json").read_text())["value"] == 0.6
     assert [path.name for path in run_dir.iterdir() if path.name.startswith((".", "replaced"))] == []
-
-
-def test_a_damaged_best_is_made_again(run_dir):
-    best = Best(2, "accuracy", 0.5)
-    settle_best(run_dir, best)
-    (run_dir / "best" / "adapter_model.safetensors").write_bytes(b"")
-    settle_best(run_dir, best)
-    assert step_of(run_dir / "best") == 2
 
 
 def test_a_best_of_steps_that_the_run_gave_up_is_moved_aside(run_dir, caplog):

@@ -6,21 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.train import TrainOptions, find_resumed, moved_files, with_resume_value
 from qerl.config.recipe import load_recipe, save_config
-from qerl.report.metrics import deterministic
 from tests.helpers.killed import killed_in
-from tests.helpers.small_run import small_config
+from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.preflight.checks import check_resumed
 from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
-from training.run_dir.log import read_metrics
 from training.run_dir.resume import LAST, Moved, base_to_resume, config_to_resume, find_run, rewind_
 
 
@@ -71,12 +68,6 @@ def test_a_recipe_that_was_made_another_kind_of_run_is_refused(tmp_path, began, 
         config_to_resume(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"recipe": 3}'])
-def test_a_run_with_a_damaged_run_json_belongs_to_no_recipe(runs, text):
-    (runs / "new" / "run.json").write_text(text)
-    assert find_run(LAST, "dapo_7b") == (runs / "old", None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,23 +79,11 @@ def test_a_run_with_a_damaged_run_json_belongs_to_no_recipe(runs, text):
 def test_for_a_missing_run_the_error_says_what_there_is(runs, arguments, message):
     with pytest.raises(ConfigError, match=message):
         find_run(*arguments)
-
-
-def test_for_a_step_without_checkpoint_the_existing_ones_are_listed(runs):
     with pytest.raises(ConfigError, match="no checkpoint of step 30: there are steps 20, 40"):
         rewind_(runs / "old", 30)
-
-
-def test_base_and_data_of_a_run_have_to_exist_until_it_is_finished(tmp_path):
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
-    for steps, rows in ((20, "gone.jsonl"), (40, None)):
-        config = load_recipe("tiny", ["model.format=bf16"], base="tiny", data=rows, steps=steps)
-        save_config(config, run_dir / "config.yaml")
-        check_resumed(run_dir)
-    save_config(load_recipe("tiny", ["model.format=bf16"], data="gone.jsonl", steps=40), run_dir / "config.yaml")
-    with pytest.raises(DataError, match=r"gone\.jsonl"):
-        check_resumed(run_dir)
+    for text in ("", "[]", '{"recipe": 3}'):
+        (runs / "new" / "run.json").write_text(text)
+        assert find_run(LAST, "dapo_7b") == (runs / "old", None)
 
 
 @pytest.mark.parametrize(
@@ -127,40 +106,45 @@ def test_files_replaced_within_one_second_go_to_different_folders(tmp_path, monk
     assert names == ["replaced-20261122-120000", "replaced-20261122-120000-2", "replaced-20261122-120000-3"]
 
 
-def test_an_earlier_step_gives_the_same_numbers_and_replaced_files_are_kept(nvfp4_base, tmp_path):
-    torch.set_num_threads(1)
-    run_dir = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3"), "tiny").run_dir
+def test_an_earlier_step_gives_the_same_numbers_and_replaced_files_are_kept(whole_run, tmp_path):
+    run_dir = shutil.copytree(whole_run, tmp_path / "run")
     damaged = run_dir / "checkpoints" / "step-000004" / "scheduler.pt"
     good = damaged.read_bytes()
     damaged.write_bytes(good[:-1])
     with pytest.raises(ConfigError, match=r"step 4 is damaged .scheduler\.pt"):
         resume(run_dir, step=4)
     damaged.write_bytes(good)
-    assert len(checkpoints(run_dir)) == 3  # nothing was moved
-    before = [deterministic(row) for row in read_metrics(run_dir)]
-    resume(run_dir, step=2)
-    assert [deterministic(row) for row in read_metrics(run_dir)] == before
+    assert len(checkpoints(run_dir)) == 2  # nothing was moved
+    resume(run_dir, step=4)
+    assert numbers(run_dir) == numbers(whole_run)
     (aside,) = run_dir.glob("replaced-*")
-    assert sorted(path.name for path in aside.iterdir()) == ["adapter", "step-000004", "step-000006"]
-    assert [path.name for path in checkpoints(run_dir)] == ["step-000002", "step-000004", "step-000006"]
-    assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
+    assert sorted(path.name for path in aside.iterdir()) == ["adapter", "step-000006"]
+    assert [path.name for path in checkpoints(run_dir)] == ["step-000004", "step-000006"]
+    assert same_adapters(run_dir / "adapter", whole_run / "adapter")
 
 
-@pytest.mark.parametrize("name", ["base", "my base", "./base"])
-def test_a_base_beside_a_run_that_has_moved_is_named(name, tmp_path, monkeypatch):
+def test_base_and_data_of_a_run_have_to_exist_until_it_is_finished(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
+    config = load_recipe("tiny", ["model.format=bf16"], base="tiny", data="gone.jsonl", steps=20)
+    save_config(config, run_dir / "config.yaml")
+    check_resumed(run_dir)  # it has finished
+    save_config(load_recipe("tiny", ["model.format=bf16"], data="gone.jsonl", steps=40), run_dir / "config.yaml")
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        check_resumed(run_dir)
     monkeypatch.chdir(tmp_path)
-    config = load_recipe("tiny", [f"model.base={name}"])
-    with pytest.raises(CheckpointError, match=rf"run was trained on {name}, which is not here: .*--model BASE"):
-        base_to_resume(Path("run"), config)
+    for name in ("base", "my base", "./base"):
+        with pytest.raises(CheckpointError, match=rf"run was trained on {name}, which is not here: .*--model BASE"):
+            base_to_resume(Path("run"), load_recipe("tiny", [f"model.base={name}"]))
 
 
-def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_path, here, caplog):
+def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_path, here):
     """The numbers are those of a run that nobody stopped, and later commands find the base without --model."""
     old, new = shutil.copytree(nvfp4_base, tmp_path / "old"), tmp_path / "new"
     settings = ("run.save_every=1", "noise.enabled=false")
-    whole = start(small_config(old, tmp_path, *settings, steps=3, out="whole"), "tiny").run_dir
-    with killed_in(Sampler, "sample", 3):
-        start(small_config(old, tmp_path, *settings, steps=3), "tiny")
+    whole = start(small_config(old, tmp_path, *settings, steps=2, out="whole"), "tiny").run_dir
+    with killed_in(Sampler, "sample", 2):
+        start(small_config(old, tmp_path, *settings, steps=2), "tiny")
     old.rename(new)
     run_dir = tmp_path / "run"
     code, _, err = here("train", "--resume", run_dir)
@@ -168,13 +152,11 @@ def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_p
     assert (
         f"{run_dir} was trained on {old}, which is not here: write `qerl train --resume {run_dir} --model BASE`" in err
     )
-    code, _, err = here("train", "--resume", run_dir, "--model", shutil.copytree(base, tmp_path / "other"))
-    assert code == 2, "other weights, or not quantized"
-    code, _, err = here("train", "--resume", run_dir, "--model", whole)
-    assert code == 2, "a run, whose own base is not here"
+    for wrong in (shutil.copytree(base, tmp_path / "other"), whole):  # other weights, and a run without its own base
+        assert here("train", "--resume", run_dir, "--model", wrong)[0] == 2
     code, _, err = here("train", "--resume", run_dir, "--model", new)
     assert code == 0, err
-    assert [deterministic(row) for row in read_metrics(run_dir)] == [deterministic(row) for row in read_metrics(whole)]
+    assert numbers(run_dir) == numbers(whole)
     found = resolve_model(str(run_dir))
     assert (found.base, json.loads((run_dir / "run.json").read_text())["base"]) == (str(new), str(new))
 
@@ -196,53 +178,45 @@ REWARD = "def short(completions, **columns): return [1 / (1 + len(text)) for tex
 def moved(nvfp4_base, tmp_path_factory):
     """A run of two sources that has made one of its steps, and its files in another folder."""
     folder = tmp_path_factory.mktemp("moved")
-    (folder / "old").mkdir()
-    rows = [{"prompt": f"{n} + {n}?", "answer": str(n)} for n in range(12)]
-    for name, text in (
-        ("grader.py", GRADER),
-        ("rewards.py", REWARD),
-        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
-        ("b.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
-    ):
-        (folder / "old" / name).write_text(text)
-    old = folder / "old"
-    sources = (
-        f"[{{name: a, source: '{old}/a.jsonl', grader: '{old}/grader.py:right'}}, {{name: b, source: '{old}/b.jsonl'}}]"
-    )
-    rewards = f"[{{name: accuracy}}, {{name: '{old}/rewards.py:short'}}]"
-    settings = ("data.task=own", "data.limit=null", "data.source=null", f"data.sources={sources}", f"rewards={rewards}")
-    config = small_config(nvfp4_base, folder, *settings, "noise.enabled=false", steps=1)
-    run = start(config, "tiny").run_dir
-    os.rename(old, folder / "new")
-    return run, folder / "new"
+    old, new = folder / "old", folder / "new"
+    old.mkdir()
+    rows = "".join(json.dumps({"prompt": f"{n} + {n}?", "answer": str(n)}) + "\n" for n in range(12))
+    for name, text in (("grader.py", GRADER), ("rewards.py", REWARD), ("a.jsonl", rows), ("b.jsonl", rows)):
+        (old / name).write_text(text)
+    first = f"{{name: a, source: '{old}/a.jsonl', grader: '{old}/grader.py:right'}}"
+    settings = ("data.task=own", "data.limit=null", "data.source=null", "noise.enabled=false")
+    settings += (f"data.sources=[{first}, {{name: b, source: '{old}/b.jsonl'}}]",)
+    settings += (f"rewards=[{{name: accuracy}}, {{name: '{old}/rewards.py:short'}}]",)
+    run = start(small_config(nvfp4_base, folder, *settings, steps=1), "tiny").run_dir
+    os.rename(old, new)
+    return run, new
 
 
 def test_files_that_have_moved_are_named_at_resume(moved, tmp_path):
-    run, new = moved
-    run = shutil.copytree(run, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"rewards\.1\.name .*rewards\.py:short, which is not here: .*--set rewards"):
-        check_resumed(run, steps=2)
-    places = [str(new / name) for name in ("grader.py", "rewards.py:short", "a.jsonl", "b.jsonl")]
-    with pytest.raises(DataError, match=r"data\.sources\.1\.source .*b\.jsonl, which is not here: write `qerl train"):
-        check_resumed(run, steps=2, moved=Moved(files=tuple(places[:3])))
-    check_resumed(run, steps=2, moved=Moved(files=tuple(places)))
-    with pytest.raises(
-        ConfigError, match=r"names no file other\.py \(its files: .*a\.jsonl.*: a file that has moved keeps"
+    run, new = shutil.copytree(moved[0], tmp_path / "run"), moved[1]
+    places = tuple(str(new / name) for name in ("grader.py", "rewards.py:short", "a.jsonl", "b.jsonl"))
+    for files, said in (
+        ((), r"rewards\.1\.name .*rewards\.py:short, which is not here: .*--set rewards"),
+        (places[:3], r"data\.sources\.1\.source .*b\.jsonl, which is not here: write `qerl train"),
+        (("other.py",), r"names no file other\.py \(its files: .*a\.jsonl.*: a file that has moved keeps"),
     ):
-        check_resumed(run, steps=2, moved=Moved(files=("other.py",)))
-    assert resume(run, steps=2, moved=Moved(files=tuple(places))).steps == 2
+        with pytest.raises((ConfigError, DataError), match=said):
+            check_resumed(run, steps=2, moved=Moved(files=files))
+    assert resume(run, steps=2, moved=Moved(files=places)).steps == 2
     config, _ = config_to_resume(run)
-    assert [source.source for source in config.data.sources] == places[2:]
+    assert [source.source for source in config.data.sources] == list(places[2:])
     assert config.data.sources[0].grader == f"{new}/grader.py:right"
     check_resumed(run, steps=3)  # the places are kept
 
 
-def test_what_a_moved_file_holds_has_to_be_the_same(moved, tmp_path):
+def test_what_a_moved_file_holds_has_to_be_the_same_and_rows_that_the_run_keeps_are_found_in_it(moved, tmp_path):
     run, new = shutil.copytree(moved[0], tmp_path / "run"), shutil.copytree(moved[1], tmp_path / "other")
     (new / "grader.py").write_text(GRADER.replace("== 0", "== 1"))
-    places = [str(new / name) for name in ("grader.py", "rewards.py", "a.jsonl", "b.jsonl")]
+    places = tuple(str(new / name) for name in ("grader.py", "rewards.py", "a.jsonl", "b.jsonl"))
     with pytest.raises(ConfigError, match=r"the grader's source grader\.py of a changed"):
-        resume(run, steps=2, moved=Moved(files=tuple(places)))
+        resume(run, steps=2, moved=Moved(files=places))
+    (run / "a.jsonl").write_bytes((new / "a.jsonl").read_bytes())
+    assert config_to_resume(run)[0].data.sources[0].source == str(run / "a.jsonl")
 
 
 def test_the_options_name_what_has_moved():
@@ -250,11 +224,3 @@ def test_the_options_name_what_has_moved():
     assert moved_files(options) == ("a.jsonl", "g.py", "n/r.py:f")
     with pytest.raises(ConfigError, match="--grader, --environment or --set KEY=PATH for what has moved"):
         find_resumed(TrainOptions(overrides=("rewards.0.weight=2",)), "runs/x")
-
-
-def test_rows_that_the_run_keeps_are_found_in_it(moved, tmp_path):
-    run = shutil.copytree(moved[0], tmp_path / "run")
-    shutil.copytree(moved[1], tmp_path / "files")
-    (run / "a.jsonl").write_bytes((moved[1] / "a.jsonl").read_bytes())
-    config, _ = config_to_resume(run)
-    assert config.data.sources[0].source == str(run / "a.jsonl")

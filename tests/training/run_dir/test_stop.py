@@ -14,14 +14,9 @@ from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import read_metrics
 from training.run_dir.terminal_gone import TERMINAL_LOG
+from training.trainer import QerlTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def finished(whole_run):
-    """The same run, left alone."""
-    return whole_run
 
 
 @pytest.fixture
@@ -43,14 +38,7 @@ def steps_of(run_dir):
     return [row["step"] for row in read_metrics(run_dir)]
 
 
-def check_resumes(tmp_path, run_dir, finished):
-    go(tmp_path)
-    result = resume(run_dir)
-    assert numbers(run_dir) == numbers(finished)
-    assert same_adapters(result.adapter, finished / "adapter")
-
-
-def test_sigterm_finishes_the_step_and_saves_though_nobody_reads_the_output(held, tmp_path, finished):
+def test_sigterm_finishes_the_step_and_saves_though_nobody_reads_the_output(held, tmp_path, whole_run):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     process, run_dir = held(2, str(tmp_path / "pipe"))
@@ -67,7 +55,9 @@ def test_sigterm_finishes_the_step_and_saves_though_nobody_reads_the_output(held
     assert "step 3/6  reward" in said
     assert "stopped after step 3; continue with `qerl train --resume" in said
     assert "Traceback" not in said
-    check_resumes(tmp_path, run_dir, finished)
+    result = resume(run_dir)
+    assert numbers(run_dir) == numbers(whole_run)
+    assert same_adapters(result.adapter, whole_run / "adapter")
 
 
 def test_a_terminal_that_hangs_up_ends_the_run_with_its_step_saved(held, tmp_path):
@@ -86,7 +76,7 @@ def without_hangups(*arguments):
     run_cli(*arguments, on_hangup=signal.SIG_IGN)  # as nohup does
 
 
-def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, finished):
+def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, whole_run):
     master, slave = pty.openpty()
     process, run_dir = held(1, os.ttyname(slave), target=without_hangups, leads=True)
     with ended(process):
@@ -94,7 +84,7 @@ def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, finished):
         os.close(master)
         go(tmp_path)
     assert process.exitcode == 0
-    assert numbers(run_dir) == numbers(finished)
+    assert numbers(run_dir) == numbers(whole_run)
     said = (run_dir / TERMINAL_LOG).read_text()
     assert "step 6/6  reward" in said
     assert "Traceback" not in said
@@ -102,40 +92,35 @@ def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, finished):
 
 
 @pytest.mark.parametrize(
-    ("step", "saved", "said"),
+    ("step", "updates", "saved", "said"),
     [
-        (3, 3, "step 4 did not end in time and is lost; the state after step 3 is saved"),
-        (0, 0, "step 1 did not end in time; steps 1 to 1 are lost: there is no checkpoint yet"),
+        (3, 1, 3, "step 4 did not end in time and is lost; the state after step 3 is saved"),
+        (0, 1, 0, "step 1 did not end in time; steps 1 to 1 are lost: there is no checkpoint yet"),
+        (3, 2, 2, "step 4 did not end in time; steps 3 to 4 are lost: the checkpoint of step 2 stays"),
     ],
+    ids=["saved", "first", "between two updates on one rollout"],
 )
-def test_a_step_that_takes_too_long_is_abandoned(held, tmp_path, finished, step, saved, said):
-    output = tmp_path / "output"
-    process, run_dir = held(step, str(output), "run.stop_within_s=1")
-    with ended(process):
-        os.kill(process.pid, signal.SIGTERM)
-    assert process.exitcode == 128 + signal.SIGTERM
-    assert "or without it after 1 s (run.stop_within_s)" in output.read_text()
-    assert said in output.read_text()
-    assert [path.name for path in checkpoints(run_dir)][-1:] == ([f"step-{saved:06d}"] if saved else [])
-    check_resumes(tmp_path, run_dir, finished)
-
-
-def test_a_step_is_not_saved_between_two_updates_on_one_rollout(nvfp4_base, tmp_path, monkeypatch, caplog):
-    from training.trainer import QerlTrainer
-
-    original, settings = QerlTrainer.compute_loss, ("loss.num_iterations=2", "run.stop_within_s=0.01")
-    config = small_config(nvfp4_base, tmp_path, *settings)
+def test_a_step_that_takes_too_long_is_abandoned(
+    nvfp4_base, tmp_path, monkeypatch, caplog, whole_run, step, updates, saved, said
+):
+    original = QerlTrainer.compute_loss
+    config = small_config(nvfp4_base, tmp_path, f"loss.num_iterations={updates}", "run.stop_within_s=0.01")
 
     def interrupted(self, *args, **kwargs):
-        if self.state.global_step == 3:
+        if self.state.global_step == step:
             signal.raise_signal(signal.SIGTERM)
             signal.pause()  # until the deadline
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(QerlTrainer, "compute_loss", interrupted)
-    result = start(config, "tiny")
-    assert (result.adapter, result.steps, result.stopped_by) == (None, 2, signal.SIGTERM)
-    assert "step 4 did not end in time; steps 3 to 4 are lost: the checkpoint of step 2 stays" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(QerlTrainer, "compute_loss", interrupted)
+        result = start(config, "tiny")
+    assert (result.adapter, result.steps, result.stopped_by) == (None, saved, signal.SIGTERM)
+    assert "or without it after 0.01 s (run.stop_within_s)" in caplog.text
+    assert said in caplog.text
+    assert [path.name for path in checkpoints(result.run_dir)][-1:] == ([f"step-{saved:06d}"] if saved else [])
+    if saved == 3:
+        assert numbers(resume(result.run_dir).run_dir) == numbers(whole_run)
 
 
 def test_checkpoints_by_the_clock_respect_the_updates_on_one_rollout(nvfp4_base, tmp_path, monkeypatch):

@@ -77,16 +77,9 @@ def test_near_misses_give_no_warning(changed):
     assert findings(rows(changed)) == []
 
 
-def test_steps_without_a_rollout_are_skipped():
-    """With several updates on a rollout, only the first one has the metrics of the rollout."""
-    later = dict.fromkeys(GOOD)
-    mixed = [row for row in rows(NO_REWARD) for row in (row, {**row, **later})]
-    assert [finding.kind for finding in findings(mixed)] == ["reward_zero"]
-    assert findings([]) == findings(rows()[:1]) == []
-
-
-@pytest.mark.parametrize("updates", [1, 5, 16])
+@pytest.mark.parametrize("updates", [1, 2, 16])
 def test_many_updates_on_one_rollout_hide_nothing(updates):
+    """Only the first update on a rollout has the metrics of the rollout."""
     metrics = {key: GOOD[key] for key in ("entropy", "mismatch_kl")}
     steps = [metrics | (GOOD | NO_REWARD if i % updates == 0 else {}) for i in range(WINDOW * updates)]
     assert [finding.kind for finding in findings(steps)] == ["reward_zero"]
