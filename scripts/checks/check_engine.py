@@ -21,7 +21,7 @@ from engine_checks.context import Context
 from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
 from engine_checks.noise import noise
 from engine_checks.run import add_options, run, watch
-from engine_checks.sampling import limits, repeat, sampler
+from engine_checks.sampling import limits, repeat, sampler, steps
 from engine_checks.sync import adapter, trained_norms, whole_weights
 from engine_checks.told import told, told_of_while
 from engine_checks.weights import dequantization, product
@@ -64,6 +64,7 @@ CHECKS = [
     temperature,
     oracle,
     repeat,
+    steps,
     noise,
     sleep_and_wake,
     adapter,

@@ -9,6 +9,7 @@
 4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
    (`worker.py`).
 5. `register_backend`: FlashAttention with our kernel for decode steps (`attention.py`).
+6. `scheduler_cls`: vLLM's scheduler, with several decode steps per call (`multi_step.py`).
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay

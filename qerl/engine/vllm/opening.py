@@ -166,7 +166,10 @@ def open_llm(settings: Settings, kernel: str) -> Any:
         )
     from vllm import LLM
 
-    logging.getLogger("vllm.config.vllm").addFilter(_is_news)
+    from qerl.engine.vllm import multi_step
+
+    for name in ("vllm", "scheduler"):
+        logging.getLogger(f"vllm.config.{name}").addFilter(_is_news)
     try:
         with _little_to_collect():
             llm = LLM(**arguments)
@@ -175,6 +178,7 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     # EngineArgs 0.25.1 does not pass this field of vLLM's own config on; it is read at the first sleep.
     worker = llm.llm_engine.model_executor.driver_worker
     worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
+    multi_step.allow_steps_(llm)
     return llm
 
 
@@ -186,10 +190,13 @@ def _inspect_here_(architectures: Sequence[str]) -> None:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+EXPECTED = ("torch.compile pipeline", "Inductor compilation was disabled", "Using custom scheduler class")
+
+
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of vLLM's log says anything but that nothing is compiled, which we ask for."""
+    """Whether a line of vLLM's log says anything but what we ask for: our scheduler, and that nothing is compiled."""
     text = record.getMessage()
-    return "torch.compile pipeline" not in text and "Inductor compilation was disabled" not in text
+    return not any(said in text for said in EXPECTED)
 
 
 @contextmanager
@@ -258,6 +265,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
         "worker_cls": "qerl.engine.vllm.worker.QerlWorker",
+        "scheduler_cls": "qerl.engine.vllm.multi_step.MultiStepScheduler",
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
         **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(options.kv_cache_dtype) else {}),

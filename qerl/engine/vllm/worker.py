@@ -33,6 +33,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from qerl.engine.vllm.experts import check_experts, runners
 from qerl.engine.vllm.kernels import draw
 from qerl.engine.vllm.linear import BASES, Options, check_rounding, choose_ways_
+from qerl.engine.vllm.multi_step import sample_steps, steps_of
 from qerl.engine.vllm.opening import Parts
 from qerl.engine.vllm.requests import Chosen, Reader, check_cache
 from qerl.formats.nvfp4.ways import TOKENS
@@ -50,6 +51,7 @@ class QerlWorker(Worker):
     """Uses our sampler, and checks how each linear multiplies."""
 
     chosen: Chosen | None = None  # what the routers chose, if that is recorded
+    _steps = 1  # of the batch whose forward pass was launched last
 
     def __init__(self, *args: Any, **options: Any) -> None:
         global _latest
@@ -140,9 +142,19 @@ class QerlWorker(Worker):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         output = super().execute_model(scheduler_output)
-        if self.chosen is not None and (tokens := scheduler_output.total_num_scheduled_tokens):
-            self.chosen.keep_(self.model_runner.block_tables.slot_mappings[0, :tokens])
+        self._steps = steps_of(scheduler_output)
+        self._keep_choices(scheduler_output.total_num_scheduled_tokens)
         return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        if self._steps == 1:
+            return super().sample_tokens(grammar_output)
+        return sample_steps(self.model_runner, self._steps, self._keep_choices)
+
+    def _keep_choices(self, tokens: int) -> None:
+        """Keep what the routers chose in the latest forward pass, of so many tokens."""
+        if self.chosen is not None and tokens:
+            self.chosen.keep_(self.model_runner.block_tables.slot_mappings[0, :tokens])
 
     def reader(self) -> Reader | None:
         """What tells the experts that were chosen for a request; None if they are not recorded."""

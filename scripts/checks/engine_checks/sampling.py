@@ -34,6 +34,28 @@ def repeat(context: Context) -> dict:
     }
 
 
+def steps(context: Context) -> dict:
+    """Sequences that end at different steps, sampled with one and with several decode steps per call of the scheduler:
+    the share with equal tokens and logprobs, with our sampler and with vLLM's own."""
+    from qerl.engine.vllm.multi_step import MOST_STEPS, allow_steps_
+
+    engine, prompts = context.engine, context.prompts[:8]
+    free = engine.generate(prompts, context.greedy)
+    stops = tuple({completion.token_ids[5 + place] for place, completion in enumerate(free)})
+    found = {}
+    for name, top_k in (("drawn", 0), ("filtered", 5)):
+        lengths = [SamplingParams(40 - place, 1.0, top_k=top_k, stop_token_ids=stops) for place in range(len(prompts))]
+        made = []
+        for most in (1, MOST_STEPS, MOST_STEPS):
+            allow_steps_(engine.llm, most)
+            engine.llm.reset_prefix_cache()
+            made.append(engine.generate(prompts, lengths, seed=3))
+        found[name] = same(made[0], made[1])
+        found[f"{name}_again"] = same(made[1], made[2])
+        found[f"{name}_reasons"] = sorted({completion.finish_reason for completion in made[1]})
+    return found
+
+
 def sampler(context: Context) -> dict:
     """The fused sampler against torch: frequencies of 200,000 draws, logprobs, repeated seeds, greedy draws."""
     from qerl.engine.vllm.kernels import draw

@@ -158,6 +158,14 @@ class TestOnGPU:
             assert checked.noise["restored_samples"] == {"tokens": 1.0, "logprobs": 1.0}
             assert checked.adapter["zero_adapter_restores"] == {"tokens": 1.0, "logprobs": 1.0}
 
+    def test_several_steps_per_call_of_the_scheduler_sample_what_single_ones_do(self, checked):
+        """A batch that shrinks at other steps has products of other sizes, whose last bits may turn a draw."""
+        steps = checked.steps
+        for name in ("drawn", "filtered"):
+            assert steps[name]["tokens"] >= 0.85
+            assert steps[f"{name}_again"] == {"tokens": 1.0, "logprobs": 1.0}
+            assert steps[f"{name}_reasons"] == ["length", "stop"]
+
     def test_sleep_frees_the_kv_cache_and_nothing_else(self, checked):
         given_back = checked.sleep_and_wake["used_gib"] - checked.sleep_and_wake["asleep_gib"]
         assert given_back == pytest.approx(checked.sleep_and_wake["kv_gib"], rel=0.02)
