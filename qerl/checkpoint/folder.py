@@ -79,7 +79,7 @@ def format_of(folder: Path) -> Format:
 
 
 TINY = "tiny"
-# Two have learned more: to use a tool and to play a game, and as a mixture of experts (scripts/models).
+# Two have learned more: to use a tool and to play a game, and as a mixture of experts.
 EMBEDDED = {word: Path(__file__).parents[1] / word for word in (TINY, "tiny_turns", "tiny_experts")}
 TINY_FOLDER = EMBEDDED[TINY]
 WORDS = {folder: word for word, folder in EMBEDDED.items()}

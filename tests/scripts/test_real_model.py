@@ -1,4 +1,4 @@
-"""scripts/models/real_model.py: the file in parts, a damaged file, and what the folder's model says."""
+"""scripts/models/real_model.py: a damaged file, and what the folder's model says."""
 
 import json
 
@@ -17,28 +17,6 @@ def gguf(tmp_path, monkeypatch):
     file.write_bytes(CONTENT)
     monkeypatch.setattr(real_model, "SHA256", real_model.digest(file))
     return file
-
-
-def test_parts_are_put_together_to_the_same_file(gguf, tmp_path):
-    parts = real_model.split(gguf, tmp_path / "parts", part_bytes=3000)
-    assert [part.stat().st_size for part in parts] == [3000, 3000, 3000, 1240]
-    assert real_model.join(tmp_path / "parts").read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda parts: parts[1].unlink(), "part-1 is not there, and has 3000 bytes"),
-        (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-1]), "part-2 is 2999 bytes, and has 3000 bytes"),
-        (lambda parts: parts[0].write_bytes(bytes(3000)), "part-0 has other bytes"),
-        (lambda parts: (parts[0].parent / real_model.PARTS).unlink(), "has no parts.json"),
-    ],
-)
-def test_a_part_that_is_missing_or_damaged_is_named(gguf, tmp_path, spoil, said):
-    spoil(real_model.split(gguf, tmp_path / "parts", part_bytes=3000))
-    with pytest.raises(SystemExit, match=said):
-        real_model.join(tmp_path / "parts")
-    assert not (tmp_path / "parts" / real_model.FILE).exists()
 
 
 def test_another_file_is_refused_before_anything_is_written(gguf, tmp_path):

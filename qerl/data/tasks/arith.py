@@ -1,7 +1,7 @@
 """Arithmetic word problems with worked answers, two to four steps of + - * on small numbers: rows that ship with qerl.
 
-scripts/models/stories.py has made them. The embedded model was pretrained on other stories of the train split, and no
-training ever sees the test split.
+A script of the tag `study-2026-11` has made them. The embedded model was pretrained on other stories of the train
+split, and no training ever sees the test split.
 """
 
 from __future__ import annotations
