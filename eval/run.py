@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import no_folder
 from qerl.base.parallel import ALONE, Parallel, check_same
-from qerl.checkpoint.folder import export_line, kind_of, kind_of_run
+from qerl.checkpoint.folder import checkpoints_of, export_line, kind_of, kind_of_run
 from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import describe
 from qerl.config.schema import RewardConfig
@@ -71,7 +70,6 @@ class TaskGrading(GuardedReward):
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 20.0
-STEP = re.compile(r"step-(\d+)")  # how training names its checkpoints
 # Settings that say which evaluations to run, or that are recorded in what they decide.
 UNRECORDED = ("overwrite", "sampled", "run", "checkpoints", "suite", "suite_tasks")
 
@@ -260,7 +258,7 @@ class _Log:
             logger.info("%d of %d completions, %d correct", done, total, correct)
 
 
-def checkpoints_of(run: Path) -> dict[int, Path]:
+def adapters_by_step(run: Path) -> dict[int, Path]:
     """Folders of the run's checkpoints by step, in order. Raises CheckpointError if there are none."""
     if not os.path.isdir(run):
         raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
@@ -272,9 +270,7 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
             f"`{export_line(run)} --step STEP`, and give the folder that it makes as --model; the finished run itself "
             "is taken as --model too"
         )
-    named = ((STEP.fullmatch(file.parent.name), file.parent) for file in run.glob("checkpoints/*/adapter_config.json"))
-    found = dict(sorted((int(match[1]), folder) for match, folder in named if match))
-    if not found:
+    if not (found := checkpoints_of(run)):
         raise CheckpointError(f"{run} has no checkpoint yet: let it reach run.save_every steps, or give another run")
     return found
 
@@ -302,7 +298,7 @@ def run_checkpoints(
 
     With --out, each has its own folder in it. Raises QerlError as `run_eval` does.
     """
-    chosen = choose(checkpoints_of(settings.run), settings.checkpoints or "all")
+    chosen = choose(adapters_by_step(settings.run), settings.checkpoints or "all")
     whole = replace(settings, run=None, checkpoints=None, model=str(settings.run))
     results = []
     with contextlib.closing(EngineHolder()) as holder:

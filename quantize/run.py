@@ -15,6 +15,7 @@ scales under the weights of the inputs and then runs GPTQ on rows that ship with
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,7 @@ from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import REPORT, default_quantized_dir
 from qerl.checkpoint.load import check_config_fits, load_tokenizer
 from qerl.checkpoint.output import check_space, check_target, copy_small_files, staged_folder, write_json, write_weights
-from qerl.checkpoint.shards import DTYPE_BYTES, TensorReader, read_tensors
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.formats.base import make_config
@@ -50,16 +51,9 @@ logger = logging.getLogger(__name__)
 
 
 PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
-BF16_BYTES = DTYPE_BYTES["BF16"]
 START_RANK = 64  # of the file; runs use the first 32 components or as many as they say
 LIMIT_S = 300.0  # for what is done without being asked for, by estimate
-# Measured on two cores with AVX-512 (2.5 GHz, torch 2.13) on SmolLM2-135M.
-FLOPS_PER_THREAD = 45e9  # of products in float32
-SEARCH_S = 72e-9  # per weight and thread, by `quantize.rounding.searched_scales`
-COLUMN_S = 1.2e-4  # per column and 500 rows, by `quantize.rounding.gptq`
-# On an H200, for two models of Qwen2.5's shapes (benchmarks/quantization): once, per layer, per weight of a layer, and
-# per layer and token without and with its weights.
-CARD_S, CARD_LAYER_S, CARD_WEIGHT_S, CARD_TOKEN_S, CARD_PRODUCT_S = 5.7, 0.15, 2.87e-9, 1.3e-6, 1.51e-14
+CPU_S = 1.65e-10  # per weight, token and thread, with SmolLM2-135M on two cores with AVX-512 (2.5 GHz, torch 2.13)
 RESCALED = {"awq": "the source after AWQ's rescaling"}  # what weights are compared with where it is not the source
 
 
@@ -134,8 +128,6 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
         if options.by_compressor:
             compressor.check_device(device)
         rows = calibration_rows(source, choice)
-        if rows is not None and options.method == "search_gptq" and device.type == "cuda":
-            _say_cost(source, rows, device)
         start = one_pass.Start(options.start_rank) if options.start_rank else None
         groups, rescaled = _groups(source, options, read, rows, device, start)
         progress = stack.enter_context(progress_bar())
@@ -403,70 +395,16 @@ def _say(source: Source, options: QuantizeOptions, choice: Choice) -> None:
 
 
 def estimate_s(source: Source, choice: Choice) -> float:
-    """About how many seconds a choice takes on this machine's CPU, beside reading and writing."""
-    import torch
+    """About how many seconds a choice takes on this machine's CPU: in proportion to weights and tokens.
 
-    from quantize.one_pass import modules_of_start
-
-    options = choice.options
-    shapes = {module: source.tensors[f"{module}.weight"].shape for module in source.quantized}
-    share = {module: source.decoder.share if source.decoder.place_of(module) else 1.0 for module in shapes}
-    weights = sum(rows * width for rows, width in shapes.values())
-    active = sum(rows * width * share[module] for module, (rows, width) in shapes.items())
-    leaders = [modules[0] for modules in source.fused_sets()]
-    squares = sum(shapes[module][1] ** 2 * share[module] for module in leaders)
-    products = seconds = 0.0
-    if options.uses_rows or options.start_rank:
-        products += 2 * options.calibration_size * options.sequence_length * (active + squares)
-    if options.start_rank:
-        starting = [shapes[module] for module in modules_of_start(source) if module in shapes]
-        columns = 4 * 2 * (options.start_rank + 16)
-        products += columns * sum(2 * rows * width + width * width for rows, width in starting)
-    if options.method in OWN:
-        seconds += SEARCH_S * weights / torch.get_num_threads()
-    if options.method == "search_gptq":
-        products += sum(shapes[module][1] ** 3 for module in leaders) + sum(r * w * w for r, w in shapes.values())
-        seconds += COLUMN_S * sum(shapes[module][1] for module in leaders) + COLUMN_S / 500 * weights
-    measured = choice.held_out * options.sequence_length
-    vocabulary, hidden = source.tensors["model.embed_tokens.weight"].shape
-    products += 2 * measured * (4 * (active + vocabulary * hidden) + 3 * active)  # four models, three errors of linears
-    return products / (FLOPS_PER_THREAD * torch.get_num_threads()) + seconds
-
-
-class CardCost(NamedTuple):
-    """What `search_gptq` takes on a card."""
-
-    seconds: float  # of an H200
-    nbytes: int  # the most that is allocated at once
-
-
-def card_cost(source: Source, tokens: int) -> CardCost:
-    """The cost of calibrating on this many tokens: seconds by the constants below, and bytes by what is on the card.
-
-    Those are the tensors beside the layers, the hidden states of all tokens, four copies of a layer, and for the widest
-    input its moment, seven times: GPTQ factors it in float64.
+    Of experts those count that a token gets.
     """
-    shapes = [source.tensors[f"{module}.weight"].shape for module in source.quantized]
-    before, *layers, after = source.groups()
-    layer_weights = sum(rows * width for rows, width in shapes) / len(layers)
-    by_token = CARD_TOKEN_S + CARD_PRODUCT_S * layer_weights
-    seconds = CARD_S + len(layers) * (CARD_LAYER_S + CARD_WEIGHT_S * layer_weights + tokens * by_token)
-    outside = sum(source.tensors[name].nbytes for name in (*before, *after))
-    hidden = BF16_BYTES * tokens * source.tensors["model.embed_tokens.weight"].shape[1]
-    moments = 7 * 4 * max(width for _, width in shapes) ** 2
-    return CardCost(seconds, int(outside + hidden + 4 * BF16_BYTES * layer_weights + moments))
-
-
-def _say_cost(source: Source, rows: Calibration, device: torch.device) -> None:
-    """One line about a card's seconds and memory, or a warning if less is free."""
     import torch
 
-    cost, free = card_cost(source, sum(map(len, rows.sequences))), torch.cuda.mem_get_info(device)[0]
-    said = f"about {cost.seconds:.0f} s, by an H200's speed, and {cost.nbytes / 2**30:.1f} GiB of the card"
-    if cost.nbytes > free:
-        logger.warning("%s, which has %.1f free; --calibration none takes less, --device cpu none", said, free / 2**30)
-    else:
-        logger.info("%s", said)
+    decoder, sizes = source.decoder, {name: source.tensors[f"{name}.weight"].shape for name in source.quantized}
+    weights = sum(math.prod(size) * (decoder.share if decoder.place_of(name) else 1) for name, size in sizes.items())
+    sequences = choice.options.calibration_size + choice.held_out
+    return CPU_S * weights * sequences * choice.options.sequence_length / torch.get_num_threads()
 
 
 def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport | StartReport:

@@ -232,9 +232,8 @@ def adapter_damage(folder: Path) -> str | None:
 def adapters_of_run(run: Path) -> list[Path]:
     """The folders with an adapter that a run has saved: its result first, then checkpoints from the newest back, then
     the adapter of its best validation."""
-    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
-    saved.sort(key=lambda folder: ([int(number) for number in re.findall(r"\d+", folder.name)], folder), reverse=True)
-    return [path for path in (run / "adapter", *saved, run / "best") if (path / "adapter_config.json").is_file()]
+    saved = reversed(checkpoints_of(run).values())
+    return [path for path in (run / "adapter", *saved, run / "best") if (path / ADAPTER_FILES[0]).is_file()]
 
 
 def _sha256(file: Path) -> str:
@@ -244,6 +243,12 @@ def _sha256(file: Path) -> str:
 
 BASE, MODEL, WEIGHTS = "base", "model", "weights"
 STEP = re.compile(r"step-(\d+)")
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The checkpoint folders of a run by step, oldest first, damaged ones included. Other names are no checkpoints."""
+    named = ((STEP.fullmatch(folder.name), folder) for folder in run.glob("checkpoints/*"))
+    return dict(sorted((int(match[1]), folder) for match, folder in named if match and folder.is_dir()))
 
 
 def kind_of_run(run: Path) -> RunKind:
@@ -286,9 +291,10 @@ def checkpoint_of(run: Path, step: int | None = None) -> tuple[int, Path]:
     Damaged ones are passed over with a warning. Raises CheckpointError if none is left, ConfigError for a `step` that
     was not saved.
     """
-    trained = [*run.glob(f"checkpoints/*/{WEIGHTS}"), *run.glob(f"checkpoints/*/{ADAPTER_FILES[0]}")]
-    named = ((STEP.fullmatch(path.parent.name), path.parent) for path in trained)
-    found = dict(sorted((int(match[1]), path) for match, path in named if match))
+    trained = (WEIGHTS, ADAPTER_FILES[0])
+    found = {
+        n: folder for n, folder in checkpoints_of(run).items() if any((folder / name).exists() for name in trained)
+    }
     if not found:
         raise CheckpointError(
             f"{run} has saved no weights yet: let it reach its first checkpoint (run.save_every), or give another run"
@@ -322,20 +328,15 @@ def adapter_of_run(run: Path) -> Path:
         raise CheckpointError(
             f"{run} trains whole weights, and has no adapter: write `{export_line(run)}`, which makes a model of it"
         )
-    saved, damaged = adapters_of_run(run), []
+    saved = adapters_of_run(run)
     for folder in saved:
-        if damage := adapter_damage(folder):
-            damaged.append(f"{folder.relative_to(run)} is damaged ({damage})")
-            continue
-        for text in damaged:
-            logger.warning("%s: %s; %s is taken instead", run, text, folder.relative_to(run))
-        return whole_adapter(folder)
-    if damaged:
-        raise CheckpointError(
-            f"{run} has no adapter left that is whole: {', '.join(damaged)}; put the files back, or give another run"
-        )
+        if (damage := adapter_damage(folder)) is None:
+            return whole_adapter(folder)
+        logger.warning("%s is damaged and passed over: %s", folder, damage)
     raise CheckpointError(
-        f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+        f"{run} has no adapter left that is whole: put the files back, or give another run"
+        if saved
+        else f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
     )
 
 

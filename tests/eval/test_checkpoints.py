@@ -8,7 +8,7 @@ import pytest
 import eval.run
 from eval.plan import make_plan
 from eval.result import COMPLETIONS, RESULT
-from eval.run import checkpoints_of, choose, run_checkpoints, run_eval
+from eval.run import adapters_by_step, choose, run_checkpoints, run_eval
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.checkpoint.folder import kind_of
@@ -83,7 +83,7 @@ def test_one_engine_for_all_checkpoints_gives_the_same_as_one_for_each(rows, run
     assert opened == []
 
 
-def test_the_checkpoints_of_a_4_bit_run_can_be_evaluated_on_its_16_bit_base(rows, model, tmp_path):
+def test_the_adapters_by_step_a_4_bit_run_can_be_evaluated_on_its_16_bit_base(rows, model, tmp_path):
     packed = pack_model(tmp_path / "packed", model)
     (packed / "quantize_report.json").write_text(json.dumps({"source": str(model)}))
     run = add_checkpoints(make_run(tmp_path / "run", model), model)
@@ -104,7 +104,7 @@ def test_the_checkpoints_of_a_4_bit_run_can_be_evaluated_on_its_16_bit_base(rows
 
 
 def test_steps_are_chosen_by_number(run):
-    found = checkpoints_of(run)
+    found = adapters_by_step(run)
     assert list(choose(found, "10, 2")) == [2, 10]
     assert list(choose(found, "last")) == [10]
     for asked in ("3", "2,x", "", "newest"):
@@ -114,9 +114,9 @@ def test_steps_are_chosen_by_number(run):
 
 def test_a_folder_that_is_no_run_or_has_no_checkpoint_is_refused(model, tmp_path):
     with pytest.raises(CheckpointError, match="no run directory"):
-        checkpoints_of(model)
+        adapters_by_step(model)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        checkpoints_of(make_run(tmp_path / "young", model))
+        adapters_by_step(make_run(tmp_path / "young", model))
 
 
 @pytest.mark.parametrize(

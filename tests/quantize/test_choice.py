@@ -1,22 +1,17 @@
 """What `qerl quantize` chooses for a model: by its size, the device, and what was asked for."""
 
-import json
 import logging
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from qerl.checkpoint.source import read_source
-from qerl.plan.sizes import KNOWN, sizes_of
 from quantize import run as module
 from quantize.options import QuantizeOptions
 from quantize.run import ON_CARD, Choice, choose, estimate_s
 from tests.helpers.checkpoint_factory import EXPERTS, fake_checkpoint, layout_tensors
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CARD = torch.device("cuda")
 
@@ -115,18 +110,12 @@ def test_sequences_are_not_longer_than_the_models_positions(tmp_path):
     assert chosen(short, CARD).options.sequence_length == 100
 
 
-def test_the_estimate_counts_products_as_by_hand(medium):
+def test_the_estimate_grows_with_weights_and_tokens(medium):
     """Two layers of a model of width h: q, o (h, h), k, v (h/2, h), gate, up (7h/4, h), down (h, 7h/4)."""
-    h, tokens, held = 6144, 1000, 0
-    options = replace(QuantizeOptions("search"), calibration_size=10, sequence_length=100, start_rank=0)
+    h, options = 6144, replace(QuantizeOptions("search"), calibration_size=10, sequence_length=100)
     weights = 2 * h * h * (1 + 1 + 0.5 + 0.5 + 3 * 1.75)
-    squares = 2 * h * h * (3 + 1.75**2)
-    by_hand = 2 * tokens * (weights + squares) / (module.FLOPS_PER_THREAD * 2) + module.SEARCH_S * weights / 2
-    assert estimate_s(medium, Choice(options, held)) == pytest.approx(by_hand, rel=1e-6)
-    more = estimate_s(medium, Choice(replace(options, method="search_gptq"), held))
-    started = estimate_s(medium, Choice(replace(options, start_rank=64), held))
-    measured = estimate_s(medium, Choice(options, 16))
-    assert min(more, started, measured) > by_hand
+    assert estimate_s(medium, Choice(options, 0)) == pytest.approx(module.CPU_S * 1000 * weights / 2)
+    assert estimate_s(medium, Choice(options, 5)) == pytest.approx(module.CPU_S * 1500 * weights / 2)
 
 
 def test_an_experts_linears_see_their_share_of_the_tokens(tmp_path):
@@ -141,28 +130,6 @@ def test_an_experts_linears_see_their_share_of_the_tokens(tmp_path):
     source = read_source(str(fake_checkpoint(tmp_path / "moe", tensors, **experts)))
     found = choose(source, QuantizeOptions().chosen(), CPU)
     assert (found.options.global_scale, found.options.start_rank) == ("pow2", 32)
-    options = replace(QuantizeOptions("rtn"), calibration_size=1, sequence_length=1000, start_rank=1)
-    attention, mlp = 2 * (64 * 64 * 2 + 32 * 64 * 2), 2 * 4 * 3 * 48 * 64 / 2
-    squares = 2 * (2 * 64**2) + 2 * 4 * (64**2 + 48**2) / 2
-    factors = 4 * 2 * 17 * 2 * (2 * 2 * (64 * 64 + 32 * 64) + 4 * 64**2)
-    by_hand = (2 * 1000 * (attention + mlp + squares) + factors) / (module.FLOPS_PER_THREAD * 2)
-    assert estimate_s(source, Choice(options, 0)) == pytest.approx(by_hand, rel=1e-6)
-    assert math.isfinite(by_hand)
-
-
-@pytest.mark.parametrize("size", ["7b", "32b"])
-def test_the_cost_on_a_card_is_within_a_tenth_of_what_was_measured(tmp_path, size):
-    measured = json.loads((ROOT / "benchmarks" / "quantization" / f"quantize-{size}.json").read_text())
-    sizes = sizes_of(KNOWN[f"qwen2.5-{size}"], size)
-    folder = fake_checkpoint(tmp_path / size, layout_tensors(sizes.layers), num_hidden_layers=sizes.layers)
-    source = read_source(str(folder))
-    outside = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (sizes.vocabulary, sizes.hidden))
-
-    def of(name, info):
-        shape = outside.get(name) or sizes.projections.get(name.split(".")[-2], info.shape)
-        return replace(info, shape=shape, nbytes=2 * math.prod(shape))
-
-    source = replace(source, tensors={name: of(name, info) for name, info in source.tensors.items()})
-    cost = module.card_cost(source, measured["runs"][0]["calibration"]["tokens"])
-    assert cost.seconds == pytest.approx(measured["whole_s"], rel=0.1)
-    assert cost.nbytes / 2**30 == pytest.approx(measured["runs"][0]["peak_gib"], rel=0.1)
+    options = replace(QuantizeOptions("rtn"), calibration_size=1, sequence_length=1000)
+    attention, mlp = 2 * (64 * 64 * 2 + 32 * 64 * 2), 2 * 4 * 3 * 48 * 64 / 2  # two of four experts
+    assert estimate_s(source, Choice(options, 0)) == pytest.approx(module.CPU_S * 1000 * (attention + mlp) / 2)

@@ -119,11 +119,8 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first, damaged ones included. Folders with other names are ignored."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    return sorted(
-        (path for path in folders if path.is_dir() and re.fullmatch(r"step-\d+", path.name)), key=checkpoint_step
-    )
+    """The checkpoint folders of a run, oldest first, damaged ones included."""
+    return list(sealed.checkpoints_of(run_dir).values())
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
