@@ -7,12 +7,10 @@ from itertools import islice
 import pytest
 
 import qerl
-import training.step
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.recipe import save_config
 from qerl.data.tasks import get_task
-from tests.helpers.killed import killed_in
-from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.small_run import numbers, small_config
 from training.preflight.checks import check_config
 from training.run import resume, start
 
@@ -24,14 +22,8 @@ def letters(completions, row, log_metric, **columns):
     log_metric("own/first_row", min(row))
     return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions]
 '''
-SETTINGS = (
-    "rollout.prompts_per_step=3",
-    "data.source=null",
-    "data.limit=null",
-    "validation.every=2",
-    "validation.metric=sources/sums/reward",
-)
-
+SETTINGS = ("rollout.prompts_per_step=3", "data.source=null", "data.limit=null", "validation.every=2")
+SETTINGS += ("validation.metric=sources/sums/reward",)
 PLAIN = ("validation.every=null", "validation.metric=accuracy")
 
 
@@ -76,6 +68,8 @@ def test_each_source_has_its_share_and_its_own_rewards(finished):
         assert row["reward"] == pytest.approx((2 * sums + 2 * chains) / 3)
         assert "sources/sums/rewards/letters" not in row
         assert row["own/first_row"] >= 9  # the rows of chains follow those 9 of sums that are not held out
+    samples = [json.loads(line) for line in (finished / "completions" / "step-000002.jsonl").open()]
+    assert {(one["source"], *one["rewards"]) for one in samples} == {("sums", "digits"), ("chains", "letters")}
 
 
 def test_validations_ask_the_rows_held_out_and_the_test_rows_of_each_source(finished):
@@ -89,30 +83,12 @@ def test_validations_ask_the_rows_held_out_and_the_test_rows_of_each_source(fini
     assert json.loads((finished / "best" / "validation.json").read_text())["metric"] == "sources/sums/reward"
 
 
-def test_samples_of_completions_name_their_source_and_have_its_rewards_alone(finished):
-    samples = [json.loads(line) for line in (finished / "completions" / "step-000002.jsonl").open()]
-    assert {(one["source"], *one["rewards"]) for one in samples} == {("sums", "digits"), ("chains", "letters")}
-
-
-def test_a_killed_run_has_the_same_bits(finished, nvfp4_base, tmp_path):
-    config = config_of(nvfp4_base, tmp_path)
-    with killed_in(training.step, "grade", 4):
-        start(config, "tiny")
-    resume(tmp_path / "run")
-    assert numbers(tmp_path / "run") == numbers(finished)
-    assert same_adapters(tmp_path / "run" / "adapter", finished / "adapter")
-
-
 def test_changed_rows_of_one_source_are_named(finished, tmp_path):
-    run_dir = shutil.copytree(finished, tmp_path / "run")
-    rows = finished.parent / "arith.jsonl"
-    before = rows.read_text()
-    try:
-        rows.write_text(before.replace('"', '"', 1).replace("have", "hold"))
-        with pytest.raises(ConfigError, match="the rows of the data of sums changed, the prompts as tokens of sums"):
-            resume(run_dir, steps=7)
-    finally:
-        rows.write_text(before)
+    folder = shutil.copytree(finished.parent, tmp_path / "moved")
+    for path in (folder / "run" / "config.yaml", folder / "arith.jsonl"):
+        path.write_text(path.read_text().replace(str(finished.parent), str(folder)).replace("have", "hold"))
+    with pytest.raises(ConfigError, match="the rows of the data of sums changed, the prompts as tokens of sums"):
+        resume(folder / "run", steps=7)
 
 
 def test_dynamic_sampling_replaces_groups_by_others_of_their_source(nvfp4_base, tmp_path):
@@ -131,10 +107,10 @@ def test_dynamic_sampling_replaces_groups_by_others_of_their_source(nvfp4_base, 
 
 def test_a_list_of_one_source_is_a_run_without_sources(nvfp4_base, tmp_path):
     (tmp_path / "plain").mkdir(), (tmp_path / "listed").mkdir()
-    plain = start(small_config(nvfp4_base, tmp_path / "plain", steps=3), "tiny").run_dir
+    plain = start(small_config(nvfp4_base, tmp_path / "plain", "noise.enabled=false", steps=1), "tiny").run_dir
     source = json.dumps([{"name": "all", "source": str(tmp_path / "plain" / "rows.jsonl"), "weight": 7.5}])
-    given = ("data.source=null", "data.limit=12", f"data.sources={source}")
-    listed = small_config(nvfp4_base, tmp_path / "listed", *given, steps=3)
+    given = ("data.source=null", "data.limit=12", f"data.sources={source}", "noise.enabled=false")
+    listed = small_config(nvfp4_base, tmp_path / "listed", *given, steps=1)
     rows = numbers(start(listed, "tiny").run_dir)
     assert [{k: v for k, v in row.items() if not k.startswith("sources/")} for row in rows] == numbers(plain)
 
@@ -145,12 +121,10 @@ def test_a_list_of_one_source_is_a_run_without_sources(nvfp4_base, tmp_path):
         ("data.source=rows.jsonl", "data.source rows.jsonl with data.sources .*: each of several sources has its own"),
         ("data.sources.1.name=sums", "data.sources.1.name sums: another source has this name"),
         ("data.sources.1.task=word_gam", "data.sources.1.task word_gam: .*write data.sources.1.task: word_game"),
-        ("data.sources.1.weight=0", "data.sources.1.weight: got 0"),
         ("data.sources.0.rewards=[{name: accurcy}]", "data.sources.0.rewards.0.name accurcy: there is no such reward"),
         ("data.sources.1.held_out=2", "held_out 2 with data.sources.1.validation.split test: both say which rows"),
         ("validation.task=arith", "validation.task arith with data.sources.0.held_out 3: both say which rows"),
         ("validation.metric=sources/chain/reward", "or of one source sources/sums/accuracy"),
-        ("data.sources.0.nam=x", r"data.sources.0.nam: unknown key; did you mean data.sources.0.name\?"),
         ("data.sources.0.name=a/b", "data.sources.0.name: got 'a/b'"),
     ],
 )
@@ -198,10 +172,7 @@ def test_python_gives_several_sources(nvfp4_base, tmp_path):
         ({"a": {"dat": []}}, r"source a takes no argument 'dat'; did you mean data\?"),
         ({"a": {"weight": 2}}, "source a has no rows: give data"),
         ({"a": [3]}, "row 1 of data is 3"),
-        (
-            DatasetDict(train=[], test=[]),
-            r"splits train, test: give one of them, .*data\['train'\]",
-        ),
+        (DatasetDict(train=[], test=[]), r"splits train, test: give one of them, .*data\['train'\]"),
     ],
 )
 def test_python_refuses_what_is_no_source(data, message, tmp_path):

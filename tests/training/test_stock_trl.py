@@ -40,19 +40,12 @@ COMMON = (
 CASES = {
     "dapo": ("loss.type=dapo", "loss.mask_truncated=true"),
     "grpo": (
-        "loss.type=grpo",
-        "loss.kl_coef=0.1",
-        "loss.entropy_coef=0.01",
-        "loss.advantage_scale=batch",
+        *("loss.type=grpo", "loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.advantage_scale=batch"),
         "loss.mask_truncated=true",
     ),
     "gspo": (
-        "loss.type=grpo",
-        "loss.level=sequence",
-        "loss.clip_low=0.0003",
-        "loss.clip_high=0.0004",
-        "loss.correction.mode=sequence_mask",
-        "adapter.train_norms=true",
+        *("loss.type=grpo", "loss.level=sequence", "loss.clip_low=0.0003", "loss.clip_high=0.0004"),
+        *("loss.correction.mode=sequence_mask", "adapter.train_norms=true"),
     ),
 }
 

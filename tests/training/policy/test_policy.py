@@ -36,19 +36,15 @@ def logits(policy):
         return policy.model(input_ids=TOKENS).logits
 
 
-def test_an_adapter_sends_its_own_tensors(base):
-    policy = acting_adapter(base)
-    update = policy.update()
-    assert update.scaling == 2.0
-    assert len(update) == len(list(policy.parameters())) == 28
-    assert {id(tensor) for tensor in update.tensors.values()} == {id(tensor) for tensor in policy.parameters()}
-
-
 def test_a_saved_adapter_is_loaded_and_one_that_would_act_otherwise_is_refused(base, tmp_path):
     policy, other = acting_adapter(base), acting_adapter(base, seed=1)
     policy.save(tmp_path)
     assert other.load(tmp_path) == 28
     assert torch.equal(logits(policy), logits(other))
+    sent = policy.update().tensors  # the adapter's own, under the names of the checkpoint
+    assert {name: id(tensor) for name, tensor in sent.items()} == {
+        name: id(tensor) for name, tensor in adapter_tensors(policy.model).items()
+    }
     with pytest.raises(ConfigError, match=r"alpha / rank 2 and would act with 4: write the adapter\.alpha"):
         acting_adapter(base, alpha=16).load(tmp_path)
 
@@ -128,12 +124,6 @@ def test_masters_start_as_the_base_that_was_quantized(policy, engine):
     assert min(same) > 0.95  # block scales of a bfloat16 weight are rounded once more
 
 
-def test_masters_are_copies_that_can_be_trained(policy, base):
-    weights, norms = dense_weights(base)
-    assert all(master.requires_grad and master.dtype == torch.float32 for master in policy.parameters())
-    assert len(list(policy.parameters())) == len(weights) + len(norms)
-
-
 def test_saved_masters_come_back_to_the_bit(policy, engine, base, tmp_path):
     descend(policy)
     policy.save(tmp_path)
@@ -149,12 +139,11 @@ def test_saved_masters_come_back_to_the_bit(policy, engine, base, tmp_path):
     ("change", "message"),
     [
         (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "does not fit what is trained"),
-        (lambda t: t | {"lm_head.weight": torch.zeros(2)}, "does not fit what is trained"),
         (lambda t: {k: v[:1] for k, v in t.items()}, "does not fit what is trained"),
         (lambda t: {k: v.bfloat16() for k, v in t.items()}, "does not fit what is trained"),
         (None, "has no model.safetensors"),
     ],
-    ids=["missing", "extra", "shape", "dtype", "no file"],
+    ids=["missing", "shape", "dtype", "no file"],
 )
 def test_masters_that_do_not_fit_are_refused(policy, tmp_path, change, message):
     before = [master.detach().clone() for master in policy.parameters()]
@@ -172,8 +161,3 @@ def test_whole_weights_keep_no_reference(policy, base, tmp_path):
     check_reference(acting_adapter(base), 0.1)
     with pytest.raises(ConfigError, match=r"loss\.kl_coef: 0\.1 compares .* write loss\.kl_coef: 0"):
         check_reference(policy, small_config(base, tmp_path, "loss.kl_coef=0.1").loss.kl_coef)
-
-
-def test_an_adapter_s_names_are_those_of_the_checkpoint(base):
-    policy = acting_adapter(base)
-    assert set(policy.update().tensors) == set(adapter_tensors(policy.model))

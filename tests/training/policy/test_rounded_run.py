@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.checkpoint.folder import WEIGHTS
+from qerl.config.recipe import load_recipe
 from qerl.plan.engine_memory import CARDS
 from qerl.plan.sizes import KNOWN, sizes_of
 from tests.helpers.small_run import numbers, small_config
@@ -23,16 +24,16 @@ def masters(run, step):
 
 
 def test_masters_in_bfloat16_move_by_small_steps_and_resume_to_the_same_bits(base, tmp_path):
-    config = small_config(base, tmp_path, *QAT, "qat.masters=bfloat16", steps=4)
+    config = small_config(base, tmp_path, *QAT, "qat.masters=bfloat16", "run.save_every=1", steps=2)
     whole = start(config, "tiny").run_dir
-    early, late = masters(whole, 2), masters(whole, 4)
+    early, late = masters(whole, 1), masters(whole, 2)
     assert {tensor.dtype for tensor in late.values()} == {torch.bfloat16}
     moved = [(late[name] != early[name]).float().mean().item() for name in late]
     assert all(0 < share < 0.2 for share in moved)  # by steps far below the last place: few of them, and each is whole
     expected = numbers(whole)
-    resumed = resume(whole, step=2).run_dir
+    resumed = resume(whole, step=1).run_dir
     assert numbers(resumed) == expected
-    again = masters(resumed, 4)
+    again = masters(resumed, 2)
     assert all(torch.equal(again[name], tensor) for name, tensor in late.items())
 
 
@@ -46,8 +47,6 @@ def test_masters_in_bfloat16_move_by_small_steps_and_resume_to_the_same_bits(bas
     ],
 )
 def test_auto_takes_float32_where_the_card_holds_it_and_training_is_not_slow(recipe, size, card, dtype):
-    from qerl.config.recipe import load_recipe
-
     config, sizes = load_recipe(recipe, ["qat.masters=auto"]), sizes_of(KNOWN[size], size)
     settled = settled_for(config, sizes, CARDS[card])
     assert settled.qat.masters == dtype

@@ -34,8 +34,7 @@ def test_numbers_of_bfloat16_and_what_is_not_finite_stay():
     assert rounded(every_nan).isnan().all()
 
 
-@pytest.mark.parametrize("share", [0.0001, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("share", "sign"), [(0.0001, 1), (0.25, -1), (0.9, 1)])
 def test_a_number_goes_up_with_the_probability_of_its_nearness(share, sign):
     """Between 1 and 1 + 2^-7. A million draws: the share is off by 0.002 at most, four standard deviations."""
     low, high = 1.0, 1.0 + 2.0**-7
@@ -147,16 +146,6 @@ def test_a_loaded_state_continues_to_the_same_bits(tmp_path):
     assert all(state["exp_avg"].dtype == torch.float32 for state in other.state.values())
     expected = stepped(optimizer, whole, 3, seed=9)
     assert all(map(torch.equal, stepped(other, resumed, 3, seed=9), expected))
-
-
-def test_a_schedule_acts_on_the_updates():
-    trained = parameters(BFLOAT16)
-    optimizer = RandomlyRounded(adamw(trained, lr=1e-2, weight_decay=0.0), 0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
-    first = stepped(optimizer, trained, 1)
-    schedule.step()
-    assert all(map(torch.equal, stepped(optimizer, trained, 1), first))
-    assert not torch.equal(first[0], parameters(BFLOAT16)[0])
 
 
 # Last passed on an H100 on 2026-11-26.

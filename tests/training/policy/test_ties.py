@@ -44,7 +44,7 @@ def test_a_moved_master_rounds_to_the_same_bits(dtype, decoded):
     assert (moved != weight.float()).float().mean() > 0.9
 
 
-@pytest.mark.parametrize(("seed", "decoded"), [(0, as_nvfp4), (1, as_nvfp4), (0, as_fp8)])
+@pytest.mark.parametrize(("seed", "decoded"), [(0, as_nvfp4), (1, as_fp8)])
 def test_rows_of_very_different_sizes_keep_their_bits(seed, decoded):
     """Small rows have subnormal block scales, where the largest weight of a block may be packed below itself."""
     generator = torch.Generator().manual_seed(seed)

@@ -29,17 +29,14 @@ def folder_sizes(inputs):
     return sizes_of({**KNOWN["qwen2.5-7b"], "quantization_config": entry}, "folder")
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64, 256])
-def test_a_decode_step_rounds_as_fast_as_was_measured(tokens):
-    seconds = rounding_seconds(read_sizes(BASE), card_of(CARD), tokens)
-    measured = MEASURED["results"][f"dynamic, {tokens} tokens decoded"]["us"]
-    assert 1e6 * seconds == pytest.approx(measured, rel=0.08)
-
-
-def test_a_layer_in_training_rounds_as_fast_as_was_measured():
-    one_layer = replace(read_sizes(BASE), layers=1)
-    of = {columns: MEASURED["results"][f"dynamic, 8448 x {columns}"]["us"] for columns in (3584, 18944)}
-    assert 1e6 * rounding_seconds(one_layer, card_of(CARD), 8448) == pytest.approx(3 * of[3584] + of[18944], rel=0.08)
+def test_rounding_takes_as_long_as_was_measured():
+    """A decode step of some tokens, and a layer in training."""
+    sizes, us = read_sizes(BASE), {name: row["us"] for name, row in MEASURED["results"].items()}
+    for tokens in (1, 8, 64, 256):
+        seconds = rounding_seconds(sizes, card_of(CARD), tokens)
+        assert 1e6 * seconds == pytest.approx(us[f"dynamic, {tokens} tokens decoded"], rel=0.08)
+    layer = 3 * us["dynamic, 8448 x 3584"] + us["dynamic, 8448 x 18944"]
+    assert 1e6 * rounding_seconds(replace(sizes, layers=1), card_of(CARD), 8448) == pytest.approx(layer, rel=0.08)
 
 
 def test_rounding_takes_time_in_every_phase_and_calibration_happens_before_them():
@@ -85,8 +82,5 @@ def test_a_base_says_by_its_config_whether_inputs_are_rounded(inputs, rounds):
     plain = planned("dapo_7b")[1]
     assert (made.seconds["rollout"] > plain.seconds["rollout"]) == rounds
     assert (f"Note: {GRPO_WARNING}." in sentences(config, made)) == rounds
-
-
-def test_a_distillation_is_not_warned_of_grpo():
-    config, made = planned("qad_1_7b", "qat.quant_cfg=nvfp4_w4a4", sizes=read_sizes("Qwen/Qwen3-1.7B"))
-    assert not any(GRPO_WARNING in line for line in sentences(config, made))
+    distilled = planned("qad_1_7b", "qat.quant_cfg=nvfp4_w4a4", sizes=read_sizes("Qwen/Qwen3-1.7B"))
+    assert not any(GRPO_WARNING in line for line in sentences(*distilled))

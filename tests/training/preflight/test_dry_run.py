@@ -38,24 +38,12 @@ def shown(config):
     return console.file.getvalue()
 
 
-def test_it_shows_a_whole_prompt(nvfp4_base, tmp_path):
-    rows = [{"question": f"What is {n} + 1?" + " please" * 40, "answer": str(n + 1)} for n in range(4)]
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    text = shown(small_config(nvfp4_base, tmp_path, "data.task=own", f"data.source={tmp_path / 'asked.jsonl'}"))
-    whole = f"<|im_start|>user\n{rows[0]['question']}<|im_end|>\n<|im_start|>assistant\n"
-    assert "prompt of row 1, " in text
-    assert f"the model learns the completion that follows it:\n{whole}" in text
-
-
-def test_with_an_environment_episodes_are_played(nvfp4_base, tmp_path):
+def test_with_an_environment_episodes_are_played_and_its_failures_seen(nvfp4_base, tmp_path):
     config = load_recipe("word_game", ("data.limit=24",), base=str(nvfp4_base), out=str(tmp_path / "run"))
     text = shown(config)
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("word_game-train-")]
     assert [row[-3:] for row in rows] == [["1", "/", "0"]] * 5
     assert "in each turn (reward 1):\nassistant: pears\n" in text
-
-
-def test_an_environment_that_fails_is_seen(nvfp4_base, tmp_path):
     code = "class Game:\n    def reset(self):\n        return 'go'\n"
     code += "    def step(self, text):\n        raise ValueError('no')\n"
     (tmp_path / "game.py").write_text(code, encoding="utf-8")
@@ -67,15 +55,15 @@ def test_an_environment_that_fails_is_seen(nvfp4_base, tmp_path):
 def test_rows_without_answers_show_what_their_question_earns(nvfp4_base, tmp_path):
     (tmp_path / "own.py").write_text("def long(completion):\n    return float(len(completion))\n", encoding="utf-8")
     rows = [{"question": f"What is {n} + 1?"} for n in range(4)]
+    rows[1]["question"] += " please" * 40
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    given = (
-        "data.task=own",
-        f"data.source={tmp_path / 'asked.jsonl'}",
-        f"rewards=[{{name: '{tmp_path / 'own.py'}:long'}}]",
-    )
-    text = shown(small_config(nvfp4_base, tmp_path, *given))
+    given = ("data.task=own", f"data.source={tmp_path / 'asked.jsonl'}")
+    text = shown(small_config(nvfp4_base, tmp_path, *given, f"rewards=[{{name: '{tmp_path / 'own.py'}:long'}}]"))
     assert "long: the question / empty" in text
     assert re.search(r"What is 0 \+ 1\?\s+14 / 0", text)
+    assert "prompt of row 1, " in text
+    whole = f"<|im_start|>user\n{rows[0]['question']}<|im_end|>\n<|im_start|>assistant\n"
+    assert f"the model learns the completion that follows it:\n{whole}" in text
 
 
 def test_the_completion_that_a_reward_failed_on_is_kept_after_a_dry_run(nvfp4_base, tmp_path, monkeypatch):
@@ -94,15 +82,15 @@ def test_the_completion_that_a_reward_failed_on_is_kept_after_a_dry_run(nvfp4_ba
 
 
 @pytest.fixture(scope="module")
-def run_of_three_steps(nvfp4_base, tmp_path_factory):
+def run_of_a_step(nvfp4_base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return start(small_config(nvfp4_base, folder, steps=3), "first").run_dir
+    return start(small_config(nvfp4_base, folder, "noise.enabled=false", steps=1), "first").run_dir
 
 
 @pytest.mark.parametrize("part", ["", "adapter"])
-def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvfp4_base, part):
-    assert read_sizes(str(run_of_three_steps / part)) == read_sizes(str(nvfp4_base))
-    model = ["--model", str(run_of_three_steps / part), "--set", "data.limit=64"]
+def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_a_step, nvfp4_base, part):
+    assert read_sizes(str(run_of_a_step / part)) == read_sizes(str(nvfp4_base))
+    model = ["--model", str(run_of_a_step / part), "--set", "data.limit=64"]
     planned = CliRunner().invoke(app, ["plan", "--recipe", "tiny", *model])
     assert planned.exit_code == 0, planned.output
     dry = CliRunner().invoke(app, ["train", "--recipe", "tiny", *model, "--dry-run"])
@@ -111,21 +99,10 @@ def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvf
     assert memory[-200:] in dry.stdout
 
 
-def test_for_an_adapter_of_a_known_model_the_base_is_not_needed(tmp_path):
-    about = {"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
-    assert read_sizes(str(tmp_path)) == read_sizes("Qwen/Qwen2.5-7B")
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ("adapter.rank=4096", ConfigError, "write adapter.rank: "),
-        ("rollout.max_new_tokens=512", ConfigError, "exceed the model's 512 positions"),
-        ("adapter.rank=8", ConfigError, "write adapter.rank: 16"),  # the rank of the run that it starts from
-    ],
-)
-def test_a_dry_run_refuses_the_same_as_the_run(run_of_three_steps, nvfp4_base, tmp_path, given, error, said):
-    base = run_of_three_steps if given == "adapter.rank=8" else nvfp4_base
-    with pytest.raises(error, match=said):
-        dry_run(small_config(base, tmp_path, given), Console(file=StringIO()), show_plan_at)
+def test_a_dry_run_refuses_the_same_as_the_run(run_of_a_step, nvfp4_base, tmp_path):
+    for base, given, said in (
+        (nvfp4_base, "rollout.max_new_tokens=512", "exceed the model's 512 positions"),
+        (run_of_a_step, "adapter.rank=8", "write adapter.rank: 16"),  # of the run that it starts from
+    ):
+        with pytest.raises(ConfigError, match=said):
+            dry_run(small_config(base, tmp_path, given), Console(file=StringIO()), show_plan_at)

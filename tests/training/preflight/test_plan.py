@@ -12,7 +12,6 @@ from plan_check import (
     compare,
     compare_seconds,
     decode_table,
-    scaled_table,
     seconds_table,
     table,
 )
@@ -31,13 +30,6 @@ from training.preflight.seconds import decode_seconds
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
 WORKLOAD_A = ("rollout.group_size=8", "rollout.max_new_tokens=512", "data.max_prompt_tokens=128", "adapter.rank=32")
-LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
-
-
-def test_the_help_lists_all_that_a_model_may_be():
-    text = " ".join(CliRunner().invoke(app, ["plan", "--help"]).output.split())
-    for what in ("run", "adapter", "folder", "`tiny`", "hub id", *KNOWN):
-        assert what in text.partition("--model")[2].partition("--set")[0], what
 
 
 def test_the_sizes_of_qwen2_7b_computed_by_hand():
@@ -59,6 +51,7 @@ def test_the_sizes_of_qwen2_7b_computed_by_hand():
 
 def test_the_sizes_of_the_embedded_model_and_of_a_tied_head(tmp_path):
     assert read_sizes("tiny").body < 1e6
+    assert read_sizes("Qwen/Qwen3-8B").head_norms
     (tmp_path / "config.json").write_text(json.dumps({**KNOWN["qwen2.5-3b"]}), encoding="utf-8")
     tied = read_sizes(str(tmp_path))
     assert tied.weights_bytes("bf16") == pytest.approx(3.09e9 * 2, rel=0.01)  # the count that Qwen gives
@@ -111,9 +104,8 @@ def test_cards_share_whole_weights_out():
     layer = alone["gradients"] / 28  # exists whole until it has been summed
     assert one_of_4["gradients"] == pytest.approx(alone["gradients"] / 4 + layer)
     assert one_of_4["weights"] == alone["weights"]
-    assert (
-        trainee_of(config).trained(sizes, 8).count == trainee_of(config).trained(sizes).count // 7
-    )  # 4 layers, of 28 on 8 cards
+    trainee = trainee_of(config)
+    assert trainee.trained(sizes, 8).count == trainee.trained(sizes).count // 7  # 4 layers, of 28 on 8 cards
 
 
 def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
@@ -135,16 +127,6 @@ def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
     assert lines[-2].split(" | ")[0].endswith("cap 80 GiB, the first step")
     assert "| 9.0 s |" in lines[-2]
     assert [line.split(" | ")[3] for line in decode_table().splitlines()[2:]] == ["8.00 ms"] * 2
-
-
-def test_how_the_cost_of_a_step_grows_if_one_setting_doubles():
-    rows = [[float(cell.split()[0]) for cell in line.split(" | ")[1:]] for line in scaled_table().splitlines()[2:]]
-    workload, prompts, group, prompt, *_, cap = rows
-    assert workload[0] < prompts[0] < 2 * workload[0]  # reading the weights serves twice the sequences
-    assert prompts[1] == pytest.approx(2 * workload[1], rel=0.03)
-    assert group[1] < prompts[1]  # prompts count once
-    assert prompt[1] < 1.05 * workload[1]
-    assert cap[2] < 24
 
 
 @pytest.mark.parametrize(("name", "budget"), [("step-7b-qerl", 18432), ("step-7b-qerl-cap24", 3072)])
@@ -179,30 +161,20 @@ def test_training_pays_once_for_the_prompt_of_a_group():
     assert seconds[0] / seconds[1] == pytest.approx(cost[0] / cost[1], rel=1e-6)
 
 
-def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
-    wide, tight = (replace(LONG, cap=cap).plan() for cap in (80, 24))
-    assert tight.cache_tokens < wide.cache_tokens
-    assert tight.peak("training") < 24 * GIB
-    assert tight.micro_batches.recomputed(4608) > wide.micro_batches.recomputed(4608) == 0
-    assert tight.seconds["training"] > wide.seconds["training"]
-
-
 @pytest.mark.parametrize(
-    ("gpu", "said"),
-    [("24", "0 of 28 layers recompute their activations, 19 in a row of 9216 tokens."), ("141", "0 of")],
+    ("gpu", "recompute", "guessed"),
+    [
+        ("24", "0 of 28 layers recompute their activations, 19 in a row of 9216 tokens.", False),
+        ("h100", "0 of", False),
+        ("a100", "0 of", True),
+    ],
 )
-def test_a_plan_says_how_many_layers_recompute_in_the_longest_row(gpu, said):
+def test_a_plan_says_how_many_layers_recompute_and_where_its_seconds_are_a_guess(gpu, recompute, guessed):
     """As the log of a run does: a row with more tokens than a micro-batch is a micro-batch of its own."""
     config = load_recipe("dapo_7b", [])
     text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
-    assert said in text
+    assert recompute in text
     assert ("in a row of" in text) == (gpu == "24")
-
-
-@pytest.mark.parametrize(("gpu", "guessed"), [("4090", True), ("a100", True), ("h100", False), ("24", False)])
-def test_a_plan_says_that_the_seconds_of_other_cards_than_hopper_are_a_guess(gpu, guessed):
-    config = load_recipe("dapo_7b", [])
-    text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
     assert (f"a guess on {card_of(gpu).name}, since qerl ran on Hopper alone" in text) is guessed
 
 
@@ -217,23 +189,6 @@ def test_an_fp8_cache_holds_twice_the_tokens():
     assert fp8.seconds["rollout"] < full.seconds["rollout"]
 
 
-def test_twice_the_new_tokens_take_more_than_twice_the_rollout():
-    short = replace(LONG, group=8, prompt_tokens=128, new_tokens=512, cap=80)
-    short, long = (each.plan() for each in (short, replace(short, new_tokens=1024)))
-    assert 2.0 < long.seconds["rollout"] / short.seconds["rollout"] < 2.5  # each token reads a longer cache
-
-
-def test_known_sizes_say_which_models_have_norms_in_their_heads():
-    assert read_sizes("Qwen/Qwen3-8B").head_norms
-    assert not read_sizes("Qwen/Qwen2.5-7B").head_norms
-
-
-@pytest.mark.parametrize(("key", "value"), [("hidden_size", "big"), ("num_attention_heads", 0), ("head_dim", -1)])
-def test_impossible_sizes_are_refused(key, value):
-    with pytest.raises(CheckpointError, match=f"config.json has {key} {value!r}, which is no whole number above 0"):
-        sizes_of({**KNOWN["qwen2.5-7b"], key: value}, "x")
-
-
 def test_for_a_model_of_unknown_size_its_folder_is_asked_for():
     with pytest.raises(CheckpointError, match=r"give a folder with its config\.json") as refused:
         read_sizes("someone/mystery-model")
@@ -241,6 +196,9 @@ def test_for_a_model_of_unknown_size_its_folder_is_asked_for():
     assert line in str(refused.value)
     with pytest.raises(CheckpointError, match="only dense decoder models"):
         sizes_of({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}, "x")
+    for key, value in (("hidden_size", "big"), ("num_attention_heads", 0), ("head_dim", -1)):
+        with pytest.raises(CheckpointError, match=f"config.json has {key} {value!r}, which is no whole number above 0"):
+            sizes_of({**KNOWN["qwen2.5-7b"], key: value}, "x")
 
 
 @pytest.mark.parametrize(
@@ -248,16 +206,10 @@ def test_for_a_model_of_unknown_size_its_folder_is_asked_for():
     [
         ("Qwen/Qwen3-0.6B", 0.60),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", 7.62),
-        ("Qwen/Qwen2.5-Math-1.5B", 1.54),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", 1.78),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.62),
-        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8.03),
         ("meta-llama/Meta-Llama-3-8B-Instruct", 8.03),
-        ("mistralai/Mistral-7B-Instruct-v0.3", 7.25),
         ("mistralai/Mistral-Nemo-Instruct-2407", 12.2),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 0.135),
-        ("HuggingFaceTB/SmolLM2-360M", 0.362),
-        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", 1.71),
         ("HuggingFaceTB/SmolLM3-3B", 3.08),
     ],
 )
@@ -268,27 +220,21 @@ def test_sizes_of_common_models_are_those_on_their_cards(name, billions):
 
 
 @pytest.mark.parametrize(
-    ("card", "settings", "line"),
+    ("card", "recipe", "settings", "line"),
     [
-        ("t4", (), "the card t4 has no bfloat16"),
-        ("v100-32", ("rollout.max_new_tokens=512",), "the card v100-32 has no bfloat16"),
-        ("3090", ("rollout.kv_cache_dtype=fp8",), "rollout.kv_cache_dtype fp8 needs products in FP8"),
-        ("a100-40", ("train.fp8_recipe=blockwise",), "write train.fp8_recipe: null"),
+        ("t4", "dapo_7b", [], "the card t4 has no bfloat16"),
+        ("3090", "dapo_7b", ["rollout.kv_cache_dtype=fp8"], "rollout.kv_cache_dtype fp8 needs products in FP8"),
+        ("a100-40", "dapo_7b", ["train.fp8_recipe=blockwise"], "write train.fp8_recipe: null"),
+        ("3090", "dapo_7b_fp8", [], "3090 has 8.6: write model.format: nvfp4"),
     ],
 )
-def test_a_card_that_lacks_what_a_recipe_computes_with_is_refused_in_one_line(card, settings, line):
+def test_a_card_that_lacks_what_a_recipe_computes_with_is_refused_in_one_line(card, recipe, settings, line):
     with pytest.raises(ConfigError) as refused:
-        plan_of(load_recipe("dapo_7b", [*settings]), card)
+        plan_of(load_recipe(recipe, settings), card)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_an_fp8_base_needs_a_card_with_fp8():
-    config = load_recipe("dapo_7b_fp8")
-    with pytest.raises(ConfigError, match=r"model\.format fp8_block .* 3090 has 8\.6: write model\.format: nvfp4"):
-        plan_of(config, "3090")
-    assert plan_of(config, "l4").card.name == "l4"
-    assert plan_of(config, "24").card.capability is None
+    assert plan_of(load_recipe("dapo_7b_fp8"), "l4").card.name == "l4"
+    assert plan_of(load_recipe("dapo_7b_fp8"), "24").card.capability is None
 
 
 def test_nothing_is_advised_that_the_card_lacks():
@@ -316,7 +262,7 @@ def test_the_command_says_what_fits_and_fails_if_nothing_does():
 
 @pytest.mark.parametrize(
     ("base", "wide", "eight_bit", "narrow"),
-    [("3b", 43, 28, 17.5), ("7b", 103, 66, 42), ("14b", 207, 133, 84), ("32b", 484, 310, 194)],
+    [("3b", 43, 28, 17.5), ("32b", 484, 310, 194)],
 )
 def test_whole_weights_take_their_bytes(base, wide, eight_bit, narrow):
     """GiB of packed weights, embeddings, masters, moments and gradients: 16.6, 10.6 and 6.6 bytes per weight."""

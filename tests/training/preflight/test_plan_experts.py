@@ -16,7 +16,6 @@ from tests.helpers.moe import make_moe
 from training.policy.train_memory import measure_layer, model_shapes
 from training.preflight.advice import advice
 from training.preflight.plan import CHOSEN, DECODED, check_experts, plan, trainee_of
-from training.preflight.seconds import decode_seconds
 
 A3B = "Qwen/Qwen3-30B-A3B"
 GIB = 2**30
@@ -82,17 +81,11 @@ def test_layers_with_dense_mlps_count_as_such():
     assert sizes.adapter(1, ("up_proj",)) == 2 * (2048 + 6144)
 
 
-@pytest.mark.parametrize(("sequences", "limit"), [(1, 2000), (8, 4500), (32, 9000), (64, 16000), (256, 63000)])
+@pytest.mark.parametrize(("sequences", "limit"), [(1, 2000), (32, 9000), (256, 63000)])
 def test_decoding_reads_the_experts_that_are_chosen(sequences, limit):
     """The limits at 4.3 TB/s are sequences over the bytes of the experts that so many tokens choose between them."""
     read = read_sizes(A3B).read_bytes("nvfp4", sequences) - 2 * HEAD  # embeddings are not read as a whole
     assert sequences / (read / 4.3e12) == pytest.approx(limit, rel=0.25)
-
-
-def test_a_step_of_one_sequence_takes_a_fraction_of_that_of_many():
-    sizes, card = read_sizes(A3B), card_of("h200")
-    one, many = (decode_seconds(sizes, card, "nvfp4", count, 0) for count in (1, 256))
-    assert one < many / 2
 
 
 def test_a_step_fits_on_80_gb_and_not_on_24():
@@ -136,15 +129,14 @@ def test_the_footprint_of_a_layer_with_experts_is_what_autograd_keeps(wide_moe, 
     ("values", "words"),
     [
         (("adapter.dropout=0.1",), "adapter.dropout 0.1 .*write adapter.dropout: 0.0, or adapter.experts: none"),
-        (
-            ("adapter.targets=[q_proj, down_proj]",),
-            r"adapter.targets \[q_proj, down_proj\].* all of gate_proj, up_proj",
-        ),
+        (("adapter.targets=[q_proj, down_proj]",), r"targets \[q_proj, down_proj\].* all of gate_proj, up_proj"),
         (("adapter.expert_rank=1000",), "expert_rank 1000 .* more than .* write adapter.expert_rank: 768 or"),
         (("adapter.targets=[gate_proj, up_proj, down_proj]",), "one on attention.*write q_proj, k_proj, v_proj"),
         (("model.format=fp8_block",), "format fp8_block .*a mixture of experts, .*write model.format: nvfp4 or bf16"),
         (("train.fp8_recipe=blockwise",), "train.fp8_recipe blockwise .* in 16 bits; write train.fp8_recipe: null"),
         (("qat.mode=weights",), "qat given with model.base Qwen/Qwen3-30B-A3B: it is a mixture .*; write qat: null"),
+        (("adapter.experts=per_expert", "adapter.targets=[q_proj]"), "experts, which consist of .*, get no adapter"),
+        (("adapter.experts=none", "adapter.expert_rank=4"), "expert_rank 4 with adapter.experts none: experts, which"),
     ],
 )
 def test_what_experts_cannot_have_is_refused(values, words):
@@ -161,31 +153,9 @@ def test_replay_is_refused_for_more_experts_than_a_byte_can_name(experts, replay
         check_experts(config, sizes.decoder)
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["adapter.experts per_expert", "adapter.experts none", "adapter.expert_rank 4", "rollout.router_replay false"],
-)
+@pytest.mark.parametrize("given", ["adapter.experts none", "adapter.expert_rank 4", "rollout.router_replay false"])
 def test_keys_of_experts_are_refused_for_a_dense_model(given):
     key, value = given.split()
     config = config_with(f"{key}={value}", base="Qwen/Qwen3-8B")
     with pytest.raises(ConfigError, match=f"{given} with model.base Qwen/Qwen3-8B: it has no experts; write {key}: "):
         plan(config, read_sizes("Qwen/Qwen3-8B"), card_of("h200"))
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            ("adapter.experts=per_expert", "adapter.targets=[q_proj]"),
-            "experts, which consist of gate_proj, up_proj, down_proj, get no adapter",
-        ),
-        (
-            ("adapter.experts=none", "adapter.expert_rank=4"),
-            "expert_rank 4 with adapter.experts none: experts, which consist of",
-        ),
-        (("adapter.expert_rank=4", "adapter.targets=[q_proj]"), "adapter.expert_rank 4 .*get no adapter"),
-    ],
-)
-def test_keys_that_contradict_one_another_are_refused(values, words):
-    with pytest.raises(ConfigError, match=words):
-        config_with(*values)

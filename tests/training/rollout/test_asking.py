@@ -35,12 +35,8 @@ def test_the_completions_of_a_prompt_stand_together_at_their_places_among_all_ra
         (4, [[4]] * size),
         (7, [[7]] * size),
     ]
+    assert Asking(SAMPLING).groups(engine, [], 5) == []  # for which it is not called
     assert engine.calls == [([[4, 1]] * size + [[7, 1]] * size, SAMPLING, 5, told, first * size)]
-
-
-def test_an_engine_is_not_called_for_nothing():
-    engine = Engine()
-    assert (Asking(SAMPLING).groups(engine, [], 5), engine.calls) == ([], [])
 
 
 @pytest.mark.parametrize("own", [None, lambda seed, row: 100 * seed + row])

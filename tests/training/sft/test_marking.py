@@ -71,27 +71,16 @@ def test_the_marks_of_a_template_are_those_of_transformers(marker):
     assert (row.ids, row.learned) == (expected["input_ids"], expected["assistant_masks"])
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION])
-def test_messages_of_a_prompt_are_not_learned(marker, template):
+@pytest.mark.parametrize("template", [CHATML, GENERATION, THINKING])
+def test_a_message_that_is_passed_over_or_of_the_prompt_is_read_and_not_learned(marker, template):
     marks, tokenizer = marker(template)
-    (row,) = marks.rows(Conversation("1", TALK, learned_from=3))
-    assert learned(tokenizer, row) == ["#### 12<|im_end|>"]
-
-
-@pytest.mark.parametrize(("passed", "expected"), [(1, "#### 12<|im_end|>"), (3, "3 + 4 = 7<|im_end|>")])
-@pytest.mark.parametrize("template", [CHATML, GENERATION])
-def test_a_message_that_is_passed_over_is_read_and_not_learned(marker, template, passed, expected):
-    marks, tokenizer = marker(template)
-    (row,) = marks.rows(Conversation("1", TALK, passed=frozenset([passed])))
-    assert learned(tokenizer, row) == [expected]
-    (whole,) = marks.rows(Conversation("1", TALK))
-    assert row.ids == whole.ids
-
-
-def test_a_row_for_each_answer_passes_over_it_too(marker):
-    marks, tokenizer = marker(THINKING)
-    (row,) = marks.rows(Conversation("1", TALK, passed=frozenset([1])))
-    assert learned(tokenizer, row) == ["<think></think>#### 12<|im_end|>"]
+    for of_prompt in ({"passed": frozenset([1])}, {"learned_from": 3}):
+        (row,) = marks.rows(Conversation("1", TALK, **of_prompt))
+        (answer,) = learned(tokenizer, row)
+        assert answer == ("<think></think>" if template == THINKING else "") + "#### 12<|im_end|>"
+        assert "3 + 4 = 7" in tokenizer.decode(row.ids)
+    first = marks.rows(Conversation("1", TALK, passed=frozenset([3])))[0]
+    assert learned(tokenizer, first)[0].endswith("3 + 4 = 7<|im_end|>")
 
 
 SPACED = CHATML.replace("'\n' + m.content", "': ' + m.content").replace("assistant\n", "assistant: ")
@@ -143,20 +132,11 @@ def test_an_answer_without_a_token_that_ends_completions_is_told(marker):
     assert f"'<|im_end|>': make it one, with \"eos_token_id\": [{other}, {end}] in the generation_config.json" in says
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (
-            GENERATION.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"),
-            "move it",
-        ),
-        (
-            CHATML.replace("m.content + '<|im_end|>\n'", "m.content + '\n'").replace("<|im_start|>", ""),
-            "<|im_end|> there",
-        ),
-    ],
-    ids=["after the marks", "none"],
-)
+LATE = GENERATION.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+NONE = CHATML.replace("m.content + '<|im_end|>\n'", "m.content + '\n'").replace("<|im_start|>", "")
+
+
+@pytest.mark.parametrize(("template", "says"), [(LATE, "move it"), (NONE, "<|im_end|> there")], ids=["late", "none"])
 def test_what_to_do_about_it_fits_the_template(marker, template, says):
     marks, _ = marker(template)
     (row,) = marks.rows(Conversation("1", TALK[:2]))
@@ -164,7 +144,7 @@ def test_what_to_do_about_it_fits_the_template(marker, template, says):
     assert says in marks.unended_text(dict.fromkeys(row.unended, 1))
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("template", [GENERATION, THINKING])
 @pytest.mark.parametrize(
     ("message", "says"),
     [
@@ -175,15 +155,9 @@ def test_what_to_do_about_it_fits_the_template(marker, template, says):
 def test_what_the_template_does_not_write_of_an_answer_is_said(marker, template, message, says):
     """The model would learn to answer nothing in place of the call."""
     marks, _ = marker(template)
-    with pytest.raises(UnmarkableError, match=f"the chat template writes nothing of {says}"):
-        marks.rows(Conversation("1", (TALK[0], {"role": "assistant", **message})))
-
-
-def test_a_row_for_each_answer_has_to_be_written_too(marker):
-    marks, _ = marker(THINKING)
-    answer = {**TALK[1], "thinking": "three and four"}
-    with pytest.raises(UnmarkableError, match="writes nothing of 'thinking'"):
-        marks.rows(Conversation("1", (TALK[0], answer, *TALK[2:])))
+    for later in ((), TALK[2:]):  # with which THINKING gives a row for each answer
+        with pytest.raises(UnmarkableError, match=f"the chat template writes nothing of {says}"):
+            marks.rows(Conversation("1", (TALK[0], {"role": "assistant", **message}, *later)))
 
 
 def test_a_template_that_writes_earlier_answers_otherwise_gets_a_row_for_each(marker):
@@ -213,9 +187,3 @@ def test_a_template_that_cannot_mark_an_answer_is_refused_in_one_line(marker, te
     with pytest.raises(CheckpointError, match=f"does not show which tokens are the assistant's.*{says}") as error:
         marker(template)
     assert "\n" not in str(error.value)
-
-
-def test_a_conversation_that_a_template_refuses_is_told_apart(marker):
-    marks, _ = marker("{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML)
-    with pytest.raises(UnmarkableError, match="too long"):
-        marks.rows(Conversation("1", TALK))
