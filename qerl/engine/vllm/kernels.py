@@ -22,7 +22,6 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from qerl.engine.vllm.twins import BLOCK, QUARTER
 from qerl.formats.cuda.nvrtc import has_kernels
@@ -286,11 +285,23 @@ def draw(
 
 
 @triton.jit
-def _gumbel(bits):
-    """Standard Gumbel noise from 32 random bits. Large values come from u near 0, where float32 has a fine grid."""
+def _exponential(bits):
+    """Standard exponential noise -log(1 - u) from 32 random bits; a series where 1 - u would round u away."""
     bits = bits.to(tl.int32, bitcast=True)
-    uniform = tl.where(bits < 0, -bits - 1, bits).to(tl.float32) * 4.6566127342e-10
-    return -tl.log(-libdevice.log1p(-tl.maximum(uniform, 4.6566127342e-10)))
+    u = tl.maximum(tl.where(bits < 0, -bits - 1, bits).to(tl.float32) * 4.6566127342e-10, 4.6566127342e-10)
+    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
+
+
+@triton.jit
+def _scaled(logits_ptr, index, vocabulary, inverse):
+    return tl.load(logits_ptr + index, mask=index < vocabulary, other=float("-inf")).to(tl.float32) * inverse
+
+
+@triton.jit
+def _least(key, part, other, number):
+    """The smaller of two keys, and in which part it is: in the earlier one, if both are equal."""
+    return tl.where(other < key, other, key), tl.where(other < key, number, part)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -307,36 +318,37 @@ def _block_kernel(
     vocabulary,
     QUARTER: tl.constexpr,
 ):
+    """The largest of z + g is where E / exp(z) is least, with E = exp(-g): one logarithm per logit instead of two."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     request = tl.load(request_ptr + row)
     temperature = tl.load(temperature_ptr + request)
-    inverse = tl.where(temperature == 0.0, 1.0, 1.0 / temperature)
+    greedy = temperature == 0.0
+    inverse = tl.where(greedy, 1.0, 1.0 / temperature)
     seed = tl.randint(tl.load(seeds_ptr + request), tl.load(positions_ptr + row))
     lane = tl.arange(0, QUARTER)
     r0, r1, r2, r3 = tl.randint4x(seed, block * QUARTER + lane)
-    maximum = float("-inf")
-    total = 0.0
-    best_value = float("-inf")
-    best_index = 0
-    for part in tl.static_range(4):
-        index = block * (4 * QUARTER) + part * QUARTER + lane
-        logits = tl.load(logits_ptr + row * stride + index, mask=index < vocabulary, other=float("-inf"))
-        logits = logits.to(tl.float32) * inverse
-        here = tl.maximum(maximum, tl.max(logits))
-        safe = tl.where(here == float("-inf"), 0.0, here)
-        total = total * tl.exp(maximum - safe) + tl.sum(tl.exp(logits - safe))
-        maximum = here
-        noise = _gumbel(r0 if part == 0 else r1 if part == 1 else r2 if part == 2 else r3)
-        noisy = tl.where(temperature == 0.0, logits, logits + noise)
-        value, where = tl.max(noisy, axis=0, return_indices=True)
-        better = value > best_value
-        best_index = tl.where(better, block * (4 * QUARTER) + part * QUARTER + where, best_index)
-        best_value = tl.where(better, value, best_value)
+    logits_ptr += row * stride
+    first = block * (4 * QUARTER)
+    z0 = _scaled(logits_ptr, first + lane, vocabulary, inverse)
+    z1 = _scaled(logits_ptr, first + QUARTER + lane, vocabulary, inverse)
+    z2 = _scaled(logits_ptr, first + 2 * QUARTER + lane, vocabulary, inverse)
+    z3 = _scaled(logits_ptr, first + 3 * QUARTER + lane, vocabulary, inverse)
+    maximum = tl.max(tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
+    safe = tl.where(maximum == float("-inf"), 0.0, maximum)
+    e0, e1, e2, e3 = tl.exp(z0 - safe), tl.exp(z1 - safe), tl.exp(z2 - safe), tl.exp(z3 - safe)
+    total = tl.sum((e0 + e1) + (e2 + e3))
+    key = tl.where(greedy, safe - z0, _exponential(r0) / e0)
+    part = tl.zeros_like(lane)
+    key, part = _least(key, part, tl.where(greedy, safe - z1, _exponential(r1) / e1), 1)
+    key, part = _least(key, part, tl.where(greedy, safe - z2, _exponential(r2) / e2), 2)
+    key, part = _least(key, part, tl.where(greedy, safe - z3, _exponential(r3) / e3), 3)
+    least = tl.min(key)
+    inside = tl.min(tl.where(key == least, part * QUARTER + lane, 4 * QUARTER - 1))
     place = row * blocks + block
     tl.store(partial_ptr + place, maximum)
     tl.store(partial_ptr + rows * blocks + place, total)
-    tl.store(partial_ptr + 2 * rows * blocks + place, best_value)
-    tl.store(best_ptr + place, best_index)
+    tl.store(partial_ptr + 2 * rows * blocks + place, tl.where(greedy, maximum, maximum - tl.log(least)))
+    tl.store(best_ptr + place, tl.minimum(first + inside, vocabulary - 1))
 
 
 @triton.jit(do_not_specialize=["rows"])
