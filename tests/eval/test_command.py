@@ -70,6 +70,7 @@ def test_both_commands_have_the_same_options():
         (["--temperature", "-0.5"], "--temperature -0.5 is not possible: write 0 (greedy)"),
         (["--temperature", "0.005"], "--temperature 0.005 is below 0.01, at which vllm samples instead"),
         (["--temperature", "warm"], "--temperature"),
+        (["--temperature", "nan"], "--temperature nan is not possible"),
         (["--top-p", "1.5", "--sampled"], "--top-p 1.5 is not possible"),
         (["--top-p", "0.9"], "does nothing at temperature 0 (greedy)"),
         (["--samples", "4"], "4 equal completions"),

@@ -11,10 +11,7 @@ from qerl.config.recipe import save_config
 from qerl.data.tasks import get_task
 from tests.helpers.small_run import small_config
 
-SOURCES = [
-    {"name": "sums"},
-    {"name": "chains", "task": "math500", "grader": "mine.py"},
-]
+SOURCES = [{"name": "sums"}, {"name": "chains", "task": "math500", "grader": "mine.py"}]
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """`qerl quantize --activations`: folders whose linears round their input, by dynamic or by calibrated scales."""
 
 import json
-import re
 
 import pytest
 import torch
 
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.activations import input_scales, kind_of_activations, read_activations
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
@@ -17,7 +16,6 @@ from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import make_checkpoint
 from tests.helpers.checkpoint_tensors import FUSED, load_all
 from tests.helpers.roundings import rounding
-from tests.helpers.row_files import write_sums
 
 LENGTH = 32
 ROWS = {"calibration_size": 8, "sequence_length": LENGTH}
@@ -28,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("source") / "Small-1B", "qwen2", layers=2)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_sums(tmp_path_factory.mktemp("rows") / "rows.jsonl", 200)
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +98,3 @@ def test_a_scale_that_was_not_written_is_found(source, rows, tmp_path, monkeypat
     with pytest.raises(CheckpointError, match=r"input_global_scale is missing \(14 such names\)"):
         quantize_checkpoint(str(source), tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (
-            {"activations": "static", "calibration": "none"},
-            "--activations static needs calibration rows, and there are none",
-        ),
-        ({"activations": "static", "scheme": "fp8_block"}, "--activations static is not of --scheme fp8_block"),
-        ({"activations": "dynamic", "method": "awq", "calibration": "gsm8k"}, "--method gptq or rtn"),
-        ({"activations": "int8"}, "--activations 'int8' is not known: write auto, none, dynamic, static"),
-    ],
-)
-def test_what_cannot_be_is_refused(source, tmp_path, values, says):
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        quantize_checkpoint(str(source), tmp_path / "out", QuantizeOptions(**values))

@@ -9,6 +9,7 @@ import pytest
 from qerl.base.errors import DataError
 from quantize.calibration import load_calibration
 from tests.helpers.checkpoint_factory import make_tokenizer
+from tests.helpers.row_files import write_jsonl
 
 QUESTION = {"question": "What is 3 plus 4?", "answer": "The answer is 7."}
 CHAT = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "The answer is 7."}]
@@ -19,31 +20,20 @@ def tokenizer():
     return make_tokenizer()
 
 
-def write(path, rows):
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
-
-
 def rendered(tokenizer, messages=CHAT):
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
 def test_rows_are_joined_and_cut_without_a_gap(tokenizer, tmp_path):
-    data = write(tmp_path / "rows.jsonl", [QUESTION] * 50)
+    data = write_jsonl(tmp_path / "rows.jsonl", [QUESTION] * 50)
     one = rendered(tokenizer)
     found = load_calibration(data, tokenizer, size=4, sequence_length=len(one) + 3)
     assert [len(sequence) for sequence in found.sequences] == [len(one) + 3] * 4
     joined = [token for sequence in found.sequences for token in sequence]
     assert joined == (one * 5)[: len(joined)]
     assert found.rows == 5  # no more rows than needed are read
-    assert found.summary() == {
-        "data": data,
-        "sequences": 4,
-        "sequence_length": len(one) + 3,
-        "tokens": 4 * (len(one) + 3),
-        "rows": 5,
-        "unusable_rows": 0,
-    }
+    size = {"sequences": 4, "sequence_length": len(one) + 3, "tokens": 4 * (len(one) + 3)}
+    assert found.summary() == {"data": data, **size, "rows": 5, "unusable_rows": 0}
 
 
 @pytest.mark.parametrize(
@@ -59,13 +49,15 @@ def test_rows_are_joined_and_cut_without_a_gap(tokenizer, tmp_path):
 )
 def test_common_kinds_of_rows_are_rendered_with_the_models_chat_template(tokenizer, tmp_path, row):
     length = len(rendered(tokenizer))
-    found = load_calibration(write(tmp_path / "rows.jsonl", [row]), tokenizer, 1, length)
+    found = load_calibration(write_jsonl(tmp_path / "rows.jsonl", [row]), tokenizer, 1, length)
     assert found.sequences == [rendered(tokenizer)]
 
 
 def test_plain_text_ends_with_the_end_token(tokenizer, tmp_path):
     ids = [*tokenizer("The answer is 7.")["input_ids"], tokenizer.eos_token_id]
-    found = load_calibration(write(tmp_path / "rows.jsonl", [{"text": "The answer is 7."}]), tokenizer, 1, len(ids))
+    found = load_calibration(
+        write_jsonl(tmp_path / "rows.jsonl", [{"text": "The answer is 7."}]), tokenizer, 1, len(ids)
+    )
     assert found.sequences == [ids]
 
 
@@ -73,12 +65,12 @@ def test_without_a_chat_template_the_plain_text_is_used(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     ids = [*tokenizer("What is 3 plus 4?\n\nThe answer is 7.")["input_ids"], tokenizer.eos_token_id]
-    assert load_calibration(write(tmp_path / "rows.jsonl", [QUESTION]), tokenizer, 1, len(ids)).sequences == [ids]
+    assert load_calibration(write_jsonl(tmp_path / "rows.jsonl", [QUESTION]), tokenizer, 1, len(ids)).sequences == [ids]
 
 
 def test_rows_are_shuffled_the_same_way_every_time(tokenizer, tmp_path):
     rows = [{"text": f"row {number}"} for number in range(40)]
-    data = write(tmp_path / "rows.jsonl", rows)
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     first, again = (load_calibration(data, tokenizer, 1, 60).sequences for _ in range(2))
     assert first == again
     numbers = [int(part) for part in re.findall(r"row (\d+)<", tokenizer.decode(first[0]))]
@@ -87,7 +79,7 @@ def test_rows_are_shuffled_the_same_way_every_time(tokenizer, tmp_path):
 
 
 def test_a_compressed_file_gives_the_same_rows(tokenizer, tmp_path):
-    data = write(tmp_path / "rows.jsonl", [QUESTION] * 20)
+    data = write_jsonl(tmp_path / "rows.jsonl", [QUESTION] * 20)
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write((tmp_path / "rows.jsonl").read_text())
     found = [load_calibration(name, tokenizer, 2, 50).sequences for name in (data, str(tmp_path / "rows.jsonl.gz"))]
@@ -121,17 +113,3 @@ def test_too_little_data_is_refused(tokenizer, tmp_path, content, message):
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         load_calibration(str(tmp_path / "rows.jsonl"), tokenizer, 1, 64)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("missing.jsonl", "there is no file or folder"),
-        ("rows.docx", "neither a file nor a hub id"),
-        ("aime24", "is for evaluation and has no training rows"),
-    ],
-)
-def test_missing_data_is_refused(tokenizer, tmp_path, monkeypatch, data, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=message):
-        load_calibration(data, tokenizer, 1, 64)

@@ -126,34 +126,27 @@ def test_all_experts_may_stay_in_16_bits(made, tmp_path):
     assert len(config_of(tmp_path / "out")["quantization_config"]["ignore"]) == 1 + 2 + 2 * 4 * 3
 
 
-def test_a_lost_expert_is_missed_before_anything_is_written(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors, name: tensors.pop(name), r"lacks 1 of the tensors.*experts\.3\.down_proj\.weight"),
+        (
+            lambda tensors, name: tensors.update({name: torch.zeros(64, 32)}),
+            r"experts\.3\.down_proj\.weight of shape \[64, 32\], and by",
+        ),
+    ],
+    ids=["lost", "smaller"],
+)
+def test_a_wrong_expert_is_missed_before_anything_is_written(tmp_path, change, said):
     source = make_checkpoint(tmp_path / "base", "qwen3_moe", max_shard_size="10MB")
-    tensors = load_all(source)
-    del tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    tensors, name = load_all(source), "model.layers.1.mlp.experts.3.down_proj.weight"
+    change(tensors, name)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks 1 of the tensors.*experts\.3\.down_proj\.weight"):
-        quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
-
-
-def test_an_expert_of_another_size_is_missed_before_anything_is_written(tmp_path):
-    source = make_checkpoint(tmp_path / "base", "qwen3_moe", max_shard_size="10MB")
-    tensors = load_all(source)
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    tensors[name] = tensors[name][:, :32].clone()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight of shape \[64, 32\], and by"):
+    with pytest.raises(CheckpointError, match=said):
         quantize_checkpoint(str(source), tmp_path / "out", ROUNDING)
 
 
 # --- with calibration
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    texts = [f"What is {a} plus {b}? The answer is {a + b}. " * 6 for a in range(4) for b in range(6)]
-    file.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    return str(file)
 
 
 def calibrating(rows, method):
@@ -195,20 +188,13 @@ def test_awq_rescales_the_router_with_the_norm_that_it_reads(rows, tmp_path):
 # --- a folder that others made
 
 
-@pytest.fixture
-def downloaded(made, tmp_path):
-    """A packed folder in which the up of one expert has another scale than its gate; (folder, expert)."""
+def test_unequal_scales_of_an_expert_are_refused_when_a_folder_is_named(made, tmp_path):
+    """A packed folder in which the up of one expert has another scale than its gate."""
     source, packed, _ = made
-    folder = shutil.copytree(packed, tmp_path / "downloaded")
-    expert = decoder_of(config_of(source), "m").experts_of(1)[2]
+    folder, expert = shutil.copytree(packed, tmp_path / "other"), decoder_of(config_of(source), "m").experts_of(1)[2]
     tensors = load_all(folder)
     tensors[f"{expert.up}.{FORMAT.shared_tensor}"] *= 2
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, expert
-
-
-def test_unequal_scales_of_an_expert_are_refused_when_a_folder_is_named(downloaded):
-    folder, expert = downloaded
     with pytest.raises(CheckpointError) as raised:
         resolve_model(str(folder))
     words = f"gives {expert.gate}, {expert.up} different global scales"
@@ -216,7 +202,3 @@ def test_unequal_scales_of_an_expert_are_refused_when_a_folder_is_named(download
     assert "quantize the 16-bit model with `qerl quantize`" in str(raised.value)
     with pytest.raises(EngineError, match=words):
         check_folder(folder, FORMAT, "marlin")
-
-
-def test_a_folder_whose_experts_share_their_scales_is_taken(made):
-    assert resolve_model(str(made[1])).kind == "quantized"

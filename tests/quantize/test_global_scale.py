@@ -1,15 +1,11 @@
 """`--global-scale pow2`: every method writes the reference's powers of two, in a standard file."""
 
-import io
 import json
 import math
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.checkpoint.experts import fused
 from qerl.formats.nvfp4 import reference
@@ -18,17 +14,14 @@ from quantize.export.run import export
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
 from tests.helpers.merged import random_adapter
-from tests.helpers.roundings import ROUNDING, rounding
+from tests.helpers.roundings import rounding
 from tests.helpers.row_files import write_sums
 
 POW2 = rounding(global_scale="pow2")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def load_all(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def sets_of(tensors):
@@ -46,6 +39,7 @@ def test_rounding_writes_the_reference_s_bytes(source, tmp_path):
     dense, written = load_all(source), load_all(tmp_path / "out")
     sets = sets_of(written)
     assert sum(map(len, sets)) == len(report.layers) == 14
+    assert json.loads((tmp_path / "out" / "quantize_report.json").read_text())["global_scale"] == "pow2"
     for modules in sets:
         weights = [dense[f"{module}.weight"] for module in modules]
         weights = [weight.float() if weight.dtype == torch.float16 else weight for weight in weights]
@@ -56,31 +50,6 @@ def test_rounding_writes_the_reference_s_bytes(source, tmp_path):
                 assert torch.equal(tensor.view(torch.uint8), written[f"{module}.{name}"].view(torch.uint8))
     rest = [name for name in written if ".weight_" not in name]
     assert all(torch.equal(written[name], dense[name]) for name in rest)
-
-
-def test_the_file_is_a_standard_one_and_as_good(source, tmp_path):
-    pow2 = quantize_checkpoint(str(source), tmp_path / "pow2", POW2)
-    amax = quantize_checkpoint(str(source), tmp_path / "amax", ROUNDING)
-    assert pow2.mean_sqnr_db() == pytest.approx(amax.mean_sqnr_db(), abs=0.05)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("pow2", "amax")]
-    assert configs[0] == configs[1]
-    unpacked = CompressedTensorsConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "pow2", dtype=torch.bfloat16, quantization_config=unpacked
-    ).state_dict()
-    written = load_all(tmp_path / "pow2")
-    for (module,) in [modules for modules in sets_of(written) if len(modules) == 1]:
-        parts = (written[f"{module}.{name}"] for name in ("weight_packed", "weight_scale", "weight_global_scale"))
-        assert torch.equal(model[f"{module}.weight"], reference.dequantize(*parts, torch.bfloat16))
-
-
-def test_report_and_table_say_which(source, tmp_path):
-    for name, row in (("pow2", True), ("amax", False)):
-        report = quantize_checkpoint(str(source), tmp_path / name, rounding(global_scale=name))
-        assert json.loads((tmp_path / name / "quantize_report.json").read_text())["global_scale"] == name
-        console = Console(record=True, width=200, file=io.StringIO())
-        console.print(report.table())
-        assert ("powers of two" in console.export_text()) is row
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -122,13 +91,3 @@ def test_a_merge_keeps_them_where_the_weights_have_not_outgrown_them(tmp_path, o
     assert changed == {f"model.layers.1.mlp.{leaf}_proj.weight_global_scale" for leaf in ("gate", "up")}
     assert all(math.frexp(scale)[0] == 0.5 for scale in after.values())
     assert all(after[name] < before[name] for name in changed)
-
-
-def test_a_merge_of_the_usual_base_computes_them_anew(tmp_path):
-    source = make_checkpoint(tmp_path / "model", "qwen2", layers=1)
-    quantize_checkpoint(str(source), tmp_path / "base", ROUNDING)
-    random_adapter(tmp_path / "adapter", source)
-    export(ExportOptions(str(tmp_path / "adapter"), "nvfp4", tmp_path / "out", str(tmp_path / "base"), prompt_count=0))
-    scales = scales_of(tmp_path / "out")
-    assert not all(math.frexp(scale)[0] == 0.5 for scale in scales.values())
-    assert scales != scales_of(tmp_path / "base")

@@ -5,22 +5,15 @@ Last run on an H200, 2026-11-22, before outputs were measured; the measurement a
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.checkpoint_tensors import load_all
 from tests.helpers.row_files import write_sums
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LARGER = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8}
-
-
-def load_all(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("layout", ["qwen2", "qwen3"])
@@ -57,13 +50,7 @@ def test_calibrated_methods_run_and_verify(tmp_path, method, layout):
     report = quantize_checkpoint(
         str(source),
         tmp_path / "out",
-        QuantizeOptions(
-            method=method,
-            calibration=rows,
-            calibration_size=8,
-            sequence_length=128,
-            batch_size=4,
-        ),
+        QuantizeOptions(method=method, calibration=rows, calibration_size=8, sequence_length=128, batch_size=4),
     )
     assert len(report.layers) == 14
     assert report.outputs.held_out

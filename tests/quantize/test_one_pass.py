@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
@@ -19,22 +18,16 @@ from qerl.checkpoint.source import read_source
 from qerl.formats import NVFP4
 from quantize import one_pass, rounding
 from quantize.calibration import load_calibration
-from quantize.one_pass import Searched, Start, add_products_, largest_rank, one_pass_groups, searched, searched_groups
+from quantize.one_pass import Searched, Start, add_products_, one_pass_groups, searched, searched_groups
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, LAYOUTS, make_checkpoint
 from tests.helpers.checkpoint_tensors import load_all
-from tests.helpers.row_files import write_jsonl, write_sums
 
 CPU = torch.device("cpu")
 LENGTH, SIZE, RANK = 48, 24, 8
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_sums(tmp_path_factory.mktemp("rows") / "rows.jsonl", 400)
 
 
 def options(rows, method="auto", **values):
@@ -43,19 +36,18 @@ def options(rows, method="auto", **values):
 
 
 def quantized(folder, layout, rows):
+    """(source folder, output folder, report) by the default method, with a start."""
     source = make_checkpoint(folder / "model", layout)
     return source, folder / "out", quantize_checkpoint(str(source), folder / "out", options(rows))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def of_each_layout(request, rows, tmp_path_factory):
-    """(source folder, output folder, report) by the default method, with a start."""
     return quantized(tmp_path_factory.mktemp(request.param), request.param, rows)
 
 
 @pytest.fixture(scope="module")
 def made(rows, tmp_path_factory):
-    """The same of one layout."""
     return quantized(tmp_path_factory.mktemp("made"), "qwen2", rows)
 
 
@@ -125,15 +117,6 @@ def test_nothing_else_is_changed(made):
     assert all(torch.equal(before[name], after[name]) for name in kept)
 
 
-def test_it_loads_in_transformers_as_any_other(of_each_layout):
-    _, out, report = of_each_layout
-    loaded = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True))
-    own = decoded(out)
-    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.k_proj"):
-        assert torch.equal(loaded.get_submodule(name).weight, own[name].bfloat16())
-    assert report.bytes_after == sum(tensor.nbytes for tensor in load_all(out).values())
-
-
 def test_without_rows_scales_are_searched_by_plain_squares(made, tmp_path):
     source = made[0]
     report = quantize_checkpoint(str(source), tmp_path / "out", QuantizeOptions(calibration="none"))
@@ -148,17 +131,6 @@ def test_without_rows_scales_are_searched_by_plain_squares(made, tmp_path):
         assert torch.equal(written[f"{name}.{part}"].view(torch.uint8), tensor.view(torch.uint8))
     plain = quantize_checkpoint(str(source), tmp_path / "rtn", QuantizeOptions("rtn", calibration="none"))
     assert report.mean_sqnr_db() > plain.mean_sqnr_db() + 0.3
-
-
-def test_powers_of_two_leave_the_same_room(made, rows, tmp_path):
-    report = quantize_checkpoint(str(made[0]), tmp_path / "out", options(rows, "search", global_scale="pow2"))
-    for layer in report.layers:
-        assert math.frexp(layer.global_scale)[0] == 0.5
-    scales = torch.cat(
-        [t.float().flatten() for n, t in load_all(tmp_path / "out").items() if n.endswith("weight_scale")]
-    )
-    assert scales.max() <= 448
-    assert report.outputs.written.kl < report.outputs.rounded.kl
 
 
 # --- the start
@@ -212,7 +184,7 @@ def test_peft_computes_what_was_measured(made, rows):
     assert found == pytest.approx([report.outputs.written.kl, report.outputs.started.kl], rel=1e-2)
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+@pytest.mark.parametrize("method", ["rtn", "awq"])
 def test_other_methods_have_a_start_of_what_they_wrote(made, rows, tmp_path, method):
     report = quantize_checkpoint(str(made[0]), tmp_path / "out", options(rows, method))
     plain = quantize_checkpoint(str(made[0]), tmp_path / "plain", options(rows, method, start_rank=0))
@@ -222,12 +194,6 @@ def test_other_methods_have_a_start_of_what_they_wrote(made, rows, tmp_path, met
     assert report.outputs.written.kl == pytest.approx(plain.outputs.written.kl)
     assert plain.outputs.started is None
     assert not (tmp_path / "plain" / START).exists()
-
-
-def test_the_rank_is_at_most_the_smallest_side_of_a_linear(made, rows, tmp_path):
-    assert largest_rank(read_source(str(made[0]))) == 32
-    report = quantize_checkpoint(str(made[0]), tmp_path / "out", options(rows, start_rank=64))
-    assert report.start["rank"] == 32
 
 
 def test_linears_that_stay_in_16_bits_have_factors_of_zero_where_their_kind_is_quantized_elsewhere(
@@ -260,6 +226,7 @@ def experts(request, rows, tmp_path_factory):
 def test_experts_are_rounded_better_than_to_nearest_and_have_no_start(experts):
     _, out, report = experts
     assert report.global_scale == "pow2"
+    assert all(math.frexp(layer.global_scale)[0] == 0.5 for layer in report.layers)
     written, rounded = report.outputs.linears, report.outputs.rounded_linears
     own = [name for name in written if ".experts." in name]
     assert len(own) == 2 * 4 * 3
@@ -360,10 +327,7 @@ def test_a_weight_that_is_not_finite_is_named_without_rows_too(made, tmp_path):
         ({"start_rank": -1}, "--start-rank -1 is not a rank"),
         ({"start_rank": 8, "calibration": "none"}, "--start-rank 8 needs calibration rows, and there are none"),
         ({"method": "search_gptq", "calibration": "none"}, "--method search_gptq needs calibration rows"),
-        (
-            {"calibration": "none", "calibration_size": 4},
-            "--calibration-size 4 needs calibration rows, and there are none",
-        ),
+        ({"calibration": "none", "calibration_size": 4}, "--calibration-size 4 needs calibration rows"),
         ({"scheme": "fp8_block", "start_rank": 8}, "--start-rank 8 is not of --scheme fp8_block"),
         ({"scheme": "fp8_block", "method": "search"}, "--method search is not of --scheme fp8_block, which rounds"),
         (
@@ -374,8 +338,20 @@ def test_a_weight_that_is_not_finite_is_named_without_rows_too(made, tmp_path):
         ({"observer": "memoryless_mse", "method": "rtn", "global_scale": "pow2"}, "leave one of them out"),
         (
             {"observer": "imatrix_mse", "method": "rtn", "calibration": "none"},
-            "--observer imatrix_mse needs calibration rows",
+            "--observer imatrix_mse needs calibration",
         ),
+        ({"method": "rnt"}, "--method 'rnt' is not known: write auto, search, search_gptq, rtn"),
+        ({"global_scale": "power"}, "--global-scale 'power' is not known: write auto, amax, pow2"),
+        ({"method": "awq", "calibration": "none"}, "--method awq needs calibration rows"),
+        ({"method": "awq", "calibration": "x", "calibration_size": 0}, "--calibration-size 0 must be at least 1"),
+        ({"method": "gptq", "calibration": "x", "batch_size": -1}, "--batch-size -1 must be at least 1"),
+        ({"method": "gptq", "calibration": "x", "sequence_length": 2048}, "is more than the model's 256 positions"),
+        ({"device": "cuda:77"}, "--device cuda:77 cannot be used here"),
+        ({"device": "gpu"}, "--device gpu cannot be used here"),
+        ({"activations": "static", "calibration": "none"}, "--activations static needs calibration rows"),
+        ({"activations": "static", "scheme": "fp8_block"}, "--activations static is not of --scheme fp8_block"),
+        ({"activations": "dynamic", "method": "awq", "calibration": "gsm8k"}, "--method gptq or rtn"),
+        ({"activations": "int8"}, "--activations 'int8' is not known: write auto, none, dynamic, static"),
     ],
 )
 def test_what_cannot_be_is_refused(made, tmp_path, values, words):
@@ -393,13 +369,6 @@ def test_the_shipped_rows_are_the_default_for_a_tokenizer_of_text(tmp_path, monk
     assert (report.calibration["sequences"], report.calibration["sequence_length"]) == (64, 256)
     assert report.outputs.sequences == 16
     assert report.start["rank"] == 32
-
-
-def test_rows_that_are_not_there_leave_nothing(made, tmp_path):
-    write_jsonl(tmp_path / "rows.jsonl", [{"number": 3}])
-    with pytest.raises(Exception, match="none of 1 rows can be used"):
-        quantize_checkpoint(str(made[0]), tmp_path / "out", options(str(tmp_path / "rows.jsonl")))
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_the_start_collects_medians_over_linears():

@@ -164,26 +164,6 @@ def test_gptq_rounds_as_the_textbook_does(width):
     )
 
 
-def test_each_step_lowers_the_error_of_the_outputs():
-    weight, moment = normal(64, 128), moment_of(128)
-    scale = roomy_global_scale([weight])
-    plain = round_to(weight, searched_scales(weight, scale), scale)
-    weighted = searched_scales(weight, scale, moment.diagonal())
-    last = round_to(weight, weighted, scale), gptq(weight, weighted, scale, moment)
-    errors = [output_error(weight, tensor, moment) for tensor in (quantize(weight), plain, *last)]
-    assert errors[1] < 0.95 * errors[0]
-    assert errors[2] < 0.95 * errors[1]
-    assert errors[3] < 0.5 * errors[2]
-
-
-def test_without_correlations_gptq_is_rounding():
-    weight, moment = normal(16, 64), torch.logspace(-1, 1, 64).diag()
-    scale = roomy_global_scale([weight])
-    scales = searched_scales(weight, scale)
-    ours, rounded = gptq(weight, scales, scale, moment), round_to(weight, scales, scale)
-    assert torch.equal(dequantize(*ours, torch.float32), dequantize(*rounded, torch.float32))  # codes of -0.0 differ
-
-
 @pytest.mark.parametrize("moment", [torch.zeros(64, 64), torch.ones(64, 64)])
 def test_a_singular_moment_is_no_special_case(moment):
     weight = normal(16, 64)

@@ -72,10 +72,7 @@ def test_the_linears_of_a_layer_by_tokens_with_empty_cells_for_what_was_not_meas
     layers = bench_table.read(tmp_path, "linear")
     rows = bench_table.layer_table(layers["7b"]["rank32"])
     assert rows[0].startswith("| tokens, rank 32 | default ways us |")
-    assert rows[2:] == [
-        "| 8 | 36.0 | 52% | 20% | 90.0 | 25% | 2.50 | 33.0 |",
-        "| 64 |  |  |  | 90.0 | 25% |  | 60.0 |",
-    ]
+    assert rows[2:] == ["| 8 | 36.0 | 52% | 20% | 90.0 | 25% | 2.50 | 33.0 |", "| 64 |  |  |  | 90.0 | 25% |  | 60.0 |"]
     rows = bench_table.linear_table(layers["7b"]["rank32"])
     assert rows[2:] == ["| qkv, fused | 12.0 (35%) |  |", "| qkv, bf16 |  | 30.0 (100%) |"]
     assert "## The linears of a decoder layer, 7B shape" in bench_table.page(tmp_path)

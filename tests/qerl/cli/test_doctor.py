@@ -65,8 +65,7 @@ def test_this_environment_has_the_tested_versions():
 
 
 @pytest.mark.parametrize(
-    ("installed", "level", "remedy"),
-    [("1.17.0", "warning", "tested with 1.16.0"), (None, "error", r"setup_env\.sh")],
+    ("installed", "level", "remedy"), [("1.17.0", "warning", "tested with 1.16.0"), (None, "error", r"setup_env\.sh")]
 )
 def test_another_or_a_missing_version_is_named(monkeypatch, installed, level, remedy):
     original = qerl.cli.doctor.version

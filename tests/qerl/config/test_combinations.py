@@ -36,11 +36,6 @@ COMBINATIONS = [
         "clean one's; write loss.correction.mode: token_truncate, or noise.where: both",
     ),
     (
-        "    floor: null",
-        "    floor: 2.0",
-        "loss.correction.floor: got 2.0, expected number > 0 and <= 1 or null",
-    ),
-    (
         "  top_p: 1.0",
         "  top_p: 0.95",
         "rollout.top_p 0.95 with loss.mismatch_gate 0.003: the trainer's policy has no such",
@@ -113,26 +108,18 @@ PAIRS = [
         ["loss.correction.cap=1.0", "loss.correction.floor=1.0"],
         "loss.correction.floor 1.0 with loss.correction.cap 1.0: no ratio lies between them",
     ),
-    (["loss.correction.cap=0.9"], "loss.correction.cap: got 0.9, expected number >= 1; the default is 2.0"),
     (
         ["data.prompt_template=Q: {question}"],
         "got the mapping {'Q': {'question': None}}, expected text; write text in quotes "
         "(after --set in a second pair: --set 'data.prompt_template=\"...\"')",
     ),
-    (["loss.correction.floor=1.5"], "loss.correction.floor: got 1.5, expected number > 0 and <= 1 or null"),
     (
         ["rewards=[{name: acuracy}]"],
         "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy, or one of accuracy, format, "
         "soft_overlong, length, judge, environment, or your own: path/to/file.py:function,",
     ),
-    (
-        ["rewards=[{name: zzz}]"],
-        "there is no such reward; write one of accuracy, format, soft_overlong, length, judge",
-    ),
-    (["rewards=[{name: LENGTH}]"], "there is no such reward; write rewards.0.name: length, or one of "),
+    (["rewards=[{name: zzz}]"], "there is no such reward; write one of accuracy, format, soft_overlong, length, judge"),
     (["rewards=[{name: 'rewards.py'}]"], "it is a file; write the name in it too, rewards.py:NAME"),
-    (["rewards=[{name: 'rewards.py:'}]"], "there is no such reward"),
-    (["rewards=[{name: 'localhost:8000/grade'}]"], "there is no such reward; write one of accuracy"),
     (["rewards=[{name: 'localhost:8000'}]"], "or the http://... URL of a reward server"),
     (["rewards=[{name: 'htp://localhost:8000'}]"], "htp:// is spoken by no reward server; write a URL such as http://"),
     (["rewards=[{name: 'http:///grade'}]"], "it names no host"),
@@ -145,18 +132,12 @@ PAIRS = [
     (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
     (["sft={}", "data.grader=mine.py"], "data.grader mine.py with sft given: rows are given in their order, "),
     (["sft={}", "environment.name=calculator"], "write environment: null, or sft: null"),
-    (["environment.name=http://me:secret@host/"], "environment.name http://host/: a name and password in it would be"),
-    (["environment.name=http://host/?api_key=SECRETKEY12345"], "host/?api_key=...: a key in it would be logged"),
     (["environment.name=http://host:99999"], "it is no URL (Port out of range"),
     (["environment.name='http://[::1'"], "it is no URL (Invalid IPv6 URL)"),
     (["environment.name=http://"], "it names no host"),
     (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),
     (["rewards=[]"], "expected a list of {name, weight, args, timeout_s}; the default is [{name: accuracy}]"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
-    (
-        ["rollout.temperature=0.005"],
-        "rollout.temperature: got 0.005, expected number >= 0.01; the default is 1.0",
-    ),
 ]
 
 
@@ -196,9 +177,7 @@ def test_contradicting_keys_are_both_named_with_the_override_that_caused_it(tmp_
         (["rollout.top_p=0.9", "loss.mismatch_gate=null"], lambda c: c.rollout.top_p == 0.9),
         (["rollout.memory=0.8", "memory.cap_gib=0.5"], lambda c: c.rollout.memory == 0.8),
         (["loss.num_iterations=5"], lambda c: c.run.save_every == 50),
-        (["loss.delta=2"], lambda c: c.loss.delta == 2.0),
         (["rewards=[{name: 'https://user.example:8443/v1/grade?key=1'}]"], lambda c: len(c.rewards) == 1),
-        (["rewards=[{name: 'http://[::1]:8000'}]"], lambda c: len(c.rewards) == 1),
         (
             ["rewards=[{name: 'my/rewards.py:short'}, {name: pkg.mod:f}, {name: pkg.mod.f}]"],
             lambda c: len(c.rewards) == 3,

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from qerl.base.errors import ConfigError
-from qerl.config.keys import REMOVED, describe_config
+from qerl.config.keys import REMOVED
 from qerl.config.names import PROJECTIONS
 from qerl.config.recipe import load_config, load_recipe, recipe_label, recipe_names, recipe_path, save_config
 from qerl.config.schema import RewardConfig
@@ -210,11 +210,7 @@ def test_extends_is_one_level_and_names_a_recipe(recipe):
     ("override", "read", "value"),
     [
         ("optim.learning_rate=1e-5", lambda c: c.optim.learning_rate, 1e-5),
-        ("optim.learning_rate=1E-5", lambda c: c.optim.learning_rate, 1e-5),
-        ("noise.sigma_end=5e-4", lambda c: c.noise.sigma_end, 5e-4),
-        ("rollout.temperature=.5", lambda c: c.rollout.temperature, 0.5),
         (" optim.learning_rate = 3e-6 ", lambda c: c.optim.learning_rate, 3e-6),
-        ("rollout.memory=24", lambda c: c.rollout.memory, 24.0),
         ("adapter.targets=[q_proj,v_proj]", lambda c: c.adapter.targets, ("q_proj", "v_proj")),
         ("adapter.targets.0=v_proj", lambda c: c.adapter.targets, ("v_proj", *PROJECTIONS[1:])),
         ("rewards=[{name: accuracy}]", lambda c: c.rewards, (RewardConfig(name="accuracy"),)),
@@ -222,27 +218,15 @@ def test_extends_is_one_level_and_names_a_recipe(recipe):
         ("rewards.0.args.words=[a, 1e-3]", lambda c: c.rewards[0].args, {"words": ["a", 1e-3]}),
         ("rewards.0.args.0.1=x", lambda c: c.rewards[0].args, {"0": {"1": "x"}}),
         ("rewards.0={weight: 3}", lambda c: c.rewards[0], RewardConfig(name="accuracy", weight=3.0)),
-        (
-            "loss.correction={cap: 3.0}",
-            lambda c: (c.loss.correction.mode, c.loss.correction.cap),
-            ("token_truncate", 3.0),
-        ),
         ("noise={enabled: false}", lambda c: (c.noise.enabled, c.noise.num_stages), (False, 10)),
         ("data.columns.question=problem", lambda c: c.data.columns, {"question": "problem"}),
-        ("data.columns={question: q, answer: a}", lambda c: c.data.columns, {"question": "q", "answer": "a"}),
         ("data.system_prompt=null", lambda c: c.data.system_prompt, None),
-        ("data.system_prompt=Be brief.", lambda c: c.data.system_prompt, "Be brief."),
         ("data.prompt_template='{question} = ?'", lambda c: c.data.prompt_template, "{question} = ?"),
-        ("loss.mismatch_gate=null", lambda c: c.loss.mismatch_gate, None),
         ("data.source=rows=1.jsonl", lambda c: c.data.source, "rows=1.jsonl"),
-        ("logging.report_to=[wandb]", lambda c: c.logging.report_to, ("wandb",)),
     ],
 )
 def test_an_override_is_read_as_yaml(recipe, override, read, value):
-    path = recipe(SMALL)
-    if override.startswith("rollout.memory"):
-        path = recipe(SMALL + "rollout: {engine: vllm}\n")
-    assert read(load_recipe(path, [override])) == value
+    assert read(load_recipe(recipe(SMALL), [override])) == value
 
 
 @pytest.mark.parametrize(
@@ -251,37 +235,19 @@ def test_an_override_is_read_as_yaml(recipe, override, read, value):
         ("adapter.rnk=3", "--set adapter.rnk=3: adapter.rnk: unknown key; did you mean adapter.rank?"),
         ("rank=3", "rank: unknown key; did you mean adapter.rank?"),
         ("adapter.rank.x=3", "adapter.rank.x: unknown key; adapter.rank holds a value, not keys"),
-        ("adapter.0=3", "adapter.0: unknown key; the keys here are rank,"),
         ("adapter.rank", "--set adapter.rank: is not KEY=VALUE; write --set section.key=value"),
-        ("=3", "is not KEY=VALUE"),
         ("run.out=", "has no value; write --set run.out=null, or --set run.out='\"\"'"),
         ("adapter.rank=3.5", "--set adapter.rank=3.5: adapter.rank: got 3.5, expected whole number >= 1"),
-        (
-            "rewards.1.weight=2",
-            "rewards is a list, item 1 is not in it; write rewards.N with N an item's number (0 to 0)",
-        ),
-        ("rewards.weight=2", "rewards is a list, item weight is not in it"),
+        ("rewards.1.weight=2", "rewards is a list, item 1 is not in it; write rewards.N with N an item's number (0 to"),
         ("rewards.0.wait=2", "rewards.0.wait: unknown key; did you mean rewards.0.weight?"),
-        (
-            "rewards=accuracy",
-            "rewards: got 'accuracy' (text), expected a list of {name, weight, args, timeout_s}; the default is "
-            "[{name: accuracy}]",
-        ),
-        (
-            "rewards=[accuracy]",
-            "rewards.0: got 'accuracy' (text), expected keys (name, weight, args, timeout_s)",
-        ),
-        ("rewards=[]", "rewards: got the list [], expected a list of {name, weight, args, timeout_s}"),
+        ("rewards=accuracy", "rewards: got 'accuracy' (text), expected a list of {name, weight, args, timeout_s}; the"),
+        ("rewards=[accuracy]", "rewards.0: got 'accuracy' (text), expected keys (name, weight, args, timeout_s)"),
         ("noise=off", "noise: got 'off' (text), expected keys (enabled, sigma_start,"),
-        ("noise=off", "; write keys under it, or leave it out"),
         (
             "loss.correction=null",
-            "loss.correction: got null, expected keys (mode, cap, floor); write keys under it, or leave it out",
+            "loss.correction: got null, expected keys (mode, cap, floor); write keys under it, or",
         ),
-        (
-            "data.prompt_template={question} = ?",
-            'text that is not YAML goes in quotes: --set \'data.prompt_template="..."',
-        ),
+        ("data.prompt_template={question} = ?", "text that is not YAML goes in quotes: --set 'data.prompt_template="),
         ("adapter.targets=[q_proj", "--set adapter.targets=[q_proj: not YAML"),
         ("data.columns.question=[a]", "data.columns.question: got the list ['a'], expected text"),
     ],
@@ -355,13 +321,13 @@ def test_what_is_saved_is_complete_and_reads_back_exactly(recipe, tmp_path):
 
 
 def test_unknown_keys_by_the_thousand_are_one_short_line_at_once(recipe):
-    text = "extends: tiny\n" + "".join(f"k{number}: 1\n" for number in range(20_000))
+    text = "extends: tiny\n" + "".join(f"k{number}: 1\n" for number in range(4000))
     began = time.process_time()
     with pytest.raises(ConfigError) as raised:
         load_recipe(str(recipe(text)))
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 2
     assert "k0: unknown key" in str(raised.value)
-    assert "(19999 more after this one)" in str(raised.value)
+    assert "(3999 more after this one)" in str(raised.value)
     assert len(str(raised.value)) < 400
 
 
@@ -403,10 +369,6 @@ def test_a_saved_recipe_may_still_have_removed_keys_and_a_new_one_may_not(key, t
         saved.write_text(yaml.safe_dump(data))
         with pytest.raises(ConfigError, match="this key is gone; "):
             load_config(saved)
-
-
-def test_removed_keys_are_no_keys():
-    assert not set(REMOVED) & {row.key for row in describe_config()}
 
 
 def test_a_grader_has_the_time_of_the_reward_that_grades():

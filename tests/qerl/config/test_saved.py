@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from qerl.base.errors import ConfigError
-from qerl.config.recipe import load_config, load_recipe, read_config, save_config
+from qerl.config.recipe import load_config, load_recipe, read_config
 
 SOUND = "data:\n  task: arith\n  sources:\n  - {name: easy, rewards: [{name: accuracy}]}\n"
 
@@ -30,37 +30,6 @@ def test_a_value_of_another_kind_is_named(tmp_path, text, said):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"^{said}"):
         read_config(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize(
-    ("section", "unused", "used", "said"),
-    [
-        (
-            "noise",
-            "  controller: {metric: 'off'}",
-            "  controller: {metric: ess}",
-            "noise.controller: .* is gone",
-        ),
-        (
-            "data",
-            "  curriculum: {kind: solved_share}",
-            "  curriculum: {kind: x}",
-            "curriculum.kind: .* is gone",
-        ),
-    ],
-)
-def test_a_removed_key_that_a_run_did_not_use_is_left_out(tmp_path, section, unused, used, said):
-    path = tmp_path / "config.yaml"
-    save_config(load_recipe("tiny"), path)
-    lines = [line for line in path.read_text().splitlines() if line != "  curriculum: null"]
-    at = lines.index(f"{section}:") + 1
-    path.write_text("\n".join([*lines[:at], unused, *lines[at:]]))
-    assert getattr(load_config(path), section) is not None
-    with pytest.raises(ConfigError, match=said):
-        load_recipe(path)
-    path.write_text("\n".join([*lines[:at], used, *lines[at:]]))
-    with pytest.raises(ConfigError, match=said):
-        load_config(path)
 
 
 def test_columns_of_the_validation_that_are_those_of_the_rows_are_read(tmp_path):

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from qerl.base.errors import ConfigError
 from qerl.config.keys import describe_config
-from qerl.config.recipe import load_recipe, recipe_names
+from qerl.config.recipe import load_recipe
 from qerl.config.schema import RunConfig
 from tests.helpers.recipe_text import RECIPE, check_wrong_edit, edited
 
@@ -20,16 +20,10 @@ KEYS = [
     ("  group_size: 8", "  num_generations: 8", "did you mean rollout.group_size?"),
     ("  kl_coef: 0.0", "  beta: 0.0", "loss.beta: unknown key; did you mean loss.kl_coef?"),
     ("  seed: 0", "  temperature: 0.7", "run.temperature: unknown key; did you mean rollout.temperature?"),
-    ("    cap: 2.0", "    caps: 2.0", "loss.correction.caps: unknown key; did you mean loss.correction.cap?"),
     ("    weight: 1.0", "    wieght: 1.0", "rewards.0.wieght: unknown key; did you mean rewards.0.weight?"),
     ("  seed: 0", "  xyzzy: 0", "run.xyzzy: unknown key; the keys here are steps, seed, micro_batch_tokens,"),
-    ("  seed: 0", "  micro_batch: 8", "run.micro_batch: unknown key; did you mean run.micro_batch_tokens?"),
     ("  seed: 0", "  steps: 7", "run.steps stands twice (first in line 49); keep one of the two"),
     ("  seed: 0", "  7: 0", "'7' stands where a key belongs; write a key as text"),
-    ("  seed: 0", "\tseed: 0", "write spaces for tabs, align the keys"),
-    ("  seed: 0", "  seed: 0: 1", "and quote text with colons or brackets"),
-    ("  seed: 0", "  seed: &zero 0", "an anchor or alias"),
-    ("  seed: 0", "  seed: !!python/name:os.system x", "the tag"),
 ]
 TYPES = [
     (
@@ -37,21 +31,14 @@ TYPES = [
         "  rank: thirty",
         "adapter.rank: got 'thirty' (text), expected whole number >= 1; the default is 32",
     ),
-    ("  rank: 32", "  rank: '32'", "adapter.rank: got '32' (text), expected whole number >= 1; the default is 32"),
     ("  rank: 32", "  rank: 32.0", "adapter.rank: got 32.0, expected whole number >= 1"),
     ("  rank: 32", "  rank: true", "adapter.rank: got true, expected whole number >= 1"),
     ("  rank: 32", "  rank: 0", "adapter.rank: got 0, expected whole number >= 1"),
     ("  rank: 32", "  rank: [32]", "adapter.rank: got the list [32], expected whole number"),
     ("  train_norms: false", "  train_norms: no", "got 'no' (text), expected true or false; the default is false"),
-    ("  train_norms: false", "  train_norms: On", "got 'On' (text), expected true or false"),
     ("  train_norms: false", "  train_norms: 1", "adapter.train_norms: got 1, expected true or false"),
-    (
-        "  learning_rate: 1e-5",
-        "  learning_rate: '1e-5'",
-        "got '1e-5' (text), expected number > 0 and < 1; the",
-    ),
+    ("  learning_rate: 1e-5", "  learning_rate: '1e-5'", "got '1e-5' (text), expected number > 0 and < 1; the"),
     ("  learning_rate: 1e-5", "  learning_rate: 1e5", "optim.learning_rate: got 100000.0, expected number > 0 and < 1"),
-    ("  learning_rate: 1e-5", "  learning_rate: 1,5", "optim.learning_rate: got '1,5' (text), expected number"),
     ("  learning_rate: 1e-5", "  learning_rate: .nan", "optim.learning_rate: got nan, expected number"),
     ("  learning_rate: 1e-5", "  learning_rate:", "optim.learning_rate: got null, expected number"),
     (
@@ -59,26 +46,17 @@ TYPES = [
         "  format: nvfp8",
         "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16; did you mean nvfp4?",
     ),
-    ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: 7", "model.base: got 7, expected text; write text in quotes"),
     ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: ''", "model.base: got '' (text), expected text"),
     ("  targets: [q_proj, v_proj]", "  targets: q_proj", "got 'q_proj' (text), expected list of one of q_proj,"),
     ("  targets: [q_proj, v_proj]", "  targets: []", "adapter.targets: got the list [], expected list of one of"),
     ("  targets: [q_proj, v_proj]", "  targets: [q_proj, lm_head]", "adapter.targets.1: got 'lm_head' (text)"),
     ("  type: dapo", "  type: dpo", "loss.type: got 'dpo' (text), expected one of dapo, grpo,"),
-    (
-        "  temperature: 1.0",
-        "  temperature: 0",
-        "rollout.temperature: got 0, expected number >= 0.01; the",
-    ),
+    ("  temperature: 1.0", "  temperature: 0", "rollout.temperature: got 0, expected number >= 0.01; the"),
     ("  top_p: 1.0", "  top_p: 1.5", "rollout.top_p: got 1.5, expected number > 0 and <= 1"),
-    ("  top_p: 1.0", "  top_p: 0", "rollout.top_p: got 0, expected number > 0 and <= 1"),
     ("  group_size: 8", "  group_size: 1", "rollout.group_size: got 1, expected whole number >= 2; the default is 8"),
     ("  kl_coef: 0.0", "  kl_coef: -0.1", "loss.kl_coef: got -0.1, expected number >= 0"),
-    ("    cap: 2.0", "    cap: 0", "loss.correction.cap: got 0, expected number >= 1; the default is 2.0"),
     ("  mismatch_gate: 0.003", "  mismatch_gate: 0", "loss.mismatch_gate: got 0, expected number > 0 or null"),
     ("  warmup_ratio: 0.1", "  warmup_ratio: 10", "optim.warmup_ratio: got 10, expected number >= 0 and < 1"),
-    ("  num_stages: 10", "  num_stages: 1", "noise.num_stages: got 1, expected whole number >= 2; the default is 10"),
-    ("  steps: 100", "  steps: 1_000", "run.steps: got '1_000' (text), expected whole number >= 1"),
     ("  steps: 100", "  steps: 1e2", "run.steps: got 100.0, expected whole number >= 1"),
 ]
 
@@ -138,14 +116,6 @@ def test_the_table_of_keys_has_type_default_and_description_for_each_key():
     assert rows["noise.enabled"][1:3] == ("true or false", "true")
     assert all(row.description for row in rows.values())
     assert len(rows) == len(describe_config())
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_no_recipe_trains_what_the_paper_says_collapses(name):
-    config = load_recipe(name)
-    if config.model.format == "bf16":
-        assert config.optim.learning_rate <= 5e-6
-        assert not config.noise.enabled
 
 
 def test_the_keys_need_only_the_folders_below():

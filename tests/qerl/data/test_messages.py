@@ -18,11 +18,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
             {"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]},
             {"role": "assistant", "content": "2"},
         ],
-        [
-            {"from": "system", "value": "Be brief."},
-            {"from": "human", "value": "1 + 1?"},
-            {"from": "gpt", "value": "2"},
-        ],
+        [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}],
     ],
     ids=["messages", "parts", "sharegpt"],
 )

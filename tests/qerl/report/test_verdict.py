@@ -41,10 +41,7 @@ def test_the_interval_of_a_mean_over_steps():
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (
-            RISING,
-            "rose from 0.248 (0.207 to 0.289) in the first 5 steps to 0.648 (0.607 to 0.689) in the last 5",
-        ),
+        (RISING, "rose from 0.248 (0.207 to 0.289) in the first 5 steps to 0.648 (0.607 to 0.689) in the last 5"),
         (steps(*(row["reward"] for row in RISING[::-1])), "The reward fell from 0.648"),
         (steps(*([0.1, 0.5, 0.3, 0.2, 0.4] * 5)), "The reward did not change measurably: it went from 0.300"),
         (steps(0.1, 0.5, 0.9), "went from 0.100 in the first step to 0.900 in the last step of 3, too few steps for"),

@@ -23,11 +23,9 @@ from quantize.export.effect import kl
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.export.weights import Sums, total
-from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import make_checkpoint
 from tests.helpers.greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
 from tests.helpers.merged import random_adapter
-from tests.helpers.roundings import rounding
 
 
 @pytest.fixture(scope="module")
@@ -232,19 +230,3 @@ def test_a_run_with_keys_of_another_version_is_measured_on_its_saved_prompts(run
     path.write_text(path.read_text() + "\nformer_section:\n  key: 1\n")
     report = export(ExportOptions(str(path.parent), "bf16", tmp_path / "out", max_new_tokens=8))
     assert 0 < report.effect.prompts < 32
-
-
-def test_a_model_that_is_merged_keeps_the_power_of_two_scales_of_its_base(tmp_path):
-    """As a run has them that trained through the quantizer; other bases keep those of their largest weights."""
-    scales, adapter = {}, random_adapter(tmp_path / "adapter", TINY_FOLDER)
-    for kind in ("pow2", "amax"):
-        base = tmp_path / f"checkpoints-{kind}" / "tiny-NVFP4A16"
-        quantize_checkpoint("tiny", base, rounding(global_scale=kind))
-        export(ExportOptions(str(adapter), "nvfp4", tmp_path / kind, str(base), onto="trained", prompt_count=0))
-        for folder in (base, tmp_path / kind):
-            tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
-            found = [each.item() for name, each in tensors.items() if name.endswith(".weight_global_scale")]
-            scales[kind, folder == base] = [math.frexp(scale)[0] == 0.5 for scale in found]
-    assert all(scales["pow2", True])
-    assert all(scales["pow2", False])
-    assert not any(scales["amax", False])

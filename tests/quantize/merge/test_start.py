@@ -10,7 +10,7 @@ from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START
 from qerl.checkpoint.experts import fused
 from qerl.formats.nvfp4.reference import quantize, shared_global_scale
-from tests.helpers.checkpoint_tensors import load_all, same_tensors, tensors_in
+from tests.helpers.checkpoint_tensors import load_all, tensors_in
 from tests.helpers.started import (
     RANK,
     SCALING,
@@ -96,17 +96,6 @@ def test_the_effect_is_measured_from_the_start(bases, made, tmp_path):
     report = merged(made.folder, "bf16", tmp_path / "out", prompt_count=4, max_new_tokens=16)
     assert report.effect.kl_base > 1e-3
     assert report.effect.kept > 0.99
-
-
-def test_an_adapter_that_names_no_start_is_merged_as_over_a_base_without_one(bases, tmp_path):
-    adapter = make_adapter(tmp_path / "adapter", bases, "none")
-    plain = tmp_path / "plain"
-    shutil.copytree(bases.nvfp4, plain, ignore=shutil.ignore_patterns(START))
-    for to in ("bf16", "nvfp4"):
-        one, other = (
-            merged(adapter, to, tmp_path / f"{to}-{base.name}", model=str(base)).out for base in (bases.nvfp4, plain)
-        )
-        assert same_tensors(one, other)
 
 
 def test_a_start_of_other_components_and_a_changed_base_are_refused(bases, frozen, trained, tmp_path):

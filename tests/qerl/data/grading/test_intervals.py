@@ -48,8 +48,7 @@ def lower_exact(correct, count):
 
 
 @pytest.mark.parametrize(
-    ("correct", "count"),
-    [(0, 20), (20, 20), (1, 30), (15, 30), (29, 30), (15, 148), (81, 263), (288, 300), (300, 300)],
+    ("correct", "count"), [(0, 20), (20, 20), (1, 30), (15, 30), (29, 30), (15, 148), (81, 263), (288, 300), (300, 300)]
 )
 def test_one_sample_per_question_gives_the_exact_interval(correct, count):
     result = estimate([1.0] * correct + [0.0] * (count - correct))
