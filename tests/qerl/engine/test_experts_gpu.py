@@ -36,9 +36,7 @@ def checked(request, tmp_path_factory):
     run("models/make_random_checkpoint.py", "--shape", "small-qwen3-moe", "--format", format, "--out", model)
     options = ["--deterministic"] if deterministic else []
     run("checks/check_experts.py", "--model", model, "--format", format, "--experts", kind, "--out", out, *options)
-    return SimpleNamespace(
-        format=format, kind=kind, deterministic=deterministic, **json.loads(out.read_text(encoding="utf-8"))
-    )
+    return SimpleNamespace(format=format, deterministic=deterministic, **json.loads(out.read_text(encoding="utf-8")))
 
 
 def run(script, *arguments):
@@ -47,12 +45,9 @@ def run(script, *arguments):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_the_experts_have_their_kernel(checked):
+def test_the_experts_have_their_kernel_and_the_checkpoints_bits_which_the_trainer_reads(checked):
     assert checked.kernel.endswith(" + marlin (experts)" if checked.format == "nvfp4" else " + triton (experts)")
     assert checked.drawn_by == "FusedSampler"
-
-
-def test_the_trainer_reads_the_engines_tensors_and_finds_the_checkpoints_bits(checked):
     assert checked.one_copy["foreign"] == []
     assert checked.one_copy["experts"] == 4
     assert checked.decoded["count"] == 0

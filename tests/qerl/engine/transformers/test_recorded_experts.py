@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qerl.engine.interface import UNRECORDED, Completion, Request, SamplingParams, Source, extended, joined, of_length
+from qerl.engine.interface import UNRECORDED, Completion, Request, SamplingParams, extended, joined, of_length
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.transformers.sampling import recorded_experts
 from tests.helpers.bases import write_base
+from tests.helpers.request_sources import Supplied
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
@@ -44,30 +45,13 @@ def test_a_completion_says_what_was_chosen_for_each_token_that_was_read(engine):
         assert torch.equal(completion.experts.sort(-1).values, expected.sort(-1).values)
 
 
-class UntilOneEnds(Source):
-    """Requests that begin together, and a call that is over when one of them ends."""
-
-    def __init__(self, requests):
-        self.requests, self.over, self.done = requests, False, {}
-
-    def begin(self, wait, together):
-        return None if self.over else self.requests
-
-    def ended(self, indices):
-        self.over = True
-        return True
-
-    def finished(self, index, completion):
-        self.done[index] = completion
-
-
 def test_an_unfinished_completion_and_what_continues_it_say_it_too(engine):
     lengths = [replace(SAMPLED, max_new_tokens=tokens) for tokens in (9, 4, 7, 6)]
     requests = [Request(row, prompt, lengths[row], row) for row, prompt in enumerate(PROMPTS)]
-    begun = engine.run(source := UntilOneEnds(requests), 1)[0]
+    begun = engine.run(source := Supplied(1, requests, room=4), 1)[0]
     assert begun.finish_reason == "unfinished"
     assert [len(one.token_ids) for one in source.done.values()] == [4]
-    last = UntilOneEnds([replace(requests[0], prompt=[*PROMPTS[0], *begun.token_ids])])
+    last = Supplied(1, [replace(requests[0], prompt=[*PROMPTS[0], *begun.token_ids])])
     assert engine.run(last, 2) == {}
     whole = joined(begun, last.done[0])
     expected = chosen(engine, PROMPTS[0], whole)

@@ -15,6 +15,7 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.model.norms import block_norms
 from tests.helpers.bases import write_base
+from tests.helpers.request_sources import Supplied
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -27,8 +28,13 @@ def shared(nvfp4_base):
 
 
 @pytest.fixture
-def engine(nvfp4_base):
-    return open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
+def opened(nvfp4_base):
+    return lambda **more: open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", **more))
+
+
+@pytest.fixture
+def engine(opened):
+    return opened()
 
 
 def tokens(completions):
@@ -79,18 +85,10 @@ def test_processes_that_share_a_batch_do_not_draw_the_same(shared):
     assert second == again
 
 
-def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
+def test_greedy_does_not_depend_on_the_batch(shared, opened):
     whole = tokens(shared.generate(PROMPTS, GREEDY))
     assert whole == [tokens(shared.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
-    by_two = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=2))
-    assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
-
-
-def test_a_token_outside_of_the_vocabulary_is_refused(shared):
-    vocabulary = shared.policy_model().config.vocab_size
-    shared.generate([[5, vocabulary - 1]], GREEDY)
-    with pytest.raises(EngineError, match=rf"token {vocabulary} and the model only those up to {vocabulary - 1}"):
-        shared.generate([[5, 6], [5, vocabulary]], GREEDY)
+    assert tokens(opened(batch_size=2).generate(PROMPTS, GREEDY)) == whole
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -101,9 +99,9 @@ def test_logits_that_are_not_finite_give_one_error(engine, sampling):
         engine.generate(PROMPTS, sampling, seed=0)
 
 
-def test_completions_are_reported_when_their_batch_has_ended(nvfp4_base, monkeypatch):
+def test_completions_are_reported_when_their_batch_has_ended(opened, monkeypatch):
     """The order is that in which they end: 9, 3 and 5 tokens in the first batch, then 4."""
-    engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=3))
+    engine = opened(batch_size=3)
     each = [SamplingParams(length, 0.0) for length in (9, 3, 5, 4)]
     told, batches = [], []
     model = engine.policy_model()
@@ -119,11 +117,13 @@ def test_after_an_error_in_the_callback_the_engine_works_as_before(engine):
     def refuse(index, completion):
         raise KeyboardInterrupt(index)
 
+    engine.policy_model().train()
     before = torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt, match="0"):
         engine.generate(PROMPTS[:1], SAMPLED, seed=7, finished=refuse)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_grad_enabled()
+    assert engine.policy_model().training
     assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
@@ -155,30 +155,9 @@ def test_each_turn_of_conversations_is_drawn_as_a_batch_of_its_own(shared):
     assert dict(second) == dict(zip(order, again, strict=True))
 
 
-class Lengths(Source):
-    """Two completions at once of these lengths, until `wanted` have ended."""
-
-    def __init__(self, wanted, *lengths):
-        self.wanted, self.waiting, self.room, self.done, self.told = wanted, list(enumerate(lengths)), 2, {}, []
-
-    def begin(self, wait, together):
-        if len(self.done) >= self.wanted:
-            return None
-        given, self.waiting = self.waiting[: self.room], self.waiting[self.room :]
-        self.room -= len(given)
-        return [Request(index, PROMPTS[index], SamplingParams(length), index) for index, length in given]
-
-    def ended(self, indices):
-        self.told += indices
-        self.room += len(indices)
-        return bool(self.waiting) or len(self.told) >= self.wanted
-
-    def finished(self, index, completion):
-        self.done[index] = completion
-
-
 def test_a_completion_goes_on_while_others_end_and_begin_and_is_left_unfinished_at_the_end(shared):
-    source = Lengths(2, 40, 3, 5, 9)
+    asked = [Request(row, PROMPTS[row], SamplingParams(tokens), row) for row, tokens in enumerate((40, 3, 5, 9))]
+    source = Supplied(2, asked)
     left = shared.run(source, seed=3)
     assert source.told == [1, 2]
     assert {index: len(one.token_ids) for index, one in source.done.items()} == {1: 3, 2: 5}
@@ -225,11 +204,6 @@ def test_a_temperature_that_vllm_would_raise_is_refused(temperature):
     assert [SamplingParams(8, kept).temperature for kept in (0.0, 0.01)] == [0.0, 0.01]
 
 
-def test_equal_parameters_for_each_request_act_like_one_for_all(shared):
-    assert shared.generate(PROMPTS, [SAMPLED] * len(PROMPTS), seed=7) == shared.generate(PROMPTS, SAMPLED, seed=7)
-    assert shared.generate([], []) == []
-
-
 def test_whether_a_request_fits_the_context_depends_on_its_own_limit(shared):
     """A short prompt may fill the rest of its context, next to a long prompt that may write little."""
     prompts = [[5] * 500, [5]]
@@ -241,20 +215,19 @@ def test_whether_a_request_fits_the_context_depends_on_its_own_limit(shared):
         shared.generate(prompts, [SamplingParams(12, 0.0), SamplingParams(512, 0.0)])
     with pytest.raises(EngineError, match="1 sampling parameters were given for 2 prompts"):
         shared.generate(prompts, [GREEDY])
+    assert shared.generate([], []) == []
 
 
-def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
+def test_the_checkpoints_own_generation_config_biases_nothing(shared, nvfp4_base, tmp_path):
     """Qwen2.5 ships a repetition penalty, top_p and top_k; a policy has to be sampled without them."""
-    plain = write_base(tmp_path / "plain")
-    biased = tmp_path / "biased"
-    shutil.copytree(plain, biased)
+    biased = shutil.copytree(nvfp4_base, tmp_path / "biased")
     path = biased / "generation_config.json"
     settings = {"repetition_penalty": 5.0, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "do_sample": True}
     settings |= {"no_repeat_ngram_size": 1, "suppress_tokens": list(range(40)), "epsilon_cutoff": 0.02}
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    engines = [open_engine(str(folder), "bf16", EngineOptions(engine="transformers")) for folder in (plain, biased)]
+    engine = open_engine(str(biased), "nvfp4", EngineOptions(engine="transformers"))
     for sampling in (SAMPLED, GREEDY):
-        assert engines[0].generate(PROMPTS, sampling, 5) == engines[1].generate(PROMPTS, sampling, 5)
+        assert engine.generate(PROMPTS, sampling, 5) == shared.generate(PROMPTS, sampling, 5)
 
 
 def test_the_trainers_adapter_acts_without_a_copy(engine):
@@ -269,9 +242,8 @@ def test_the_trainers_adapter_acts_without_a_copy(engine):
     assert tokens(engine.generate(PROMPTS, GREEDY)) != clean
 
 
-def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
-    clean = tokens(engine.generate(PROMPTS, GREEDY))
-    other = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
+def test_a_saved_adapter_acts_and_can_be_swapped_with_its_scaling(engine, opened, nvfp4_base, tmp_path):
+    clean, other = tokens(engine.generate(PROMPTS, GREEDY)), opened()
     policy = attach_lora(other.policy_model(), rank=4, alpha=8)
     for index in range(2):
         torch.manual_seed(index)
@@ -279,24 +251,12 @@ def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
             for tensor in adapter_tensors(policy).values():
                 tensor.copy_(torch.randn_like(tensor))
         save_adapter(policy, tmp_path / str(index), str(nvfp4_base))
-        deliver(AdapterUpdate(*read_adapter(tmp_path / str(index))), engine)
-        synced = tokens(engine.generate(PROMPTS, GREEDY))
-        assert synced == tokens(other.generate(PROMPTS, GREEDY))
-        assert synced != clean
-
-
-def test_a_swapped_adapter_brings_its_own_scaling(engine, nvfp4_base):
-    other = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
-    policy = attach_lora(other.policy_model(), rank=4, alpha=8)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for tensor in adapter_tensors(policy).values():
-            tensor.copy_(0.1 * torch.randn_like(tensor))
-    tensors = {name: tensor.detach().clone() for name, tensor in adapter_tensors(policy).items()}
-    deliver(AdapterUpdate(tensors, 20.0), engine)
-    deliver(AdapterUpdate(tensors, 2.0), engine)
-    completion = [9, 10, 11, 12]
-    assert engine.score([PROMPTS[0]], [completion]) == other.score([PROMPTS[0]], [completion])
+        saved, scaling = read_adapter(tmp_path / str(index))
+        deliver(AdapterUpdate(saved, 10 * scaling), engine)
+        deliver(AdapterUpdate(saved, scaling), engine)
+        synced = engine.generate(PROMPTS, GREEDY)
+        assert synced == other.generate(PROMPTS, GREEDY)
+        assert tokens(synced) != clean
 
 
 def test_noise_acts_and_is_removed(engine):
@@ -325,29 +285,26 @@ def test_norms_are_checked_once_per_module(engine, monkeypatch):
     kind = type(next(iter(block_norms(engine.policy_model()).values())))
     original = kind.forward
     monkeypatch.setattr(kind, "forward", lambda *given: checked.append(1) or original(*given))
-    engine.set_noise({})
-    assert len(checked) == 4
     for _ in range(3):
         engine.set_noise({})
-    assert len(checked) == 4
+        assert len(checked) == 4
     attach_lora(engine.policy_model(), rank=4, alpha=8, train_norms=True)
     checked.clear()
-    engine.set_noise({})
-    engine.set_noise({})
-    assert len(checked) == 4
-
-
-def test_training_mode_is_restored(engine):
-    model = engine.policy_model().train()
-    engine.generate(PROMPTS, GREEDY)
-    assert model.training
+    for _ in range(2):
+        engine.set_noise({})
+        assert len(checked) == 4
 
 
 def test_what_cannot_run_says_so(engine):
-    with pytest.raises(EngineError, match="context of 512"):
-        engine.generate(PROMPTS, SamplingParams(510))
-    with pytest.raises(EngineError, match="no tokens"):
-        engine.generate([[]], GREEDY)
+    vocabulary = engine.policy_model().config.vocab_size
+    engine.generate([[5, vocabulary - 1]], GREEDY)
+    for prompt, message in (
+        ([5, vocabulary], rf"token {vocabulary} and the model only those up to {vocabulary - 1}"),
+        ([5] * 501, "context of 512"),
+        ([], "no tokens"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            engine.generate([[5, 6], prompt], GREEDY)
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.generate(PROMPTS, GREEDY)

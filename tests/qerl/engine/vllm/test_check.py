@@ -47,17 +47,11 @@ def parts(monkeypatch):
     return model
 
 
-def test_nothing_is_reported_if_all_parts_are_ours(parts):
+def test_a_model_whose_linears_and_norms_are_ours_passes_and_any_other_is_refused(parts):
     vllm_plugin.check(parts)
-
-
-def test_a_linear_that_is_not_ours_is_an_error(parts):
-    parts[0].quant_method = None
-    with pytest.raises(EngineError, match="not qerl's"):
+    method, parts[0].quant_method = parts[0].quant_method, None
+    with pytest.raises(EngineError, match=r"not qerl's: .'0'"):
         vllm_plugin.check(parts)
-
-
-def test_a_norm_that_is_not_ours_is_an_error(parts):
-    parts[1] = Norm()
+    parts[0].quant_method, parts[1] = method, Norm()
     with pytest.raises(EngineError, match=r"not qerl's: .'1'"):
         vllm_plugin.check(parts)

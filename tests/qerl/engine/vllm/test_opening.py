@@ -1,4 +1,5 @@
-"""The vllm engine before and while it opens: what it refuses, which kernel it takes, and how the start is timed.
+"""The vllm engine before and while it opens: what it refuses (also by a checkpoint's headers and global scales), which
+kernel it takes, and how the start is timed.
 
 If memory runs out, the error names keys of a recipe. The original texts are those of vLLM 0.25 and torch.
 """
@@ -12,13 +13,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from bench_startup import ratios
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from qerl.base.errors import EngineError, MissingExtraError
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import opening
 from qerl.engine.vllm.engine import VLLMEngine
-from qerl.engine.vllm.opening import Parts, cannot_open, capture_sizes, line, whole
+from qerl.engine.vllm.opening import Parts, cannot_open, capture_sizes, check_folder, line, whole
+from qerl.formats import NVFP4
 from qerl.formats.cuda import nvrtc
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -36,9 +39,12 @@ def test_without_a_gpu_the_other_engine_is_named():
         opening.check_device("auto")
 
 
-def test_an_unknown_kernel_is_refused():
-    with pytest.raises(EngineError, match="auto, qerl, humming or marlin"):
-        opening.choose_kernel("cutlass", "nvfp4")
+def on_card(monkeypatch, ours):
+    """A card with the properties that the choice depends on, and Humming installed."""
+    monkeypatch.setattr(nvrtc, "has_portable_kernels", lambda device: ours)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(opening, "has_module", lambda name: True)
 
 
 @pytest.mark.parametrize(
@@ -59,30 +65,31 @@ def test_our_kernel_is_the_default_where_it_runs(monkeypatch, ours, asked, chose
     assert opening.linear_backend(opening.choose_kernel("auto", "bf16")) == "auto"
 
 
-def test_our_kernel_is_refused_on_other_cards(monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ("cutlass", EngineError, "auto, qerl, humming or marlin"),
+        ("qerl", EngineError, r"needs a card from Ampere on .* not NVIDIA A100: write rollout\.kernel=auto, humming"),
+        ("humming", MissingExtraError, "humming-kernels"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused(monkeypatch, asked, error, said):
     on_card(monkeypatch, ours=False)
-    with pytest.raises(
-        EngineError, match=r"needs a card from Ampere on .* not NVIDIA A100: write rollout\.kernel=auto, humming"
-    ):
-        opening.choose_kernel("qerl", "nvfp4")
-
-
-def test_for_a_missing_humming_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(opening, "has_module", lambda name: False)
-    with pytest.raises(MissingExtraError, match="humming-kernels"):
-        opening.choose_kernel("humming", "nvfp4")
+    with pytest.raises(error, match=said):
+        opening.choose_kernel(asked, "nvfp4")
 
 
 SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
 
 
-def begun(monkeypatch, kernel, max_rank, hopper=True, **shapes):
+def begun(monkeypatch, kernel, max_rank, hopper=True, config=None, **shapes):
     """The kernels that are compiled before vLLM is imported, for a model with these shapes."""
     seen = []
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
-    config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
+    config = config or AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
     settings = SimpleNamespace(config=config, base="model", options=EngineOptions(max_rank=max_rank))
     opening.compile_ahead(settings, kernel)
     return seen
@@ -102,25 +109,10 @@ def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch)
     assert Counter(source for source, _ in set(other)) == {"portable.cu": 11 + 5, "decode_slabs.cu": 1}
     odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # FlashAttention does all of this size
     assert "attend.cu" not in {source for source, _ in odd}
-
-
-@pytest.mark.parametrize("kernel", ["", "marlin", "humming"])
-def test_nothing_is_compiled_ahead_for_another_kernel(monkeypatch, kernel):
-    assert begun(monkeypatch, kernel, 32, **SHAPES) == []
-
-
-def test_for_a_model_of_unknown_shapes_kernels_are_compiled_when_it_is_loaded(monkeypatch):
-    monkeypatch.setattr(nvrtc, "compile_ahead", pytest.fail)
-    config = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})
-    opening.compile_ahead(SimpleNamespace(config=config, base="model"), "qerl")
-
-
-def on_card(monkeypatch, ours):
-    """A card with the properties that the choice depends on, and Humming installed."""
-    monkeypatch.setattr(nvrtc, "has_portable_kernels", lambda device: ours)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr(opening, "has_module", lambda name: True)
+    for kernel in ("", "marlin", "humming"):
+        assert begun(monkeypatch, kernel, 32, **SHAPES) == []
+    unknown = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})  # its kernels are compiled when it is loaded
+    assert begun(monkeypatch, "qerl", 32, config=unknown) == []
 
 
 def test_a_kv_cache_type_that_the_card_lacks_is_refused(monkeypatch):
@@ -159,11 +151,7 @@ SPENT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU
         (ValueError(SHARED), 24.0, "rollout.memory or memory.cap_gib (Free memory on device cuda:0 (10.5/"),
         (SPENT, None, "opening models/seven ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib ("),
         (SPENT, 24.0, "3 MiB free.)"),
-        (
-            ValueError("rope_scaling is odd. Try again"),
-            None,
-            "cannot open models/seven: rope_scaling is odd. Try again",
-        ),
+        (ValueError("rope is odd. Try again"), None, "cannot open models/seven: rope is odd. Try again"),
     ],
 )
 def test_the_error_names_our_keys(error, cap_gib, words):
@@ -176,24 +164,17 @@ def test_the_error_names_our_keys(error, cap_gib, words):
 
 
 def test_parts_add_up_and_the_rest_is_named(monkeypatch):
+    """A part that fails is timed too."""
     times = iter([0.0, 2.0, 2.5, 5.5, 6.0, 7.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
     parts = Parts()
     for name in ("imports", "weights", "imports"):
-        with parts.part(name):
-            pass
-    assert parts.seconds == {"imports": 3.0, "weights": 3.0}
-    assert list(parts.seconds) == ["imports", "weights"]
+        with pytest.raises(KeyError), parts.part(name):
+            raise KeyError
+    assert list(parts.seconds.items()) == [("imports", 3.0), ("weights", 3.0)]
     seconds = whole(10.0, parts.seconds, {"profile": 1.25})
     assert seconds == {"imports": 3.0, "weights": 3.0, "profile": 1.25, "rest": 2.75}
     assert line({**seconds, "device": 0.04}) == "imports 3.0, weights 3.0, profile 1.2, rest 2.8"
-
-
-def test_a_part_that_fails_is_timed():
-    parts = Parts()
-    with pytest.raises(KeyError), parts.part("weights"):
-        raise KeyError
-    assert "weights" in parts.seconds
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 8, 100, 128, 256, 600])
@@ -206,15 +187,8 @@ def test_every_batch_has_a_graph_and_pads_little(sequences):
     for tokens in range(1, min(sequences, 256) + 1):
         padded = next(size for size in sizes if size >= tokens)
         assert padded - tokens <= (4 if tokens <= 8 else 7 if tokens <= 48 else 15)
-
-
-def test_no_graph_has_the_56_tokens_at_which_humming_is_wrong():
-    assert 56 not in capture_sizes(128)
-
-
-def test_there_are_about_half_as_many_graphs_as_in_vllm():
-    vllm = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    assert len(capture_sizes(256)) <= 0.55 * len(vllm)
+    assert 56 not in sizes  # at which Humming is wrong
+    assert len(sizes) <= 28  # vLLM has 51
 
 
 def test_the_ratio_is_the_first_over_the_last():
@@ -238,3 +212,38 @@ def test_graphs_stop_at_attention_only_if_vllm_reads_that_it_is_asked_to(monkeyp
     undecorated = SimpleNamespace(unified_attention_with_output=lambda: None)  # and the variable was set too late
     monkeypatch.setitem(sys.modules, attention, undecorated)
     assert opening.graphs_of_steps() == "FULL_DECODE_ONLY"
+
+
+def write(folder, **linears):
+    """Write an NVFP4 checkpoint of one layer; name -> (rows, columns, global scale)."""
+    tensors = {}
+    for name, (rows, columns, scale) in linears.items():
+        module = f"model.layers.0.{name.replace('__', '.')}"
+        tensors[f"{module}.weight_packed"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+        tensors[f"{module}.weight_scale"] = torch.zeros(rows, columns // 16, dtype=torch.float8_e4m3fn)
+        tensors[f"{module}.weight_global_scale"] = torch.tensor([scale])
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_what_qerl_quantize_writes_is_taken(nvfp4_base):
+    for kernel in ("qerl", "humming", "marlin"):
+        check_folder(nvfp4_base, NVFP4, kernel)
+
+
+def test_fused_linears_with_different_global_scales_are_named(tmp_path):
+    scales = {"q": 3.0, "k": 3.0, "v": 3.5, "o": 9.0}
+    folder = write(tmp_path, **{f"self_attn__{name}_proj": (64, 64, scale) for name, scale in scales.items()})
+    with pytest.raises(EngineError, match=r"0\.self_attn\.k_proj, .*q_proj, .*v_proj .*3\.0, 3\.5.* `qerl quantize`"):
+        check_folder(folder, NVFP4, "marlin")
+
+
+def test_a_shape_that_our_kernel_does_not_support_is_refused_for_that_kernel_only(tmp_path):
+    """gate/up are one product with all their rows. Its 32 rows are a multiple of 8, the 12 of down_proj are not."""
+    fused = {"mlp__gate_proj": (20, 64, 5.0), "mlp__up_proj": (12, 64, 5.0)}
+    folder = write(tmp_path, **fused)
+    check_folder(folder, NVFP4, "qerl")
+    write(tmp_path, **fused, mlp__down_proj=(12, 64, 7.0))
+    with pytest.raises(EngineError, match=r"mlp\.down_proj is 12 x 64, .* write rollout\.kernel=humming or marlin"):
+        check_folder(folder, NVFP4, "qerl")
+    check_folder(folder, NVFP4, "marlin")

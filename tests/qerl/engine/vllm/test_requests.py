@@ -26,17 +26,21 @@ from qerl.engine.vllm.requests import (
     serve,
     slots_of,
 )
+from tests.helpers.request_sources import Supplied
 from tests.helpers.vllm_stand_in import opened_engine, vllm_parts
 
 
 def test_garbage_collection_is_rare_inside_and_restored_afterwards_even_after_an_error():
-    before = gc.get_threshold()
-    with rare_collections():
-        assert gc.get_threshold() == NEW_OBJECTS
-    assert gc.get_threshold() == before
-    with pytest.raises(KeyboardInterrupt), rare_collections():
-        raise KeyboardInterrupt
-    assert gc.get_threshold() == before
+    before, seen = gc.get_threshold(), []
+
+    def interrupted():
+        with rare_collections():
+            seen.append(gc.get_threshold())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (seen, gc.get_threshold()) == ([NEW_OBJECTS], before)
 
 
 def flat(*positions):
@@ -53,64 +57,81 @@ def test_the_logprob_of_the_token_is_read_and_empty_positions_are_left_out():
     assert first_at_each_position(flat([], [-1.0], [-2.0, -0.5])) == [-1.0, -2.0]
 
 
-def test_a_completion_that_vllm_aborted_is_an_error():
-    output = SimpleNamespace(finish_reason="abort", token_ids=[1], logprobs=flat([-1.0]))
-    with pytest.raises(EngineError, match="abort"):
+@pytest.mark.parametrize(("reason", "last", "said"), [("abort", -1.0, "abort"), ("stop", float("nan"), "not finite")])
+def test_a_completion_that_was_aborted_or_has_no_logprob_is_an_error(reason, last, said):
+    output = SimpleNamespace(finish_reason=reason, token_ids=[1, 2], logprobs=flat([-1.0], [last]))
+    with pytest.raises(EngineError, match=said):
         completion(output)
 
 
-def test_a_logprob_that_is_no_number_is_an_error():
-    output = SimpleNamespace(finish_reason="stop", token_ids=[1, 2], logprobs=flat([-1.0], [float("nan")]))
-    with pytest.raises(EngineError, match="not finite"):
-        completion(output)
+class State:
+    """A request that ends after as many tokens as the first id of its prompt says; they count up from the last id."""
+
+    def __init__(self, prompt):
+        self.prompt, self.sampled = prompt, 0
+
+    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason):
+        assert (new_token_ids, pooling_output, stop_reason) == ([], None, None)
+        return SimpleNamespace(outputs=[self.output(finish_reason)])
+
+    def output(self, reason):
+        ids = [self.prompt[-1] + number for number in range(1, self.sampled + 1)]
+        return SimpleNamespace(finish_reason=reason, token_ids=ids, logprobs=flat(*[[-0.5]] * self.sampled))
 
 
-class SteppedLLM:
-    """The parts of vLLM's LLM that `serve` uses. A step gives each request a token, until it has as many as the first
-    id of its prompt says; requests stay if a call is interrupted."""
+class StandIn:
+    """The parts of vLLM's LLM that are used. A step gives each request a token; one is still under way when requests
+    are aborted, and requests stay if a call is interrupted."""
 
     def __init__(self):
-        self.interrupt, self.aborted, self.count = None, [], 0
-        self.llm_engine = self.output_processor = self
-        self.request_states = {}
+        self.llm_engine = self.output_processor = self.engine_core = self.scheduler = self
+        self.request_states, self.batch_queue, self.count, self.to_forget = {}, [], 0, []
+        self.interrupt, self.aborted = None, []
+        vars(self).update(vars(vllm_parts()))
 
     def enqueue(self, prompts, params, use_tqdm):
         names = [f"{self.count + index}-{'fedcba98'[index]}" for index in range(len(prompts))]
         self.count += len(prompts)
-        lengths = [prompt["prompt_token_ids"][0] for prompt in prompts]
-        self.request_states |= {name: [length, length] for name, length in zip(names, lengths, strict=True)}
+        states = (State(prompt["prompt_token_ids"]) for prompt in prompts)
+        self.request_states |= dict(zip(names, states, strict=True))
         return names
 
     def has_unfinished_requests(self):
         return bool(self.request_states)
 
+    def has_requests(self):
+        return bool(self.request_states or self.to_forget)
+
     def step(self):
         if self.interrupt:
             raise self.interrupt
+        self.to_forget = []
+        self.batch_queue = ["the next step"] if self.request_states else []
         for state in self.request_states.values():
-            state[1] -= 1
-        ended = {name: length for name, (length, left) in self.request_states.items() if not left}
-        self.request_states = {name: state for name, state in self.request_states.items() if name not in ended}
+            state.sampled += 1
+        ended = {name: state for name, state in self.request_states.items() if state.sampled == state.prompt[0]}
+        self.forget(ended)
+        scores = flat([], [-2.0], [-3.0])
         return [
             SimpleNamespace(
                 request_id=name.partition("-")[0],
                 finished=True,
-                length=length,
-                outputs=[
-                    SimpleNamespace(finish_reason="length", token_ids=[7] * length, logprobs=flat(*[[-1.0]] * length))
-                ],
-                prompt_logprobs=flat([], [-2.0], [-3.0]),
+                outputs=[state.output("length")],
+                prompt_logprobs=scores,
             )
-            for name, length in ended.items()
+            for name, state in ended.items()
         ]
+
+    def forget(self, names):
+        self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
 
     def abort_request(self, names, internal):
         assert internal
-        self.aborted += names
-        self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
+        self.to_forget, self.aborted = names, [*self.aborted, *names]
+        self.forget(names)
 
 
-def run(llm, prompts, heard=lambda index, output: None):
+def run(llm, prompts, heard=lambda index, length: None):
     """Lengths of the outputs, in the order of the prompts."""
     waiting, found = [(index, prompt, None) for index, prompt in enumerate(prompts)], {}
 
@@ -120,18 +141,18 @@ def run(llm, prompts, heard=lambda index, output: None):
 
     def take(done):
         for index, output in done:
-            found[index] = output.length
-            heard(index, output)
+            found[index] = len(output.outputs[0].token_ids)
+            heard(index, found[index])
 
     assert serve(llm, begin, take) == {}
     return [found[index] for index in range(len(prompts))]
 
 
 def test_outputs_are_read_when_they_end_and_returned_in_order():
-    llm, taken = SteppedLLM(), []
+    llm, taken = StandIn(), []
 
-    def heard(index, output):
-        taken.append((index, output.length, len(llm.request_states)))
+    def heard(index, length):
+        taken.append((index, length, len(llm.request_states)))
 
     for _ in range(2):  # requests of the second call have other numbers
         assert run(llm, [[3], [1], [4], [1]], heard) == [3, 1, 4, 1]
@@ -139,17 +160,75 @@ def test_outputs_are_read_when_they_end_and_returned_in_order():
         taken.clear()
 
 
-def test_the_engine_reports_each_completion_that_it_returns_and_scores_as_before(monkeypatch, tmp_path):
-    """It reports the very object that it returns, made once from vLLM's output."""
-    made, told, llm = [], [], SteppedLLM()
-    monkeypatch.setattr(requests, "completion", lambda output: made.append(output) or completion(output))
-    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
+def test_after_an_error_in_the_callback_nothing_is_left_for_the_next_call():
+    llm = StandIn()
+
+    def refuse(index, length):
+        raise ValueError(index)
+
+    with pytest.raises(ValueError, match="1"):
+        run(llm, [[3], [1], [4]], refuse)
+    assert len(llm.aborted) == 2
+    assert run(llm, [[2]]) == [2]
+
+
+SPENT = (
+    "a call of 2 sequences ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib "
+    "(CUDA out of memory. Tried to allocate 2 GiB.)"
+)
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "raised", "said"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more"), EngineError, SPENT),
+    ],
+)
+def test_an_interrupted_call_leaves_nothing_for_the_next(interrupt, raised, said):
+    llm = StandIn()
+    llm.interrupt = interrupt
+    with pytest.raises(raised) as caught:
+        run(llm, [[1], [2]])
+    assert str(caught.value) == said
+    assert llm.aborted == ["0-f", "1-e"]
+    llm.interrupt = None
+    assert run(llm, [[3]]) == [3]
+
+
+def test_requests_that_were_made_directly_to_vllm_are_an_error():
+    llm = StandIn()
+    llm.request_states = {"17-f": State([1])}
+    with pytest.raises(EngineError, match="did not ask for"):
+        run(llm, [[4]])
+
+
+def test_a_prefix_cache_that_stays_is_an_error():
+    drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
+    with pytest.raises(EngineError, match="could not drop its prefix cache"):
+        drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path):
+    """An engine on the stand-in, and the seeds of its requests."""
+    reasons = SimpleNamespace(FinishReason=SimpleNamespace(ABORT="abort"))
+    for name, module in {"vllm": SimpleNamespace(), "vllm.v1": SimpleNamespace(), "vllm.v1.engine": reasons}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    llm, seeds, model = StandIn(), [], SimpleNamespace(logits_processor=SimpleNamespace(scale=1.0))
+    reader = SimpleNamespace(of_output=lambda output: torch.tensor([int(output.request_id)]))
+    llm.model_executor.driver_worker.reader = lambda: reader
+    monkeypatch.setattr(requests, "sampling_params", lambda *given: seeds.append(given[-1]))
     monkeypatch.setattr(requests, "scoring_params", lambda: None)
-    vars(llm).update(vars(vllm_parts()))
-    processor = SimpleNamespace(scale=1.0)
-    engine = opened_engine(monkeypatch, tmp_path, llm, SimpleNamespace(logits_processor=processor))
+    return SimpleNamespace(llm=llm, engine=opened_engine(monkeypatch, tmp_path, llm, model), model=model, seeds=seeds)
+
+
+def test_the_engine_reports_each_completion_that_it_returns_and_scores_as_before(opened, monkeypatch):
+    """It reports the very object that it returns, made once from vLLM's output."""
+    made, told, engine = [], [], opened.engine
+    monkeypatch.setattr(requests, "completion", lambda output: made.append(output) or completion(output))
     done = engine.generate(
-        [[3], [1]], SamplingParams(9), finished=lambda *one: told.append((*one, len(llm.request_states)))
+        [[3], [1]], SamplingParams(9), finished=lambda *one: told.append((*one, len(opened.llm.request_states)))
     )
     assert [len(one.token_ids) for one in done] == [3, 1]
     assert told == [(1, done[1], 1), (0, done[0], 0)]
@@ -157,19 +236,7 @@ def test_the_engine_reports_each_completion_that_it_returns_and_scores_as_before
     assert len(made) == 2
     assert engine.generate([[3], [1]], SamplingParams(9)) == done
     assert engine.score([[2], [1, 5]], [[5, 6], [6]], 0.5) == [[-2.0, -3.0], [-3.0]]
-    assert processor.scale == 1.0
-
-
-def test_after_an_error_in_the_callback_nothing_is_left_for_the_next_call():
-    llm = SteppedLLM()
-
-    def refuse(index, output):
-        raise ValueError(index)
-
-    with pytest.raises(ValueError, match="1"):
-        run(llm, [[3], [1], [4]], refuse)
-    assert len(llm.aborted) == 2
-    assert run(llm, [[2]]) == [2]
+    assert opened.model.logits_processor.scale == 1.0
 
 
 class Turns(Source):
@@ -191,176 +258,50 @@ class Turns(Source):
             self.waiting.append((index, [tokens - 1, *completion.token_ids]))
 
 
-def test_turns_of_a_conversation_join_the_others_as_soon_as_they_are_ready(monkeypatch, tmp_path):
-    llm, turns, seeds = SteppedLLM(), Turns(3, 1), []
-    monkeypatch.setattr(requests, "sampling_params", lambda *given: seeds.append(given[-1]))
-    vars(llm).update(vars(vllm_parts()))
-    engine = opened_engine(monkeypatch, tmp_path, llm)
-    assert engine.run(turns, seed=5) == {}
+def test_turns_of_a_conversation_join_the_others_as_soon_as_they_are_ready(opened):
+    turns = Turns(3, 1)
+    assert opened.engine.run(turns, seed=5) == {}
     assert turns.done == [(1, 1), (0, 3), (0, 2), (0, 1)]
     assert turns.asked[0] == (True, False)  # nothing runs yet
     assert (False, False) in turns.asked
     assert turns.asked[-1] == (True, False)
-    assert len(set(seeds)) == 4
-    assert llm.request_states == {}
+    assert len(set(opened.seeds)) == 4
+    assert opened.llm.request_states == {}
 
 
-def test_an_interrupted_call_leaves_nothing_for_the_next():
-    llm = SteppedLLM()
-    llm.interrupt = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        run(llm, [[1], [2]])
-    assert llm.aborted == ["0-f", "1-e"]
-    llm.interrupt = None
-    assert run(llm, [[3]]) == [3]
-    llm.request_states = {"17-f": [7, 7]}  # requests made directly to vLLM
-    with pytest.raises(EngineError, match="did not ask for"):
-        run(llm, [[4]])
-
-
-def test_a_call_that_runs_out_of_memory_says_what_to_lower_and_leaves_nothing():
-    llm = SteppedLLM()
-    llm.interrupt = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
-    with pytest.raises(EngineError) as raised:
-        run(llm, [[1], [2]])
-    assert str(raised.value) == (
-        "a call of 2 sequences ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib "
-        "(CUDA out of memory. Tried to allocate 2 GiB.)"
-    )
-    assert llm.aborted == ["0-f", "1-e"]
-    assert llm.request_states == {}
-
-
-def test_a_prefix_cache_that_stays_is_an_error():
-    drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
-    with pytest.raises(EngineError, match="could not drop its prefix cache"):
-        drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
-
-
-def test_a_completion_carries_the_experts_that_were_chosen_for_it(monkeypatch, tmp_path):
-    llm = SteppedLLM()
-    parts = vllm_parts()
-    reader = SimpleNamespace(of_output=lambda output: torch.tensor([int(output.request_id)]))
-    parts.model_executor.driver_worker.reader = lambda: reader
-    vars(llm).update(vars(parts))
-    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
-    engine = opened_engine(monkeypatch, tmp_path, llm)
-    found = engine.generate([[3], [1], [2]], SamplingParams(9), seed=5)
+def test_a_completion_carries_the_experts_that_were_chosen_for_it(opened):
+    found = opened.engine.generate([[3], [1], [2]], SamplingParams(9), seed=5)
     assert [int(one.experts) for one in found] == [0, 1, 2]
     turns = Turns(2)
-    assert engine.run(turns, seed=5) == {}
+    assert opened.engine.run(turns, seed=5) == {}
     assert turns.done == [(0, 2), (0, 1)]
 
 
-class State:
-    """A request that ends after as many tokens as the first id of its prompt says; they count up from the last id."""
-
-    def __init__(self, prompt):
-        self.prompt, self.sampled = prompt, 0
-
-    def make_request_output(self, new_token_ids, pooling_output, finish_reason, stop_reason):
-        assert (new_token_ids, pooling_output, stop_reason) == ([], None, None)
-        return SimpleNamespace(outputs=[self.output(finish_reason)])
-
-    def output(self, reason):
-        ids = [self.prompt[-1] + number for number in range(1, self.sampled + 1)]
-        return SimpleNamespace(finish_reason=reason, token_ids=ids, logprobs=flat(*[[-0.5]] * self.sampled))
+def supplied(wanted, *lengths):
+    """Completions of these lengths, two at a time, until `wanted` have ended."""
+    asked = (Request(index, [length, 100], SamplingParams(9), index) for index, length in enumerate(lengths))
+    return Supplied(wanted, asked)
 
 
-class AsynchronousLLM:
-    """The parts of vLLM's LLM that are used, with a step that is still under way when requests are aborted."""
-
-    def __init__(self):
-        self.llm_engine = self.output_processor = self.engine_core = self.scheduler = self
-        self.request_states, self.batch_queue, self.count, self.to_forget = {}, [], 0, []
-        vars(self).update(vars(vllm_parts()))
-
-    def enqueue(self, prompts, params, use_tqdm):
-        names = [f"{self.count + index}-x" for index in range(len(prompts))]
-        self.count += len(prompts)
-        self.request_states |= {
-            name: State(prompt["prompt_token_ids"]) for name, prompt in zip(names, prompts, strict=True)
-        }
-        return names
-
-    def has_unfinished_requests(self):
-        return bool(self.request_states)
-
-    def has_requests(self):
-        return bool(self.request_states or self.to_forget)
-
-    def step(self):
-        self.to_forget = []
-        self.batch_queue = ["the next step"] if self.request_states else []
-        for state in self.request_states.values():
-            state.sampled += 1
-        ended = {name: state for name, state in self.request_states.items() if state.sampled == state.prompt[0]}
-        self.request_states = {name: state for name, state in self.request_states.items() if name not in ended}
-        return [
-            SimpleNamespace(request_id=name.partition("-")[0], finished=True, outputs=[state.output("stop")])
-            for name, state in ended.items()
-        ]
-
-    def abort_request(self, names, internal):
-        assert internal
-        self.to_forget = names
-        self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
-
-
-class Supplied(Source):
-    """Two requests, then one wherever one ends, until `wanted` have ended."""
-
-    def __init__(self, wanted, *lengths):
-        self.wanted, self.waiting, self.room, self.done = wanted, list(enumerate(lengths)), 2, {}
-
-    def begin(self, wait, together):
-        if len(self.done) >= self.wanted:
-            return None
-        given, self.waiting = self.waiting[: self.room], self.waiting[self.room :]
-        self.room -= len(given)
-        return [Request(index, [length, 100], SamplingParams(9), 10 + index) for index, length in given]
-
-    def ended(self, indices):
-        assert set(indices) <= set(self.done)
-        self.room += len(indices)
-        return True
-
-    def finished(self, index, completion):
-        self.done[index] = completion.token_ids
-
-
-@pytest.fixture
-def engine(monkeypatch, tmp_path):
-    reasons = SimpleNamespace(FinishReason=SimpleNamespace(ABORT="abort"))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.v1", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine", reasons)
-    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
-    llm = AsynchronousLLM()
-    return SimpleNamespace(llm=llm, engine=opened_engine(monkeypatch, tmp_path, llm))
-
-
-def test_what_has_not_ended_is_taken_out_with_the_tokens_it_has(engine):
-    supply = Supplied(2, 7, 2, 1, 5)
-    left = engine.engine.run(supply, seed=5)
-    assert supply.done == {1: [101, 102], 2: [101]}  # the third began where the second ended
+def test_what_has_not_ended_is_taken_out_with_the_tokens_it_has(opened):
+    supply = supplied(2, 7, 2, 1, 5)
+    left = opened.engine.run(supply, seed=5)
+    assert {index: one.token_ids for index, one in supply.done.items()} == {1: [101, 102], 2: [101]}
+    assert supply.told == [1, 2]  # the third began where the second ended
     assert sorted(left) == [0]
     assert left[0].token_ids == [101, 102, 103]
     assert left[0].logprobs == [-0.5] * 3
     assert left[0].finish_reason == "unfinished"
-    assert not engine.llm.has_requests()
-    assert not engine.llm.batch_queue  # the step that was under way has ended
+    assert not opened.llm.has_requests()
+    assert not opened.llm.batch_queue  # the step that was under way has ended
 
 
-def test_a_call_ends_when_nothing_is_left(engine):
-    supply = Supplied(9, 3, 1, 2)
-    assert engine.engine.run(supply, seed=5) == {}
-    assert supply.done == {1: [101], 0: [101, 102, 103], 2: [101, 102]}
-
-
-def test_a_caller_that_has_enough_samples_nothing(engine):
-    assert engine.engine.run(Supplied(0, 3), seed=5) == {}
-    assert engine.llm.count == 0
+def test_a_call_ends_when_nothing_is_left_or_the_caller_has_enough(opened):
+    assert opened.engine.run(supplied(0, 3), seed=5) == {}
+    assert opened.llm.count == 0
+    supply = supplied(9, 3, 1, 2)
+    assert opened.engine.run(supply, seed=5) == {}
+    assert {index: one.token_ids for index, one in supply.done.items()} == {1: [101], 0: [101, 102, 103], 2: [101, 102]}
 
 
 LAYERS, CHOSEN, BLOCK = 3, 2, 4
@@ -383,15 +324,11 @@ def chosen(routers):
     return made
 
 
-def choices(tokens, step):
-    """What the routers choose for tokens, ids that differ for each token, layer and step; (tokens, layers, k)."""
-    ids = torch.arange(tokens * LAYERS * CHOSEN).view(tokens, LAYERS, CHOSEN) + 50 * step
-    return ids % 200
-
-
 def forward(routers, chosen, step, slots, padding=3):
-    """A forward pass with tokens for `slots`, padded as CUDA graphs pad them."""
-    ids = choices(len(slots) + padding, step)
+    """A forward pass with tokens for `slots`, padded as CUDA graphs pad them; returns what the routers chose for them,
+    ids that differ for each token, layer and step; (tokens, layers, k)."""
+    tokens = len(slots) + padding
+    ids = (torch.arange(tokens * LAYERS * CHOSEN).view(tokens, LAYERS, CHOSEN) + 50 * step) % 200
     for layer, router in enumerate(routers):
         router.capture(ids[:, layer].int())
     chosen.keep_(torch.tensor(slots))
@@ -432,13 +369,11 @@ def test_a_prompt_that_was_found_in_the_cache_has_the_choices_of_who_computed_it
     assert torch.equal(reader.of_output(output("1", prompt=8, sampled=3)), torch.cat([shared, own]))
 
 
-def test_tokens_that_were_never_computed_are_unrecorded(chosen):
+def test_tokens_never_computed_or_whose_blocks_were_taken_are_unrecorded(chosen, caplog):
     reader = Reader(chosen, runner({"0-x": [1]}))
     assert reader.of_output(output("0", prompt=2, sampled=1)).unique().tolist() == [UNRECORDED]
-
-
-def test_an_output_whose_blocks_were_taken_is_unrecorded_and_said_to_be(chosen, caplog):
-    found = Reader(chosen, runner({"1-x": [1]})).of_output(output("0", prompt=2, sampled=3))
+    assert not caplog.records
+    found = reader.of_output(output("1", prompt=2, sampled=3))
     assert torch.equal(found, torch.full((4, LAYERS, CHOSEN), UNRECORDED, dtype=torch.uint8))
     assert "KV cache was full" in caplog.text
 

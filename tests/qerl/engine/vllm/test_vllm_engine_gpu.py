@@ -39,12 +39,8 @@ CASES = [  # shape, format, kernel, flags
 def checked(request, tmp_path_factory):
     """The report of scripts/checks/check_engine.py. A process can have one engine only, so each case has its own."""
     shape, format, kernel, flag = request.param
-    folder = tmp_path_factory.mktemp(f"{shape}-{kernel}")
-    model, out = folder / "model", folder / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", shape, "--format", format, "--out", model)
-    check = ("check_engine.py", "--model", model, "--format", format, "--kernel", kernel, "--out", out)
-    run_script(*check, *[flag] * bool(flag))
-    report = json.loads(out.read_text(encoding="utf-8"))
+    folder, given = tmp_path_factory.mktemp(f"{shape}-{kernel}"), ("--format", format)
+    report = report_of(folder, *given, "--kernel", kernel, *[flag] * bool(flag), shape=shape, made=given)
     return SimpleNamespace(format=format, asked=kernel, flag=flag, **report)
 
 
@@ -56,12 +52,11 @@ def run_script(script, *arguments, **environment):
     assert done.returncode == 0, done.stdout[:1500] + done.stdout[-1500:] + done.stderr[-3000:]
 
 
-def checked_once(folder, shape, layers=None, kernel="auto", only=()):
-    """The report of some checks on an engine that leaves room on the card for others."""
+def report_of(folder, *check, shape="tiny-qwen3", made=()):
+    """What scripts/checks/check_engine.py reports of a random checkpoint."""
     model, out = folder / "model", folder / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", shape, "--out", model, *["--layers", layers] * bool(layers))
-    check = ("check_engine.py", "--model", model, "--kernel", kernel, "--memory", 8, "--out", out)
-    run_script(*check, "--only", *only)
+    run_script("make_random_checkpoint.py", "--shape", shape, *made, "--out", model)
+    run_script("check_engine.py", "--model", model, *check, "--out", out)
     return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -69,7 +64,8 @@ def checked_once(folder, shape, layers=None, kernel="auto", only=()):
 def test_what_is_allocated_is_the_base_once(tmp_path):
     """The model's own tensors are within 3% of the checkpoint. Everything else that is allocated (buffers of kernels,
     sampler and CUDA graphs) is less than half of the linears, the smallest part of the base."""
-    memory = checked_once(tmp_path, "qwen2.5-7b", layers=4, only=["shared_memory"])["shared_memory"]
+    given = "--memory", 8, "--only", "shared_memory"
+    memory = report_of(tmp_path, *given, shape="qwen2.5-7b", made=("--layers", 4))["shared_memory"]
     linears = 4 * 233_046_016 * 9 / 16 / 2**30
     assert memory["checkpoint_gib"] == pytest.approx(memory["engine_gib"] - memory["adapter_gib"], rel=0.03)
     assert memory["allocated_gib"] - memory["engine_gib"] < linears / 2
@@ -88,7 +84,8 @@ def test_what_is_allocated_is_the_base_once(tmp_path):
 )
 def test_the_layouts_of_other_shapes_decode_bit_exactly_too(tmp_path, shape, kernel):
     """Kernels and shapes that are not in CASES."""
-    report = checked_once(tmp_path, shape, kernel=kernel, only=["dequantization", "product"])
+    only = "--only", "dequantization", "product"
+    report = report_of(tmp_path, "--kernel", kernel, "--memory", 8, *only, shape=shape)
     assert report["dequantization"]["different"] == {}
     assert report["dequantization"]["missing"] == []
     assert report["product"]["forward"] < 2.5e-3
@@ -134,9 +131,7 @@ class TestOnGPU:
     def test_an_adapter_acts_counts_match_and_misfits_raise(self, checked):
         assert checked.adapter["count"] == 28
         assert checked.adapter["changed"] > 0
-        least = (
-            0.94 if checked.flag.startswith("--start") else 0.97
-        )  # the rest are near-ties, of which a start makes more
+        least = 0.94 if checked.flag.startswith("--start") else 0.97  # a start makes more near-ties
         assert checked.adapter["greedy"]["equal_tokens"] > least
         assert checked.adapter["greedy"]["largest_gap"] < 0.01
         assert all(checked.adapter["errors"].values())
@@ -216,12 +211,8 @@ class TestOnGPU:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """The report of a deterministic engine on callers that are told of completions."""
-    folder = tmp_path_factory.mktemp("told")
-    model, out = folder / "model", folder / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
-    asked = ("--deterministic", "--memory", 8, "--only", "told_of_while")
-    run_script("check_engine.py", "--model", model, *asked, "--out", out)
-    return SimpleNamespace(**json.loads(out.read_text(encoding="utf-8"))["told_of_while"])
+    given = "--deterministic", "--memory", 8, "--only", "told_of_while"
+    return SimpleNamespace(**report_of(tmp_path_factory.mktemp("told"), *given)["told_of_while"])
 
 
 @pytest.mark.timeout(300)
@@ -237,27 +228,20 @@ def test_a_completion_is_reported_while_others_are_generated(told):
 
 
 @pytest.mark.timeout(300)
-def test_a_callback_may_raise_while_others_are_generated(told):
+def test_a_callback_may_raise_while_others_are_generated_and_scores_are_the_usual_ones(told):
     assert told.raising["raised"]
     assert told.raising["left"] == 0
     assert told.raising["lengths_after"] == [told.lengths[1], told.lengths[2]]
     assert sorted(told.raising["told_after"]) == [0, 1]
     assert told.same_afterwards == {"tokens": 1.0, "logprobs": 1.0}
-
-
-@pytest.mark.timeout(300)
-def test_reported_completions_get_the_usual_scores(told):
     assert told.score["kl"] < 5e-5
     assert told.raising["score"]["kl"] < 5e-5
 
 
 @pytest.mark.timeout(300)
 def test_completions_that_a_call_leaves_go_on_in_the_next_after_a_sleep(tmp_path):
-    model, out = tmp_path / "model", tmp_path / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
-    asked = ("--deterministic", "--memory", 8, "--only", "carried_over")
-    run_script("check_engine.py", "--model", model, *asked, "--out", out)
-    found = SimpleNamespace(**json.loads(out.read_text(encoding="utf-8"))["carried_over"])
+    given = "--deterministic", "--memory", 8, "--only", "carried_over"
+    found = SimpleNamespace(**report_of(tmp_path, *given)["carried_over"])
     assert len(found.ended_first) >= 3
     assert found.left
     assert found.left_reasons == ["unfinished"]
@@ -270,27 +254,21 @@ def test_completions_that_a_call_leaves_go_on_in_the_next_after_a_sleep(tmp_path
 
 
 @pytest.mark.timeout(300)
-def test_attention_that_our_kernel_does_not_support_is_done_by_flash_attention(tmp_path):
-    """A window of 48 tokens in sequences of up to 192, with ten query heads for one key head."""
-    for shape in ("tiny-mistral", "tiny-llama-10-heads"):
-        model, out = tmp_path / shape, tmp_path / f"{shape}.json"
-        run_script("make_random_checkpoint.py", "--shape", shape, "--format", "bf16", "--out", model)
-        asked = ("--format", "bf16", "--only", "agreement", "--prompts", 16)
-        run_script("check_engine.py", "--model", model, *asked, "--out", out)
-        report = json.loads(out.read_text(encoding="utf-8"))
-        assert report["attention"] == "flash attention", shape
-        assert report["agreement"]["policy"]["kl"] < 5e-5, shape
-        assert report["agreement"]["score"]["kl"] < 5e-5, shape
+@pytest.mark.parametrize("shape", ["tiny-mistral", "tiny-llama-10-heads"])
+def test_attention_that_our_kernel_does_not_support_is_done_by_flash_attention(tmp_path, shape):
+    """A window of 48 tokens in sequences of up to 192, or ten query heads for one key head."""
+    given = "--format", "bf16"
+    report = report_of(tmp_path, *given, "--only", "agreement", "--prompts", 16, shape=shape, made=given)
+    assert report["attention"] == "flash attention"
+    assert report["agreement"]["policy"]["kl"] < 5e-5
+    assert report["agreement"]["score"]["kl"] < 5e-5
 
 
 @pytest.mark.timeout(300)
 def test_packing_needs_little_memory_besides_the_weights(tmp_path):
     """Four layers of a 7B model, with 2.5 GiB of embeddings and head. An H200 once filled by 6 GiB per layer because
     torch could not reuse the memory of a work tensor. Last run on 2026-11-21."""
-    model, out = tmp_path / "model", tmp_path / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "qwen2.5-7b", "--layers", 4, "--out", model)
-    run_script("check_engine.py", "--model", model, "--only", "loading", "--out", out)
-    report = json.loads(out.read_text(encoding="utf-8"))["loading"]
+    report = report_of(tmp_path, "--only", "loading", shape="qwen2.5-7b", made=("--layers", 4))["loading"]
     assert report["peak_gib"] < report["checkpoint_gib"] + 1.5
 
 
@@ -298,10 +276,8 @@ def test_packing_needs_little_memory_besides_the_weights(tmp_path):
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     """64 layers take 32 KiB per token, so the rollout needs 4 GiB, and about 2 are there. One in 1000 tokens ends a
     completion, so 49 of 128 should reach full length, with a standard deviation of 5.5."""
-    model, out = tmp_path / "model", tmp_path / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--layers", 64, "--out", model)
-    run_script("check_engine.py", "--model", model, "--memory", 3.2, "--only", "exhausted_cache", "--out", out)
-    report = json.loads(out.read_text(encoding="utf-8"))["exhausted_cache"]
+    given = "--memory", 3.2, "--only", "exhausted_cache"
+    report = report_of(tmp_path, *given, made=("--layers", 64))["exhausted_cache"]
     assert report["tokens"] > 1.3 * report["cache_tokens"]
     assert report["completions"] == report["full"] + report["stopped"] == 128
     assert 24 < report["full"] < 74
@@ -324,16 +300,12 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
 def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
     """fp8 is calibrated, and policy and engine round alike. The other type uses Triton's attention, and last passed on
     2026-11-21."""
-    model, out = tmp_path / "model", tmp_path / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
-    asked = ("--kv-cache-dtype", kind, "--only", "agreement", "sleep_and_wake")
-    calibrated = ("--calibrate-kv",) if kind == "fp8" else ()
-    run_script("check_engine.py", "--model", model, *asked, *calibrated, "--out", out)
-    report = json.loads(out.read_text(encoding="utf-8"))
+    calibrated = ["--calibrate-kv"] * (kind == "fp8")
+    report = report_of(tmp_path, "--kv-cache-dtype", kind, "--only", "agreement", "sleep_and_wake", *calibrated)
     assert kind != "fp8" or report["attention"] == "qerl"
     assert 1e-7 < report["agreement"]["policy"]["kl"] < 3e-3  # it differs by rounding only
     kv_bytes = report["sleep_and_wake"]["kv_gib"] * 2**30 / report["cache_tokens"]
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
     assert kv_bytes == pytest.approx(kv_bytes_per_token(config, kind), rel=0.05)
 
 
@@ -341,11 +313,8 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
     """`qerl eval` does this with several bases. The driver counts the whole card, so nothing else may run on it. A
     failure prints what was left and who held it."""
-    model, out = tmp_path / "model", tmp_path / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
-    run_script("check_engine.py", "--model", model, "--only", "reopened", "--out", out)
-    text = out.read_text(encoding="utf-8")
-    report = json.loads(text)["reopened"]
+    report = report_of(tmp_path, "--only", "reopened")["reopened"]
+    text = json.dumps(report)
     first, *later = report["openings"]
     assert len(later) == 2
     for opened in later:
