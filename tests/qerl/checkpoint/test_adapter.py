@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 
 import pytest
@@ -23,8 +24,14 @@ from qerl.checkpoint.adapter import (
 from qerl.checkpoint.adapter_file import OTHER_ADAPTERS, PLAIN_STARTS, read_adapter
 from qerl.checkpoint.load import load_model
 from qerl.config.names import PROJECTIONS
-from qerl.formats.nvfp4.linear import NVFP4Linear
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from tests.helpers.checkpoint_factory import make_checkpoint
 
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of PEFT, on embeddings
+]
 TOKENS = torch.arange(12)[None]
 
 
@@ -41,48 +48,12 @@ def policy(nvfp4_base):
 
 
 def test_tensors_have_the_names_of_the_base(policy):
-    names = set(adapter_tensors(policy))
-    expected = {
-        f"model.layers.{layer}.{block}.{projection}.lora_{side}.weight"
-        for layer in range(2)
-        for projection in PROJECTIONS
-        for block in ["self_attn" if projection in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"]
-        for side in "AB"
-    }
-    norms = {f"model.layers.{i}.{n}.weight" for i in range(2) for n in ("input_layernorm", "post_attention_layernorm")}
-    assert names == expected | norms
+    parts = [f"self_attn.{name}" for name in PROJECTIONS[:4]] + [f"mlp.{name}" for name in PROJECTIONS[4:]]
+    expected = {f"{part}.lora_{side}.weight" for part in parts for side in "AB"}
+    expected |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert set(adapter_tensors(policy)) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in expected}
     assert adapter_scaling(policy) == 2.0
     assert {p for _, p in policy.named_parameters() if p.requires_grad} == set(adapter_tensors(policy).values())
-
-
-def test_a_fresh_adapter_changes_nothing_and_a_random_one_does(nvfp4_base, policy):
-    clean = load_model(nvfp4_base, "nvfp4")(TOKENS).logits
-    assert torch.equal(policy(TOKENS).logits, clean)
-    randomize_(policy)
-    assert (policy(TOKENS).logits - clean).abs().max() > 0.01
-
-
-def unpack_(model):
-    """Make the dense twin: replace each packed linear by an ordinary one with its float32 weights."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, NVFP4Linear):
-            linear = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            linear.weight.data = module.dense(torch.float32)
-            model.set_submodule(name, linear.requires_grad_(False))
-    return model
-
-
-def test_gradients_equal_those_on_the_dense_twin(nvfp4_base):
-    gradients = []
-    for model in (load_model(nvfp4_base, "nvfp4"), unpack_(load_model(nvfp4_base, "nvfp4"))):
-        torch.manual_seed(0)
-        policy = attach_lora(model, rank=4, alpha=8)
-        randomize_(policy)
-        torch.log_softmax(policy(TOKENS).logits, -1)[..., 0].sum().backward()
-        gradients.append({name: tensor.grad for name, tensor in adapter_tensors(policy).items()})
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, gradients[1][name])
 
 
 def test_the_folder_is_a_standard_peft_folder(base, tmp_path):
@@ -99,22 +70,19 @@ def test_the_folder_is_a_standard_peft_folder(base, tmp_path):
     torch.testing.assert_close(stock(TOKENS).logits, expected)
 
 
-def test_read_and_attach_again_gives_the_same_model(nvfp4_base, policy, tmp_path):
+def test_a_fresh_adapter_changes_nothing_and_one_that_is_read_again_acts_as_before(nvfp4_base, policy, tmp_path):
+    model = load_model(nvfp4_base, "nvfp4")
+    clean = model(TOKENS).logits
+    assert torch.equal(policy(TOKENS).logits, clean)
     randomize_(policy)
     expected = policy(TOKENS).logits
+    assert (expected - clean).abs().max() > 0.01
     save_adapter(policy, tmp_path / "adapter", str(nvfp4_base))
     tensors, scaling = read_adapter(tmp_path / "adapter")
     assert scaling == 2.0
     assert set(tensors) == set(adapter_tensors(policy))
-    model = load_model(nvfp4_base, "nvfp4")
     attach_saved_(model, tensors, scaling)
     assert torch.equal(model(TOKENS).logits, expected)
-
-
-@pytest.mark.parametrize("call", ["merge_adapter", "merge_and_unload"])
-def test_merging_into_packed_weights_raises(policy, call):
-    with pytest.raises(CheckpointError, match="merge"):
-        getattr(policy, call)()
 
 
 def test_an_adapter_of_another_rank_or_base_is_refused(policy):
@@ -137,11 +105,8 @@ def test_an_unknown_target_is_refused_with_a_list_of_the_known_ones(base):
     [
         ({"peft_type": "IA3"}, "IA3"),
         ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'.*path_initial_model_for_weight_conversion"),
-        ({"init_lora_weights": "olora"}, "'olora'"),
         ({"lora_alpha": None}, "r 4 and lora_alpha None"),
         ({"lora_alpha": "8"}, "r 4 and lora_alpha '8'"),
         ({"r": 0}, "r 0 and lora_alpha 8"),
@@ -161,9 +126,9 @@ def test_adapters_that_are_not_plain_lora_are_refused(policy, tmp_path, change, 
 @pytest.mark.parametrize(
     ("part", "change"),
     [
-        ("lora_A", lambda tensor: tensor[:2].contiguous()),
-        ("lora_B", lambda tensor: tensor[:, :2].contiguous()),
-        ("lora_A", lambda tensor: tensor[0].contiguous()),
+        ("lora_A", lambda tensor: tensor[:2]),
+        ("lora_B", lambda tensor: tensor[:, :2]),
+        ("lora_A", lambda tensor: tensor[0]),
         ("lora_B", lambda tensor: tensor.to(torch.int8)),
     ],
     ids=["rank of A", "rank of B", "one axis", "integers"],
@@ -174,7 +139,7 @@ def test_factors_of_another_rank_than_the_config_has_are_refused(policy, tmp_pat
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
     name = next(name for name in tensors if part in name)
-    save_file({**tensors, name: change(tensors[name])}, path)
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, path)
     with pytest.raises(CheckpointError, match=f"{part}.weight as .* rank 4: only plain LoRA, of one rank"):
         read_adapter(tmp_path)
 
@@ -206,9 +171,7 @@ def test_a_plain_adapter_of_peft_computes_the_same_as_in_peft(base, tmp_path, op
     ("options", "message"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'"),
         ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
-        ({"modules_to_save": ["lm_head"]}, r"changes lm_head\.weight"),
         ({"modules_to_save": ["norm"]}, r"changes model\..*norm\.weight"),
         ({"target_modules": ["q_proj", "lm_head"]}, "changes lm_head"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"changes model\.embed_tokens"),
@@ -247,3 +210,85 @@ def test_missing_and_damaged_adapter_files_are_refused(policy, tmp_path):
     shutil.rmtree(tmp_path / "a")
     with pytest.raises(CheckpointError, match="not an adapter folder"):
         read_adapter(tmp_path / "a")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Models of three layers, with tied embeddings or a head and biases of their own."""
+    folder = tmp_path_factory.mktemp("bases")
+    return {
+        "tied": make_checkpoint(folder / "Tied-1B", "qwen3", layers=3),
+        "untied": make_checkpoint(folder / "Untied-1B", "qwen2", layers=3),
+    }
+
+
+def adapter_on(base, folder, **config):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **config}
+    get_peft_model(model, LoraConfig(**config)).save_pretrained(folder)
+    return folder
+
+
+SOME = r"acts on {} in {} layers, and .* has it in 3 \(not in both: {}\): give"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"layers_to_transform": [0]}, SOME.format("q_proj", 1, "1, 2")),
+        ({"layers_to_transform": [0, 2]}, SOME.format("q_proj", 2, "1")),
+        ({"target_modules": r".*layers\.1\.self_attn\.q_proj"}, SOME.format("q_proj", 1, "0, 2")),
+        ({"target_modules": ["model.layers.0.self_attn.q_proj"]}, SOME.format("q_proj", 1, "1, 2")),
+        ({"target_modules": r".*v_proj|.*0\.self_attn\.q_proj"}, SOME.format("q_proj", 1, "1, 2")),
+        ({"modules_to_save": ["input_layernorm"]}, r"has input_layernorm trained and not post_attention_layernorm"),
+        ({"modules_to_save": ["embed_tokens"]}, r"changes model.embed_tokens.weight"),
+        ({"modules_to_save": ["lm_head"]}, r"changes lm_head.weight"),
+        ({"bias": "lora_only"}, r"changes model.layers.0.self_attn.q_proj.base_layer.bias"),
+    ],
+)
+def test_what_is_refused_for_a_run_can_be_merged(bases, tmp_path, config, said, here):
+    base = bases["untied"]
+    adapter = adapter_on(base, tmp_path / "my adapter", **config)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        read_fitting_adapter(adapter, str(base))
+    assert "another base" not in str(refused.value)
+    line = str(refused.value).split("`")[1]
+    assert shlex.split(line)[:2] == ["qerl", "merge"]
+    code, _, error = here(*shlex.split(line)[1:], "--out", str(tmp_path / "merged"), "--prompt-count", "0")
+    assert code == 0, error
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"modules_to_save": ["embed_tokens"]}, "model.embed_tokens.weight .*place for it: save the base.*as lm_head"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "changes lm_head.weight .*no place for it: save the base"),
+    ],
+)
+def test_what_a_tied_base_has_no_place_for_is_merged_once_it_is_untied(bases, tmp_path, config, said):
+    from safetensors.torch import load_file, save_file
+
+    base = bases["tied"]
+    adapter = adapter_on(base, tmp_path / "adapter", **config)
+    asked = ExportOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(base), prompt_count=0)
+    with pytest.raises(CheckpointError, match=said):
+        export(asked)
+    if "target_modules" in config:
+        return
+    untied = shutil.copytree(base, tmp_path / "untied")
+    index = json.loads((untied / "model.safetensors.index.json").read_text())
+    file = untied / index["weight_map"]["model.embed_tokens.weight"]
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    index["weight_map"]["lm_head.weight"] = file.name
+    (untied / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = ExportOptions(adapter=str(adapter), to="bf16", out=tmp_path / "merged", model=str(untied), prompt_count=0)
+    assert export(made).out.is_dir()
+
+
+@pytest.mark.parametrize("config", [{"lora_bias": True}, {"use_dora": True}, {"trainable_token_indices": [1]}])
+def test_other_kinds_name_what_makes_a_model_of_them(bases, tmp_path, config):
+    adapter = adapter_on(bases["untied"], tmp_path / "adapter", **config)
+    (kind,) = config
+    with pytest.raises(CheckpointError, match=rf"LORA adapter with {kind}: only plain LoRA.*merge_and_unload"):
+        read_fitting_adapter(adapter, str(bases["untied"]))

@@ -38,24 +38,19 @@ def warnings_of(adapter, caplog):
     return read
 
 
-@pytest.mark.parametrize("named", ["Some/Other-Model", "/gone/small-1b", "Small-3B-Instruct", "/"])
-def test_another_name_gives_a_warning_with_both_names_and_what_to_do(warnings_of, base, named):
-    (warning,) = warnings_of(named, base)
-    assert all(part in warning for part in (named, str(base), "--model"))
-
-
-@pytest.mark.parametrize(
-    "named",
-    [
-        None,
-        "Org/Small-1B-Instruct",
-        "/elsewhere/small-1b-instruct/",
-        "checkpoints/Small-1B-Instruct-NVFP4A16",
-        "/hub/models--Org--Small-1B-Instruct/snapshots/0a1b2c",
-    ],
+OTHERS = "Some/Other-Model", "/gone/small-1b", "Small-3B-Instruct", "/"
+SAME = (
+    *(None, "Org/Small-1B-Instruct", "/elsewhere/small-1b-instruct/", "checkpoints/Small-1B-Instruct-NVFP4A16"),
+    "/hub/models--Org--Small-1B-Instruct/snapshots/0a1b2c",
 )
-def test_other_names_of_the_same_model_give_no_warning(warnings_of, base, named):
-    assert warnings_of(named, base) == []
+
+
+def test_another_name_gives_a_warning_with_both_names_and_what_to_do(warnings_of, base):
+    for named in OTHERS:
+        (warning,) = warnings_of(named, base)
+        assert all(part in warning for part in (named, str(base), "--model"))
+    for named in SAME:
+        assert warnings_of(named, base) == []
 
 
 def test_a_quantized_folder_may_have_the_name_of_its_source(warnings_of, base):

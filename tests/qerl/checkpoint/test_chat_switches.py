@@ -81,32 +81,24 @@ def test_an_open_model_thinks_as_it_trained_or_as_it_is_asked_to(switched, tmp_p
             model.generate("1 + 1?", max_new_tokens=1, chat_template_kwargs=asked)
         with pytest.raises(ConfigError, match=r"chat_template_kwargs sets thinking, which .* does not read"):
             model.generate("1 + 1?", chat_template_kwargs={"thinking": False})
-        with pytest.raises(
-            ConfigError, match=r"generate takes no argument 'max_tokens'; did you mean max_new_tokens\? .*seed$"
-        ):
+        with pytest.raises(ConfigError, match=r"no argument 'max_tokens'; did you mean max_new_tokens\? .*seed$"):
             model.generate("1 + 1?", max_tokens=3)
     texts = [load_tokenizer(str(TINY)).decode(ids) for ids in prompts]
     assert [text.endswith(OFF) for text in texts] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
-    ("switches", "message"),
+    ("switch", "message"),
     [
-        (
-            {"enable_thinkin": False},
-            r"enable_thinkin, which .* does not read: did you mean enable_thinking\?",
-        ),
-        ({"level": 3}, "sets level, .*: leave it out, or use a model whose template has it"),
-        ({"messages": []}, "sets messages, which qerl gives the chat template itself"),
+        ("enable_thinkin", r"enable_thinkin, which .* does not read: did you mean enable_thinking\?"),
+        ("level", "sets level, .*: leave it out, or use a model whose template has it"),
+        ("messages", "sets messages, which qerl gives the chat template itself"),
     ],
 )
-def test_a_switch_that_the_template_does_not_read_is_refused(switches, message):
+def test_a_switch_that_the_template_does_not_read_is_refused(switch, message):
     tokenizer = SimpleNamespace(get_chat_template=lambda: QWEN3, name_or_path="base")
     with pytest.raises(ConfigError, match=message):
-        check_switches(tokenizer, switches, "keys")
-
-
-@pytest.mark.parametrize("text", ["enable_thinking", "a b=1", "=1", "enable_thinking=[", "enable_thinking="])
-def test_what_is_no_switch_is_refused(text):
-    with pytest.raises(ConfigError, match="--chat-template-kwargs"):
-        parse_switches(text)
+        check_switches(tokenizer, {switch: False}, "keys")
+    for text in (switch, "a b=1", "=1", f"{switch}=[", f"{switch}="):
+        with pytest.raises(ConfigError, match="--chat-template-kwargs"):
+            parse_switches(text)

@@ -21,7 +21,7 @@ from qerl.checkpoint.adapter import (
 )
 from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets, read_adapter
 from qerl.checkpoint.load import load_model
-from tests.helpers.checkpoint_factory import make_checkpoint
+from tests.helpers.checkpoint_factory import EXPERTS, fake_checkpoint, make_checkpoint
 from tests.helpers.layer_policies import difference
 from tests.helpers.moe import make_moe
 
@@ -55,11 +55,15 @@ def logits(model):
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize(("kind", "expert_rank"), [("shared", 4), ("per_expert", 4), ("per_expert", 1)])
-def test_peft_computes_the_same_with_our_folder(moe, tmp_path, kind, expert_rank):
-    ours = policy(moe, kind, expert_rank=expert_rank)
-    save_adapter(ours, tmp_path / "adapter", str(moe))
-    base = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("layout", "kind", "expert_rank"),
+    [("qwen3_moe", "shared", 4), ("qwen3_moe", "per_expert", 1), ("olmoe", "per_expert", 4), ("mixtral", "shared", 4)],
+)
+def test_peft_computes_the_same_with_our_folder(moe, tmp_path, layout, kind, expert_rank):
+    folder = moe if layout == "qwen3_moe" else make_checkpoint(tmp_path / layout, layout, max_shard_size="1GB")
+    ours = policy(folder, kind, expert_rank=expert_rank)
+    save_adapter(ours, tmp_path / "adapter", str(folder))
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = logits(base)
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     assert difference(logits(ours), logits(theirs)) < 1e-5
@@ -70,18 +74,8 @@ def test_peft_computes_the_same_with_our_folder(moe, tmp_path, kind, expert_rank
     assert own.keys() == tensors.keys()
     assert all(torch.equal(own[name], tensors[name]) for name in own)
     assert tensors[GATE_UP_A].dim() == tensors[DOWN_B].dim() == (2 if kind == "shared" else 3)
-    again = attach_saved_(load_model(moe, "bf16"), tensors, scaling)
+    again = attach_saved_(load_model(folder, "bf16"), tensors, scaling)
     assert torch.equal(logits(ours), logits(again))
-
-
-@pytest.mark.parametrize("layout", ["olmoe", "mixtral"])
-def test_peft_computes_the_same_in_other_families(tmp_path, layout):
-    folder = make_checkpoint(tmp_path / layout, layout, max_shard_size="1GB")
-    ours = policy(folder, "shared")
-    save_adapter(ours, tmp_path / "adapter", str(folder))
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    assert difference(logits(ours), logits(theirs)) < 1e-5
 
 
 def test_an_adapter_that_peft_made_is_read(moe, tmp_path):
@@ -91,7 +85,7 @@ def test_an_adapter_that_peft_made_is_read(moe, tmp_path):
     theirs = get_peft_model(base, config)
     randomized(parameter for parameter in theirs.parameters() if parameter.requires_grad)
     theirs.save_pretrained(tmp_path / "adapter")
-    ours = attach_saved_(load_model(moe, "bf16"), *read_adapter(tmp_path / "adapter"))
+    ours = attach_saved_(load_model(moe, "bf16"), *read_fitting_adapter(tmp_path / "adapter", str(moe)))
     assert difference(logits(ours), logits(theirs)) < 1e-5
 
 
@@ -124,11 +118,6 @@ def test_the_reference_is_the_adapter_as_it_was_or_none(moe):
     assert difference(logits(model), began) > 0.01
 
 
-def change_config(folder, **changes):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -141,7 +130,8 @@ def change_config(folder, **changes):
 )
 def test_adapters_that_differ_from_place_to_place_are_refused(moe, tmp_path, changes, message):
     save_adapter(policy(moe, "per_expert"), tmp_path / "adapter", str(moe))
-    change_config(tmp_path / "adapter", **changes)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         read_adapter(tmp_path / "adapter")
 
@@ -164,20 +154,66 @@ def test_linears_of_experts_are_no_linears_of_the_model(moe, tmp_path):
     assert linear_targets(mixed, every) == every
 
 
-@pytest.mark.parametrize("kind", ["shared", "per_expert"])
-def test_an_adapter_is_compared_with_its_base(moe, tmp_path, kind):
-    save_adapter(policy(moe, kind), tmp_path / "adapter", str(moe))
-    tensors, _ = read_fitting_adapter(tmp_path / "adapter", str(moe))
-    for change, message in (
-        ({"num_experts": 8}, r"its model.layers.0.mlp.experts.* and the base's (gate_up|down)_proj 8 x"),
-        ({"moe_intermediate_size": 32}, "gate_up_proj 4 x 64 x 64"),
-        ({"num_hidden_layers": 1}, "acts on experts.gate_up_proj in 2 layers, and .* has it in 1 "),
-        ({"mlp_only_layers": [0]}, r"acts on experts\..*_proj in 2 layers, and .* has it in 1 \(not in both: 0\)"),
-    ):
-        other = make_moe(tmp_path / next(iter(change)), **{"layers": change.pop("num_hidden_layers", 2), **change})
-        with pytest.raises(CheckpointError, match=message):
-            check_fit(tmp_path / "adapter", tensors, str(other))
-    for factor in "AB":
-        del tensors[f"model.layers.1.mlp.experts.down_proj.lora_{factor}.weight"]
-    with pytest.raises(CheckpointError, match=r"acts on experts.down_proj in 1 layers, .*\(not in both: 1\)"):
-        check_fit(tmp_path / "adapter", tensors, str(moe))
+SIZES = {
+    **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 112, "vocab_size": 320},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2},
+}
+
+
+def base(folder, **changes):
+    return fake_checkpoint(folder / "base", **{**SIZES, **EXPERTS["qwen3_moe"], **changes})
+
+
+def factors(shared, layers=(0, 1), experts=4, width=48, rank=4):
+    """The tensors of an adapter on attention's o_proj and on experts."""
+    outer, found = (() if shared else (experts,)), {}
+    for layer in range(2):
+        found[f"model.layers.{layer}.self_attn.o_proj.lora_A.weight"] = torch.zeros(8, 64)
+        found[f"model.layers.{layer}.self_attn.o_proj.lora_B.weight"] = torch.zeros(64, 8)
+    for layer in layers:
+        inside = f"model.layers.{layer}.mlp.experts"
+        found |= {
+            f"{inside}.gate_up_proj.lora_A.weight": torch.zeros(*outer, rank, 64),
+            f"{inside}.gate_up_proj.lora_B.weight": torch.zeros(experts, 2 * width, rank),
+            f"{inside}.down_proj.lora_A.weight": torch.zeros(experts, rank, width),
+            f"{inside}.down_proj.lora_B.weight": torch.zeros(*outer, 64, rank),
+        }
+    return found
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_adapter_on_the_experts_of_a_base_fits_it(adapter, shared):
+    check_fit(adapter, factors(shared), str(base(adapter)))
+    check_fit(adapter, factors(shared, layers=(1,)), str(base(adapter, mlp_only_layers=[0])))  # 0 is a dense MLP
+
+
+OTHER_LAYERS = r"acts on experts\.gate_up_proj in {} layers, and .* has it in {} \(not in both: {}\)"
+
+
+@pytest.mark.parametrize(
+    ("given", "of_base", "words"),
+    [
+        (
+            {"width": 64},
+            {},
+            r"gate_up_proj\.lora_B\.weight is \(4, 128, 4\) and the base's gate_up_proj 4 x 96 x 64",
+        ),
+        (
+            {"experts": 8},
+            {},
+            r"gate_up_proj\.lora_A\.weight is \(8, 4, 64\) and the base's gate_up_proj 4 x 96 x 64",
+        ),
+        ({}, {"num_experts": 0}, r"gate_up_proj\.lora_A\.weight is .* and the base's gate_up_proj missing"),
+        ({"layers": (0,)}, {}, OTHER_LAYERS.format(1, 2, 1)),
+        ({}, {"mlp_only_layers": [0]}, OTHER_LAYERS.format(2, 1, 0)),
+    ],
+)
+def test_an_adapter_of_other_experts_is_refused(adapter, given, of_base, words):
+    with pytest.raises(CheckpointError, match=words):
+        check_fit(adapter, factors(False, **given), str(base(adapter, **of_base)))

@@ -60,21 +60,16 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def endpoint():
+def said(tmp_path_factory):
+    """What is said to each question, by one process that has only this hub."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING_FACE"))}
+    given = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
+    given |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run([sys.executable, "-c", ASK, *ASKED], env={**kept, **given}, capture_output=True, text=True)
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def said(endpoint, tmp_path_factory):
-    """What is said to each question, by one process that has only this hub."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING_FACE"))}
-    home = str(tmp_path_factory.mktemp("home"))
-    given = {"HF_ENDPOINT": endpoint, "HF_HOME": home, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run([sys.executable, "-c", ASK, *ASKED], env={**kept, **given}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not re.search("hf_reader|hf_wrong", done.stdout + done.stderr)
     return dict(zip(ASKED, done.stdout.splitlines(), strict=True))
@@ -95,10 +90,7 @@ def test_a_gated_model_names_its_licence_and_how_to_log_in(said):
 
 def test_a_private_model_looks_like_a_missing_one_and_both_are_named(said):
     without, rows = said["config=org/private="], said["rows=org/private="]
-    assert (
-        "the hub shows no model org/private without a token: check the name at https://huggingface.co/org/pri"
-        in without
-    )
+    assert "the hub shows no model org/private without a token: check the name at https://huggingface.co/" in without
     assert "if it is private, log in with `hf auth login` (or set HF_TOKEN) as someone who may read it" in without
     assert rows.startswith("the hub shows no data set org/private without a token: check the name at https://hugging")
     with_token = said["config=org/private=hf_reader"]
@@ -107,8 +99,5 @@ def test_a_private_model_looks_like_a_missing_one_and_both_are_named(said):
 
 def test_a_token_that_the_hub_does_not_know_is_named(said):
     refused = said["config=org/public=hf_wrong"]
-    assert (
-        "the hub refuses org/public (401) to the token that is set here: see https://huggingface.co/org/public"
-        in refused
-    )
+    assert "the hub refuses org/public (401) to the token that is set here: see https://huggingface.co/org/" in refused
     assert "log in anew with `hf auth login`" in refused

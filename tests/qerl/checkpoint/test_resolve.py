@@ -15,40 +15,38 @@ from tests.helpers.model_folders import hub_snapshot, make_adapter, make_base, m
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch):
+    """Call it to leave the empty folder in which a test begins for another one."""
     monkeypatch.chdir(tmp_path)
 
+    def leave():
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
 
-# --- one of each kind
+    return leave
 
 
-def test_a_16_bit_model_is_recognised():
-    base = make_base()
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """The folder of some/model in the hub's cache; there is no network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return hub_snapshot(tmp_path / "cache", "some/model", fake_checkpoint)
+
+
+def test_a_model_is_recognised_by_its_files(tmp_path):
+    base, nvfp4 = make_base(), make_nvfp4()
     assert resolve_model("models/Small-1B") == ModelRef("base16", base, "models/Small-1B", None, None, "bf16")
-
-
-def test_an_nvfp4_folder_is_recognised():
-    folder = make_nvfp4()
     for load in ("auto", "nvfp4"):
-        found = resolve_model(str(folder), load)
-        assert found == ModelRef("quantized", folder, str(folder), None, None, "nvfp4")
-
-
-def test_an_adapter_folder_brings_its_base(tmp_path):
-    base = make_nvfp4()
-    folder = make_adapter(tmp_path / "my adapter", base)
-    assert resolve_model(str(folder)) == ModelRef("adapter", folder, str(base), folder, None, "nvfp4")
-
-
-def test_a_run_brings_its_base_and_its_last_adapter(tmp_path):
-    base = make_nvfp4()
-    run = make_run(tmp_path, base, steps=(5, 40, 100))
+        found = resolve_model(str(nvfp4), load)
+        assert found == ModelRef("quantized", nvfp4, str(nvfp4), None, None, "nvfp4")
+    folder = make_adapter(tmp_path / "my adapter", nvfp4)
+    assert resolve_model(str(folder)) == ModelRef("adapter", folder, str(nvfp4), folder, None, "nvfp4")
+    run = make_run(tmp_path, nvfp4, steps=(5, 40, 100))
     last = run / "checkpoints" / "step-000100"
-    assert resolve_model(str(run)) == ModelRef("run", run, str(base), last, run, "nvfp4")
-
-
-def test_the_final_adapter_of_a_run_wins_over_its_checkpoints(tmp_path):
-    run = make_run(tmp_path, make_nvfp4())
+    assert resolve_model(str(run)) == ModelRef("run", run, str(nvfp4), last, run, "nvfp4")
     final = make_adapter(run / "adapter", "whatever")
     assert resolve_model(str(run)).adapter == final
 
@@ -78,22 +76,31 @@ def test_an_adapter_can_be_given_beside_the_model(tmp_path):
         resolve_model(str(nvfp4), adapter=str(base))
 
 
-# --- load=
-
-
-def test_load_nvfp4_takes_the_quantized_folder_of_a_16_bit_model():
+def test_load_takes_the_other_folder_of_a_model_where_there_is_one():
     base = make_base()
     folder = make_nvfp4(source=base.resolve())
     assert resolve_model(str(base), "nvfp4").base == str(folder)
     assert resolve_model(str(base), "auto").format == "bf16"
+    found = resolve_model(str(folder), "bf16")
+    assert (found.base, found.format, found.path) == (str(base.resolve()), "bf16", folder)
 
 
-def test_load_nvfp4_without_a_quantized_folder_says_what_to_type():
+@pytest.mark.parametrize(
+    ("model", "load", "said"),
+    [
+        ("models/Small-1B", "nvfp4", "run `qerl quantize --model models/Small-1B`"),
+        ("tiny", "nvfp4", "run `qerl quantize --model tiny`"),
+        ("some/model", "nvfp4", "run `qerl quantize --model some/model`"),
+        ("checkpoints/Other-1B-NVFP4A16", "bf16", r"holds NVFP4 weights only.*--load nvfp4"),
+        ("models/Small-1B", "fp8", "write auto, nvfp4, fp8_block or bf16"),
+    ],
+)
+@pytest.mark.usefixtures("cached")
+def test_a_format_that_is_not_there_says_what_to_type(model, load, said):
     make_base()
-    with pytest.raises(CheckpointError, match=r"run `qerl quantize --model models/Small-1B`"):
-        resolve_model("models/Small-1B", "nvfp4")
-    with pytest.raises(CheckpointError, match=r"run `qerl quantize --model tiny`"):
-        resolve_model("tiny", "nvfp4")
+    make_nvfp4("checkpoints/Other-1B-NVFP4A16")
+    with pytest.raises(CheckpointError, match=said):
+        resolve_model(model, load)
 
 
 def test_load_nvfp4_does_not_take_another_model_of_the_same_name(tmp_path):
@@ -103,19 +110,6 @@ def test_load_nvfp4_does_not_take_another_model_of_the_same_name(tmp_path):
         resolve_model(str(base), "nvfp4")
     shutil.rmtree(other)  # moved to models/: the folder in the report is gone, and only the name is left
     assert resolve_model(str(base), "nvfp4").kind == "quantized"
-
-
-def test_load_bf16_takes_the_model_that_the_report_names():
-    base = make_base()
-    folder = make_nvfp4(source=base.resolve())
-    found = resolve_model(str(folder), "bf16")
-    assert (found.base, found.format, found.path) == (str(base.resolve()), "bf16", folder)
-
-
-def test_load_bf16_of_an_nvfp4_folder_without_report_says_what_to_type():
-    make_nvfp4()
-    with pytest.raises(CheckpointError, match=r"holds NVFP4 weights only.*--load nvfp4"):
-        resolve_model("checkpoints/Small-1B-NVFP4A16", "bf16")
 
 
 def test_a_run_whose_base_is_a_16_bit_model_loads_in_the_format_of_its_recipe(tmp_path):
@@ -129,39 +123,19 @@ def test_a_run_whose_base_is_a_16_bit_model_loads_in_the_format_of_its_recipe(tm
     assert resolve_model(str(twin), "nvfp4").base == str(nvfp4)
 
 
-def test_a_runs_relative_base_is_found_from_elsewhere(tmp_path, monkeypatch):
-    make_nvfp4()
-    run = make_run(tmp_path, "checkpoints/Small-1B-NVFP4A16")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert resolve_model(str(run)).base == str(tmp_path / "checkpoints/Small-1B-NVFP4A16")
-
-
-def test_a_runs_quantized_base_is_found_from_elsewhere(tmp_path, monkeypatch):
+def test_the_base_of_a_run_is_found_from_elsewhere(tmp_path, elsewhere):
+    """Also that of the run that a run began from, and before one of the same name in the current folder."""
     base = make_base()
     nvfp4 = make_nvfp4(source=base.resolve()).resolve()
-    run = make_run(tmp_path, base.resolve(), model_format="nvfp4")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert resolve_model(str(run)).base == str(nvfp4)
-
-
-def test_the_base_beside_a_run_comes_before_one_of_the_same_name_here(tmp_path, monkeypatch):
-    base = make_base()
-    nvfp4 = make_nvfp4(source=base.resolve()).resolve()
-    run = make_run(tmp_path, "checkpoints/Small-1B-NVFP4A16")
-    twin = make_run(tmp_path, base.resolve(), "r2", model_format="nvfp4")
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    monkeypatch.chdir(other)
-    make_nvfp4(source=base)
-    assert resolve_model(str(run)).base == str(nvfp4)
-    assert resolve_model(str(twin)).base == str(nvfp4)
-
-
-def test_load_has_three_values():
-    with pytest.raises(CheckpointError, match="write auto, nvfp4, fp8_block or bf16"):
-        resolve_model(str(make_base()), "fp8")
+    runs = [
+        make_run(tmp_path, "checkpoints/Small-1B-NVFP4A16"),
+        make_run(tmp_path, base.resolve(), "r2", model_format="nvfp4"),
+        make_run(tmp_path, "runs/r1", "r3"),
+    ]
+    elsewhere()
+    for _ in range(2):
+        assert [resolve_model(str(run)).base for run in runs] == [str(nvfp4)] * 3
+        make_nvfp4(source=base)
 
 
 def test_a_run_that_began_from_an_adapter_has_the_base_of_that_adapter(tmp_path):
@@ -176,77 +150,34 @@ def test_a_run_that_began_from_an_adapter_has_the_base_of_that_adapter(tmp_path)
         assert found.run == found.path == tmp_path / "runs" / name
 
 
-def test_the_run_that_a_run_began_from_is_found_from_elsewhere(tmp_path, monkeypatch):
-    base = make_nvfp4()
-    make_run(tmp_path, base, "first")
-    second = make_run(tmp_path, "runs/first", "second")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert resolve_model(str(second)).base == str(tmp_path / base)
-
-
-def test_a_hub_id_in_the_cache_needs_no_network(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    snapshot = hub_snapshot(tmp_path / "cache", "some/model", fake_checkpoint)
-    assert resolve_model("some/model") == ModelRef("base16", snapshot, "some/model", None, None, "bf16")
-    assert hub.download_model("some/model") == snapshot
-    with pytest.raises(CheckpointError, match="run `qerl quantize --model some/model`"):
-        resolve_model("some/model", "nvfp4")
-
-
-def test_a_hub_id_stays_one_if_a_folder_here_has_the_name_of_its_owner(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    snapshot = hub_snapshot(tmp_path / "cache", "some/model", fake_checkpoint)
+def test_a_hub_id_in_the_cache_needs_no_network(tmp_path, cached):
+    """It stays one if a folder here has the name of its owner."""
+    assert resolve_model("some/model") == ModelRef("base16", cached, "some/model", None, None, "bf16")
+    assert hub.download_model("some/model") == cached
     (tmp_path / "some" / "other").mkdir(parents=True)
-    assert resolve_model("some/model").path == snapshot
+    assert resolve_model("some/model").path == cached
     with pytest.raises(CheckpointError, match=r"no folder some/modle \(beside it: some/other\), and the hub cannot be"):
         resolve_model("some/modle")
 
 
-@pytest.mark.parametrize(
-    ("ref", "expected"),
-    [
-        ("Qwen/Qwen2.5-7B-Instruct", True),
-        ("a/b/c", False),
-        ("../x", False),
-        ("/etc/x", False),
-        ("name", False),
-        (".hidden/x", False),
-        ("models/Small-1B", False),  # a folder here
-    ],
-)
-def test_which_names_are_hub_ids(ref, expected):
+def test_which_names_are_hub_ids():
     make_base()
-    assert hub.is_hub_id(ref) is expected
-
-
-# --- defaults
+    assert hub.is_hub_id("Qwen/Qwen2.5-7B-Instruct")
+    for ref in ("a/b/c", "../x", "/etc/x", "name", ".hidden/x", "models/Small-1B"):  # the last one is a folder here
+        assert not hub.is_hub_id(ref)
 
 
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B-Instruct-NVFP4A16"),
-        ("models/Small-1B", "Small-1B-NVFP4A16"),
-        ("models/Small-1B/", "Small-1B-NVFP4A16"),
-        ("./models/../models/Small-1B", "Small-1B-NVFP4A16"),
-        ("tiny", "tiny-NVFP4A16"),
-        (str(checkpoint.TINY_FOLDER), "tiny-NVFP4A16"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B-Instruct"),
+        *((model, "Small-1B") for model in ("models/Small-1B", "models/Small-1B/", "./models/../models/Small-1B")),
+        *((model, "tiny") for model in ("tiny", str(checkpoint.TINY_FOLDER))),
     ],
 )
 def test_default_folder_of_a_quantized_model(model, name):
     make_base()
-    assert str(default_quantized_dir(model)) == f"checkpoints/{name}"
-
-
-def touch(path, when):
-    os.utime(path, (when, when))
+    assert str(default_quantized_dir(model)) == f"checkpoints/{name}-NVFP4A16"
 
 
 def test_the_newest_is_chosen_by_time_without_those_that_cannot_be_used(tmp_path, caplog):
@@ -254,13 +185,12 @@ def test_the_newest_is_chosen_by_time_without_those_that_cannot_be_used(tmp_path
     folder = make_nvfp4()
     run, young = make_run(tmp_path, folder), make_run(tmp_path, folder, "r2", steps=())
     hidden = make_nvfp4("checkpoints/.Small-1B-NVFP4A16.partial")
-    touch(folder / "config.json", 100)
-    touch(run / "metrics.jsonl", 200)
-    touch(young / "metrics.jsonl", 300)
-    touch(hidden / "config.json", 400)
+    files = folder / "config.json", run / "metrics.jsonl", young / "metrics.jsonl", hidden / "config.json"
+    for when, file in enumerate(files):
+        os.utime(file, (100 * when, 100 * when))
     assert newest_model().run.name == "r1"
     assert "passing over runs/r2" in caplog.text
-    touch(folder / "config.json", 250)
+    os.utime(files[0], (150, 150))
     assert newest_model().kind == "quantized"
 
 
@@ -273,13 +203,10 @@ def test_descriptions_name_the_base_and_the_adapter(tmp_path):
     )
 
 
-def test_every_embedded_model_is_found_by_its_word_wherever_a_folder_has_that_name(tmp_path, monkeypatch):
+def test_every_embedded_model_is_found_by_its_word_wherever_a_folder_has_that_name(tmp_path):
     """A run that names it is not led to another folder of that name above it."""
     for word, folder in EMBEDDED.items():
-        (tmp_path / word).mkdir()
-        (tmp_path / word / "config.json").write_text("{}")
-        run = tmp_path / "runs" / word
-        run.mkdir(parents=True)
+        make_nvfp4(word)
+        run = make_run(tmp_path, word, word)
         assert beside(run, word) == word
-        monkeypatch.chdir(tmp_path)
         assert resolve_model(word).path == folder

@@ -17,9 +17,6 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# --- what cannot be used
-
-
 @pytest.mark.parametrize(
     ("ref", "message"),
     [
@@ -43,35 +40,27 @@ def test_paths_that_are_no_model_are_refused(tmp_path, ref, message):
         resolve_model(ref)
 
 
+ROUNDS = "in a way that qerl does not compute"
+UNREADABLE = "quantization_config that cannot be read"
+
+
+def groups(**named):
+    return {**NVFP4, "config_groups": named}
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "already quantized as gptq"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "already quantized as modelopt"),
-        (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            r"compressed-tensors \(pack-quantized\)",
-        ),
-        (
-            {**NVFP4, "config_groups": {"g": {"input_activations": {"num_bits": 4}}}},
-            "quantizes activations in a way that qerl does not compute",
-        ),
-        (
-            {**NVFP4, "config_groups": {"a": {"input_activations": DYNAMIC}, "b": {"input_activations": None}}},
-            "in a way that qerl does not compute",
-        ),
-        (
-            {**NVFP4, "config_groups": {"a": {"input_activations": {**DYNAMIC, "symmetric": False}}}},
-            "in a way that qerl does not compute",
-        ),
-        ({**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}}}, "with {'group_size': 32}"),
-        (
-            {**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
-            "'num_bits': 8, 'type': 'int'",
-        ),
-        ({**NVFP4, "config_groups": None}, "quantization_config that cannot be read"),
-        ({**NVFP4, "config_groups": [1]}, "quantization_config that cannot be read"),
-        ("nvfp4", "quantization_config that cannot be read"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
+        (groups(g={"input_activations": {"num_bits": 4}}), f"quantizes activations {ROUNDS}"),
+        (groups(a={"input_activations": DYNAMIC}, b={"input_activations": None}), ROUNDS),
+        (groups(a={"input_activations": {**DYNAMIC, "symmetric": False}}), ROUNDS),
+        (groups(g={"weights": {"num_bits": 4, "group_size": 32}}), "with {'group_size': 32}"),
+        (groups(g={"weights": {"num_bits": 8, "type": "int"}}), "'num_bits': 8, 'type': 'int'"),
+        *(({**NVFP4, "config_groups": None}, UNREADABLE), ({**NVFP4, "config_groups": [1]}, UNREADABLE)),
+        ("nvfp4", UNREADABLE),
     ],
 )
 def test_other_quantizations_are_named(quantization, message):
@@ -80,15 +69,11 @@ def test_other_quantizations_are_named(quantization, message):
         kind_of(folder)
 
 
-def test_missing_weights_are_noticed_when_the_model_is_resolved():
+def test_missing_weights_are_noticed_when_the_model_is_resolved(tmp_path):
     folder = make_base()
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="only as pickled files"):
         resolve_model(str(folder))
-
-
-def test_a_run_without_a_checkpoint_is_refused(tmp_path):
     run = make_run(tmp_path, make_nvfp4(), steps=())
     with pytest.raises(CheckpointError, match="has saved no adapter yet"):
         resolve_model(str(run))
@@ -103,25 +88,24 @@ def test_a_run_with_a_damaged_config_is_refused(tmp_path, text):
 
 
 def test_incomplete_and_stacked_adapters_are_refused(tmp_path):
-    base = make_base()
-    first = make_adapter(tmp_path / "first", base)
+    first = make_adapter(tmp_path / "first", make_base())
     with pytest.raises(CheckpointError, match="is itself an adapter"):
         resolve_model(str(make_adapter(tmp_path / "second", first)))
     (first / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
         resolve_model(str(first))
-    (first / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"names no base: write `--model BASE --adapter"):
-        resolve_model(str(first))
+    for config in ({}, *({"base_model_name_or_path": named} for named in (None, "", 7, ["a"]))):
+        (first / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"names no base: write `--model BASE --adapter"):
+            resolve_model(str(first))
 
 
 def test_an_adapter_that_names_itself_as_base_is_refused(tmp_path, monkeypatch):
     adapter = make_adapter(tmp_path / "mine", tmp_path / "mine")
     words = r"mine/adapter_config\.json names .*, which is the adapter itself, as its base: write .*--model BASE"
-    with pytest.raises(CheckpointError, match=words):
-        resolve_model(str(adapter))
-    with pytest.raises(CheckpointError, match=words):
-        model_under(str(adapter))
+    for read in (resolve_model, model_under):
+        with pytest.raises(CheckpointError, match=words):
+            read(str(adapter))
     make_adapter(tmp_path / "here", ".")
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CheckpointError, match=r"names \., which is the adapter itself"):
@@ -133,10 +117,9 @@ def test_adapters_and_runs_that_name_one_another_are_refused(tmp_path):
     make_adapter(tmp_path / "second", tmp_path / "third")
     make_adapter(tmp_path / "third", first)
     words = "third/adapter_config.json names .*first, which rests on it, as its base: write"
-    with pytest.raises(CheckpointError, match=words):
-        resolve_model(str(first))
-    with pytest.raises(CheckpointError, match=words):
-        model_under(str(first))
+    for read in (resolve_model, model_under):
+        with pytest.raises(CheckpointError, match=words):
+            read(str(first))
     run = make_run(tmp_path, tmp_path / "runs" / "r1")
     with pytest.raises(CheckpointError, match=r"r1/config\.yaml names .*r1, which is the run itself, as its base"):
         resolve_model(str(run))
@@ -178,25 +161,9 @@ def test_many_neighbours_are_counted_and_not_listed(tmp_path):
         resolve_model("./runs/zzz")
 
 
-@pytest.mark.parametrize("named", [None, "", 7, ["a"]], ids=str)
-def test_an_adapter_that_names_no_base_says_so(named, tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
-    with pytest.raises(CheckpointError, match="names no base: write `--model BASE"):
-        resolve_model(str(tmp_path))
-
-
-def test_an_adapter_away_from_its_base_says_how_to_name_the_base(tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "checkpoints/gone"}))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"an adapter of checkpoints/gone, which is not here: .*--model BASE"):
-        resolve_model(str(tmp_path))
-
-
 @pytest.mark.parametrize("base", ["/gone/checkpoints/base", "my base", "base"])
-def test_a_run_whose_base_has_moved_names_the_option(tmp_path, base):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(f"model: {{base: {base}, format: nvfp4}}\n")
-    (run / "metrics.jsonl").write_text("")
-    with pytest.raises(CheckpointError, match=rf"trained on {base}, which is not here: .*--model BASE"):
-        resolve_model(str(run))
+def test_an_adapter_or_a_run_whose_base_has_moved_names_the_option(tmp_path, base):
+    adapter, run = make_adapter(tmp_path / "adapter", base), make_run(tmp_path, base)
+    for made, said in ((adapter, "an adapter of"), (run, "trained on")):
+        with pytest.raises(CheckpointError, match=rf"{said} {base}, which is not here: .*--model BASE"):
+            resolve_model(str(made))

@@ -53,30 +53,19 @@ def test_a_good_checkpoint_passes_and_every_linear_has_an_sqnr(made, copy):
     assert len(steps) == len(source.tensors)
 
 
-def scale_by(name, factor):
-    def change(tensors):
-        tensors[name] = (tensors[name].float() * factor).to(tensors[name].dtype)
-
-    return change
+def at(name, change):
+    """A change of one tensor."""
+    return lambda tensors: tensors.update({name: change(tensors[name])})
 
 
-def flip_lowest_bit(name):
-    def change(tensors):
-        tensors[name].view(torch.uint8).view(-1)[0] ^= 1
-
-    return change
+def times(factor):
+    return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
 
 
-def swap_nibbles(tensors):
-    packed = tensors[f"{DOWN}.weight_packed"]
-    tensors[f"{DOWN}.weight_packed"] = (packed << 4) | (packed >> 4)
-
-
-def set_to(name, value):
-    def change(tensors):
-        tensors[name] = value(tensors[name])
-
-    return change
+def flipped(tensor):
+    """With another lowest bit."""
+    tensor.view(torch.uint8).view(-1)[0] ^= 1
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -87,21 +76,18 @@ def set_to(name, value):
         (lambda t: t.pop(f"{Q}.bias"), r"q_proj\.bias is missing"),
         (lambda t: t.update({f"{DOWN}.input_global_scale": torch.ones(1)}), r"input_global_scale is unexpected"),
         (lambda t: t.update({f"{DOWN}.weight": torch.ones(64, 112)}), r"down_proj\.weight is unexpected"),
-        (set_to(f"{DOWN}.weight_scale", lambda s: s.float()), r"weight_scale is F32 \(64, 7\), not F8_E4M3 \(64, 7\)"),
-        (
-            set_to(f"{DOWN}.weight_packed", lambda p: p[:, :-8].clone()),
-            r"weight_packed is U8 \(64, 48\), not U8 \(64, 56\)",
-        ),
-        (set_to("lm_head.weight", lambda w: w.float()), r"lm_head\.weight is F32"),
-        (set_to(f"{DOWN}.weight_global_scale", lambda g: 1 / g), rf"{DOWN} has an SQNR of -"),  # the inverse scale
-        (swap_nibbles, rf"{DOWN} has an SQNR of"),
-        (scale_by(f"{DOWN}.weight_global_scale", 2), rf"{DOWN} has an SQNR of 5\.9 dB, less than 10"),
-        (scale_by(f"{Q}.weight_global_scale", 1.01), "q_proj.weight_global_scale is not that of"),
-        (scale_by(f"{DOWN}.weight_global_scale", 0), r"is 0\.0, must be finite and positive"),
-        (set_to(f"{DOWN}.weight_scale", lambda s: torch.full_like(s, math.nan)), "block scales are NaN"),
-        (flip_lowest_bit("model.embed_tokens.weight"), r"model\.embed_tokens\.weight is not the tensor"),
-        (flip_lowest_bit(f"{K}.bias"), r"k_proj\.bias is not the tensor"),
-        (flip_lowest_bit("model.layers.0.input_layernorm.weight"), r"input_layernorm\.weight is not the tensor"),
+        (at(f"{DOWN}.weight_scale", torch.Tensor.float), r"weight_scale is F32 \(64, 7\), not F8_E4M3 \(64, 7\)"),
+        (at(f"{DOWN}.weight_packed", lambda p: p[:, 8:].clone()), r"packed is U8 \(64, 48\), not U8 \(64, 56\)"),
+        (at("lm_head.weight", torch.Tensor.float), r"lm_head\.weight is F32"),
+        (at(f"{DOWN}.weight_global_scale", torch.reciprocal), rf"{DOWN} has an SQNR of -"),
+        (at(f"{DOWN}.weight_packed", lambda p: (p << 4) | (p >> 4)), rf"{DOWN} has an SQNR of"),
+        (at(f"{DOWN}.weight_global_scale", times(2)), rf"{DOWN} has an SQNR of 5\.9 dB, less than 10"),
+        (at(f"{Q}.weight_global_scale", times(1.01)), "q_proj.weight_global_scale is not that of"),
+        (at(f"{DOWN}.weight_global_scale", times(0)), r"is 0\.0, must be finite and positive"),
+        (at(f"{DOWN}.weight_scale", lambda s: torch.full_like(s, math.nan)), "block scales are NaN"),
+        (at("model.embed_tokens.weight", flipped), r"model\.embed_tokens\.weight is not the tensor"),
+        (at(f"{K}.bias", flipped), r"k_proj\.bias is not the tensor"),
+        (at("model.layers.0.input_layernorm.weight", flipped), r"input_layernorm\.weight is not the tensor"),
     ],
 )
 def test_damaged_tensors_are_found(made, copy, change, message):
@@ -112,23 +98,18 @@ def test_damaged_tensors_are_found(made, copy, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda entry: entry.clear(), "already quantized as None"),
-        (lambda entry: entry.update(ignore=["lm_head", DOWN]), "config.json ignores"),
-        (lambda entry: entry.update(ignore=[]), "config.json ignores"),
-        (lambda entry: entry.update(format="pack-quantized"), "pack-quantized"),
+        (lambda config: config["quantization_config"].clear(), "already quantized as None"),
+        (lambda config: config["quantization_config"].update(ignore=["lm_head", DOWN]), "config.json ignores"),
+        (lambda config: config["quantization_config"].update(ignore=[]), "config.json ignores"),
+        (lambda config: config["quantization_config"].update(format="pack-quantized"), "pack-quantized"),
+        (lambda config: config.pop("quantization_config"), "does not say that it is NVFP4"),
     ],
 )
 def test_a_wrong_config_is_found(made, copy, change, message):
     config = json.loads((copy / "config.json").read_text())
-    change(config["quantization_config"])
+    change(config)
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
-        run(made[0], copy)
-
-
-def test_a_config_without_quantization_is_found(made, copy):
-    shutil.copy(made[0].folder / "config.json", copy / "config.json")
-    with pytest.raises(CheckpointError, match="does not say that it is NVFP4"):
         run(made[0], copy)
 
 
@@ -144,9 +125,7 @@ def test_a_failed_check_publishes_nothing(made, tmp_path, monkeypatch):
     ("weight", "decoded", "expected"),
     [
         ([3.0, 4.0], [3.0, 4.5], 20.0),  # |w| = 5, |w - w_hat| = 0.5
-        ([3.0, 4.0], [0.0, 0.0], 0.0),
         ([3.0, 4.0], [-6.0, -8.0], 20 * math.log10(1 / 3)),
-        ([1.0, 0.0], [1.0, 0.001], 60.0),
         ([3.0, 4.0], [3.0, 4.0], math.inf),
         ([0.0, 0.0], [0.0, 0.0], None),
         ([0.0, 0.0], [0.0, 1.0], -math.inf),
