@@ -149,7 +149,7 @@ batch_kernels() {
         tests/qerl/model/test_decode_attention.py tests/qerl/engine/vllm/test_kernels.py tests/scripts/test_bench_linear.py \
         tests/qerl/model/test_packing.py tests/qerl/model/test_packed_attention_gpu.py \
         tests/qerl/model/test_logprobs.py tests/qerl/model/test_logprob_kernels.py \
-        tests/qerl/model/test_copies.py tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
+        tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
         tests/qerl/cli/test_kernels.py tests/qerl/formats/cuda/test_ahead.py
     tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_memory.py
 }
@@ -431,8 +431,8 @@ batch_marlin32() {
 }
 
 batch_moe() {
-    tests moe-kernels 100 tests/qerl/formats/nvfp4/test_kernel_experts.py tests/qerl/engine/vllm/test_kernels.py \
-        tests/qerl/model/test_experts_gpu.py tests/qerl/model/test_expert_kernels.py
+    tests moe-kernels 100 tests/qerl/formats/nvfp4/test_linear.py tests/qerl/engine/vllm/test_kernels.py \
+        tests/qerl/model/test_experts_gpu.py tests/qerl/model/test_experts.py
     tests moe-engine 480 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
 }
 

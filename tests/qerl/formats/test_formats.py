@@ -7,9 +7,10 @@ import torch
 
 from qerl import formats
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.experts import fused
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.nvfp4 import reference
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def test_formats_are_known_by_name_in_order():
@@ -23,14 +24,10 @@ def test_formats_are_known_by_name_in_order():
         formats.register(NVFP4)
 
 
-def test_what_a_weight_takes():
-    assert (NVFP4.bytes_per_weight, BF16.bytes_per_weight) == (4 / 8 + 1 / 16, 2)
-    assert FP8_BLOCK.bytes_per_weight == 1 + 4 / 128**2
-
-
-def test_quantized_folders_have_the_schemes_name():
-    assert (NVFP4.folder_suffix, NVFP4.quantized, BF16.quantized) == ("-NVFP4A16", True, False)
-    assert (FP8_BLOCK.folder_suffix, FP8_BLOCK.quantized) == ("-FP8_BLOCK", True)
+def test_what_a_weight_takes_and_what_quantized_folders_are_called():
+    found = [(each.bytes_per_weight, each.folder_suffix, each.quantized) for each in (NVFP4, FP8_BLOCK)]
+    assert found == [(4 / 8 + 1 / 16, "-NVFP4A16", True), (1 + 4 / 128**2, "-FP8_BLOCK", True)]
+    assert (BF16.bytes_per_weight, BF16.quantized) == (2, False)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ def test_quantized_folders_have_the_schemes_name():
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, NVFP4),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, None),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, FP8_BLOCK),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, FP8_BLOCK),
+        (BLOCKS, FP8_BLOCK),
         ({"quant_method": "gptq"}, None),
         ({}, None),
     ],
@@ -63,14 +60,8 @@ def test_the_quantization_config_is_one_that_it_recognises(tmp_path):
     [
         ({"quant_method": "fp8"}, r"FP8 with \{'weight_block_size': None\}, and qerl reads FP8 with .*\[128, 128\]"),
         ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"\[64, 128\]"),
-        (
-            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
-            "'activation_scheme': 'static'",
-        ),
-        (
-            {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}},
-            "channel",
-        ),
+        ({**BLOCKS, "activation_scheme": "static"}, "'activation_scheme': 'static'"),
+        ({"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}, "channel"),
         ({"config_groups": []}, "cannot be read"),
     ],
 )
@@ -97,14 +88,3 @@ def test_weights_that_are_fused_share_their_global_scale():
         assert NVFP4.dense_shape({name: tuple(t.shape) for name, t in tensors.items()}) == tuple(weight.shape)
         error = weight - NVFP4.dequantize(tensors, torch.float32)
         assert 20 * torch.log10(weight.norm() / error.norm()) > NVFP4.min_sqnr_db
-
-
-def test_linears_that_engines_fuse_are_one_group():
-    names = ["a.k_proj", "a.q_proj", "b.q_proj", "a.o_proj", "m.up_proj", "a.v_proj", "m.gate_proj", "m.down_proj"]
-    assert fused(names) == [
-        ("a.k_proj", "a.q_proj", "a.v_proj"),
-        ("b.q_proj",),
-        ("a.o_proj",),
-        ("m.up_proj", "m.gate_proj"),
-        ("m.down_proj",),
-    ]

@@ -24,8 +24,8 @@ LONG_WAIT_S = 60.0  # for things that happen at once, so that a bug is a failure
 
 @pytest.fixture
 def cached(monkeypatch, tmp_path):
-    """Compiled sources in an empty folder, on a Hopper card; without the CUDA bindings a stand-in compiles. What was
-    compiled stands in `seen`, and `refuses` holds the errors of the next times."""
+    """Compiled sources in an empty folder, on a Hopper card, by a stand-in for NVRTC. What was compiled stands in
+    `seen`, and `refuses` holds the errors of the next times."""
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     seen, refuses = [], []
@@ -33,13 +33,11 @@ def cached(monkeypatch, tmp_path):
     def compile_slowly(text, source, options):
         if refuses:
             raise refuses.pop()
-        seen.append((source, tuple(options), threading.current_thread()))
-        if HAS_NVRTC:
-            return nvrtc.compile_source(text, source, options)
-        time.sleep(0.2)
+        seen.append((source, tuple(options)))
+        time.sleep(0.1)
         return repr((source, options)).encode()
 
-    binaries = nvrtc.Binaries(compile_slowly, nvrtc.version if HAS_NVRTC else lambda: (13, 0))
+    binaries = nvrtc.Binaries(compile_slowly, lambda: (13, 0))
     return SimpleNamespace(binaries=binaries, seen=seen, refuses=refuses)
 
 
@@ -77,7 +75,7 @@ def test_a_begun_compilation_is_waited_for_and_other_variants_have_other_files(c
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {first, second}
     cached.binaries.begin([VARIANT, other])  # both are in the cache already
     assert cached.binaries.get(*VARIANT) == first
-    assert sorted(options[1] for _, options, _ in cached.seen) == ["-DTILES=1", "-DTILES=2"]
+    assert sorted(options[1] for _, options in cached.seen) == ["-DTILES=1", "-DTILES=2"]
 
 
 def test_threads_do_begun_work_at_the_same_time(monkeypatch):
@@ -120,7 +118,7 @@ def test_an_error_reaches_every_waiting_caller():
         asked.append(1)
         for _ in range(3):
             assert calling.acquire(timeout=LONG_WAIT_S)
-        time.sleep(0.3)  # until the two others, which are calling, wait for this
+        time.sleep(0.1)  # until the two others, which are calling, wait for this
         raise EngineError("no")
 
     def ask():
@@ -132,11 +130,13 @@ def test_an_error_reaches_every_waiting_caller():
 
 
 @pytest.mark.gpu(instead=HAS_NVRTC)  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
-def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded(cached):
+@pytest.mark.usefixtures("cached")
+def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded():
     wrong = ("shrink.cu", ("TILES=none", "WARPS=8", "BATCH=5"))
-    cached.binaries.begin([wrong])
+    binaries = nvrtc.Binaries(nvrtc.compile_source, nvrtc.version)
+    binaries.begin([wrong])
     with pytest.raises(EngineError, match=r"NVRTC cannot compile shrink\.cu .*TILES=none"):
-        cached.binaries.get(*wrong)
+        binaries.get(*wrong)
 
 
 END_EARLY = """

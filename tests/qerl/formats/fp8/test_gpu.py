@@ -165,12 +165,6 @@ def test_blockwise_gradients_to_the_input_are_those_of_groups_and_transposed_blo
     assert relative(recipe.to_input(grad, recipe.turned(tensors)), right) < 0.004
 
 
-@pytest.mark.parametrize("shape", [(1024, 512), (200, 384), (128, 4608)])
-def test_a_recipe_packs_a_dense_weight_to_the_reference_s_bits(shape):
-    held = recipe_of("blockwise").weight(weight(shape))
-    assert all(same_bits(*pair) for pair in zip(held, reference.quantize(weight(shape)), strict=True))
-
-
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
 def test_a_recipe_takes_what_the_plan_counts_for_it(name):
     """The plan counts from where the activation's gradient is gone."""

@@ -43,6 +43,14 @@ def test_every_code_and_rows_of_a_larger_weight(dtype):
     assert same_bits(*decoded(codes[256:], scale[2:], dtype))
 
 
+def around(codes):
+    """The values of the codes, those half way between two, and the neighbours of these in float32; of both signs."""
+    values = codes.float()
+    half = (values[1:] + values[:-1]) / 2
+    near = torch.cat([values, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
+    return torch.cat([near, -near])
+
+
 def packed(matrix, scales):
     """What the kernel writes into rows of a larger weight, and its faults; all that is beside the rows stays."""
     from qerl.formats.fp8 import kernels
@@ -70,11 +78,8 @@ def test_packing_gives_the_oracle_s_bits(shape, scales, dtype):
 
 
 def test_packing_rounds_every_step_between_codes_as_the_oracle_does():
-    """Each value that lies half way between two codes, and its neighbours in float32."""
-    values = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
-    half = (values[1:] + values[:-1]) / 2
-    near = torch.cat([values, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
-    matrix = torch.nn.functional.pad(torch.cat([near, -near]), (0, 10)).view(2, -1).to(DEVICE)
+    near = around(torch.arange(127, dtype=torch.uint8).view(E4M3))
+    matrix = torch.nn.functional.pad(near, (0, 10)).view(2, -1).to(DEVICE)
     matrix[:, ::128] = 448  # a scale of 1 in each block
     codes, scale, _ = packed(matrix, "pow2")
     assert (scale == 1).all()
@@ -141,16 +146,13 @@ def test_the_largest_magnitude_may_be_anywhere_and_a_matrix_of_zeros_has_a_scale
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_rounding_a_matrix_takes_the_even_code_of_two_and_keeps_nan(dtype):
-    codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
-    values = codes[codes.isfinite()]
-    half = (values[1:] + values[:-1]) / 2
-    near = torch.cat([values, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
-    x = torch.cat([near, -near])[None].to(DEVICE)
+    from qerl.formats.fp8 import kernels
+
+    codes = torch.arange(128, dtype=torch.uint8).view(dtype)
+    x = around(codes[codes.float().isfinite()])[None].to(DEVICE)
     check_rounded(x, dtype, plain=False, turned=1)
     for bad in (torch.nan, torch.inf, -torch.inf):
         x[0, 3] = bad
-        from qerl.formats.fp8 import kernels
-
         codes, _, scale = kernels.round_matrix(x, dtype)
         assert scale.isnan()
         assert codes.cpu().float().isnan().all()
@@ -188,11 +190,8 @@ def test_inputs_are_rounded_to_the_twin_s_bits(tokens, scales, dtype, aligned):
 def test_rounding_an_input_takes_the_even_code_of_two(scales):
     from qerl.formats.fp8 import kernels
 
-    codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
-    half = (codes[1:] + codes[:-1]) / 2
-    near = torch.cat([codes, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
+    near = around(torch.arange(127, dtype=torch.uint8).view(E4M3))
     near = torch.cat([near, near.new_zeros(-len(near) % 127)]).view(-1, 127)
     x = torch.cat([torch.full((len(near), 1), 448.0), near], 1).to(DEVICE)  # their scale is 1
-    for signed in (x, -x):
-        found, right = kernels.quantize_input(signed, scales), reference.quantize_input(signed, scales)
-        assert same_bits(found.codes, right.codes)
+    found, right = kernels.quantize_input(x, scales), reference.quantize_input(x, scales)
+    assert same_bits(found.codes, right.codes)

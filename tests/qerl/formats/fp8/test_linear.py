@@ -1,7 +1,6 @@
 """The FP8 linear against a torch.nn.Linear with the dequantized weight."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -122,18 +121,23 @@ def test_a_product_of_the_card_takes_the_place_of_the_oracle(monkeypatch):
     assert (asked[0][0].shape, asked[0][3]) == ((10, IN), "pow2")
 
 
+def test_copies_and_casts_keep_the_bits():
+    packed, _ = twins()
+    cast = copy.deepcopy(packed).to(torch.bfloat16)
+    assert same(packed, cast)
+    assert cast.compute_dtype == torch.bfloat16
+    assert same(packed, pickle.loads(pickle.dumps(packed)))
+
+
 def test_a_state_dict_has_a_checkpoint_s_names_and_loads_them():
     packed, _ = twins()
     state = packed.state_dict()
     assert set(state) == {"weight", "weight_scale", "bias"}
-    for assign in (False, True):
-        other = FP8Linear(IN, OUT)
-        other.load_state_dict(state, assign=assign)
-        assert same(packed, other)
     wide = {**state, "weight_scale": state["weight_scale"].bfloat16()}  # powers of two: others write them in 16 bits
-    other = FP8Linear(IN, OUT)
-    other.load_state_dict(wide, assign=True)
-    assert same(packed, other)
+    for given, assign in ((state, False), (state, True), (wide, True)):
+        other = FP8Linear(IN, OUT)
+        other.load_state_dict(given, assign=assign)
+        assert same(packed, other)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +150,10 @@ def test_a_state_dict_has_a_checkpoint_s_names_and_loads_them():
 )
 def test_tensors_that_do_not_fit_are_not_loaded(change, message):
     packed, _ = twins()
-    before = bytes_of(packed)
+    before, state = bytes_of(packed), {**packed.state_dict(), **change}
     with pytest.raises(RuntimeError, match=message):
-        packed.load_state_dict({**packed.state_dict(), **change})
+        packed.load_state_dict(state)
     assert all(torch.equal(before[name], now) for name, now in bytes_of(packed).items())
-    state = {**packed.state_dict(), **change}
     with pytest.raises(CheckpointError, match=message):
         FP8Linear.from_tensors(state["weight"], state["weight_scale"])
 
@@ -184,32 +187,14 @@ def test_rows_of_a_larger_weight_are_shared_and_written():
     assert torch.equal(whole.unpack(torch.float32)[256:], expected)
 
 
-def test_copies_and_casts_keep_the_bits():
-    packed, _ = twins()
-    assert same(packed, copy.deepcopy(packed))
-    assert same(packed, pickle.loads(pickle.dumps(packed)))
-    assert same(packed, copy.deepcopy(packed).to(torch.bfloat16))
-    assert copy.deepcopy(packed).to(torch.bfloat16).compute_dtype == torch.bfloat16
-    file = io.BytesIO()
-    torch.save(packed.state_dict(), file)
-    file.seek(0)
-    other = FP8Linear(IN, OUT)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert same(packed, other)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "shape", "dtype", "takes"),
-    [
-        (1, (16, 128), torch.bfloat16, True),
-        (3, (4608, 3584), torch.float16, True),
-        (3, (4608, 3584), torch.float32, False),
-        (3, (4616, 3584), torch.bfloat16, False),
-        (3, (4608, 3520), torch.bfloat16, False),
-        (0, (4608, 3584), torch.bfloat16, False),
-    ],
-)
-def test_vllm_s_kernels_multiply_16_bit_inputs_by_whole_groups(tokens, shape, dtype, takes):
+def test_vllm_s_kernels_multiply_16_bit_inputs_by_whole_groups():
     """What they do not take goes to plain torch, such as a model in float32 on a card."""
-    x = torch.empty(tokens, shape[1], dtype=dtype, device="meta")
-    assert fp8_linear.kernel_takes(x, torch.empty(shape, device="meta")) == takes
+
+    def takes(tokens, rows, columns, dtype=torch.bfloat16):
+        x = torch.empty(tokens, columns, dtype=dtype, device="meta")
+        return fp8_linear.kernel_takes(x, torch.empty(rows, columns, device="meta"))
+
+    assert takes(1, 16, 128)
+    assert takes(3, 4608, 3584, torch.float16)
+    refused = [(3, 4608, 3584, torch.float32), (3, 4616, 3584), (3, 4608, 3520), (0, 4608, 3584)]
+    assert not any(takes(*given) for given in refused)

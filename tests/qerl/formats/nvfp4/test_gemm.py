@@ -44,53 +44,41 @@ def test_the_adapter_of_the_twin_rounds_its_hidden_values_once():
     torch.testing.assert_close(difference, hidden @ adapter.b.double().t(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("parts", "rank", "fits"), [((64,), 16, True), ((64, 8, 8), 32, True), ((64, 8), 24, False)])
-def test_which_adapters_the_kernels_support(parts, rank, fits):
-    assert random_adapter(sum(parts), 32, rank, parts).fits_kernels is fits
+@pytest.mark.parametrize(
+    ("parts", "rank", "columns", "fits"),
+    [
+        ((64,), 16, 32, True),
+        ((64, 8, 8), 32, 32, True),
+        ((64, 8), 24, 32, False),
+        ((16,) * 4, 16, 32, False),
+        ((64,), 16, 40, True),
+        ((64,), 16, 36, False),  # rows do not begin at a multiple of 16 bytes
+    ],
+)
+def test_which_adapters_the_kernels_support(parts, rank, columns, fits):
+    assert random_adapter(sum(parts), columns, rank, parts).fits_kernels is fits
 
 
-def test_cublas_takes_an_adapter_where_it_was_faster():
-    assert [lora.kernels_pay(*size) for size in ((64, 18944), (128, 18944), (128, 3584), (513, 3584))] == [
-        *[True, False],
-        *[True, False],
-    ]
-
-
-def test_four_parts_are_too_many_for_the_kernels():
-    assert not random_adapter(64, 32, 16, (16,) * 4).fits_kernels
-
-
-@pytest.mark.parametrize(("columns", "fits"), [(40, True), (36, False)])
-def test_rows_that_do_not_begin_at_a_multiple_of_16_bytes_are_refused(columns, fits):
-    assert random_adapter(64, columns, 16, (64,)).fits_kernels is fits
+X = torch.zeros(4, 128, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("x", "what"),
+    ("x", "what", "layout", "adapter"),
     [
-        (torch.zeros(257, 128, dtype=torch.bfloat16), "257 tokens"),
-        (torch.zeros(4, 192, dtype=torch.bfloat16), r"\(4, 192\)"),
-        (torch.zeros(4, 128), "float32"),
-        (torch.zeros(128, 4, dtype=torch.bfloat16).t(), "not contiguous"),
+        (torch.zeros(257, 128, dtype=torch.bfloat16), "257 tokens", QERL, None),
+        (torch.zeros(4, 192, dtype=torch.bfloat16), r"\(4, 192\)", QERL, None),
+        (X.float(), "float32", QERL, None),
+        (torch.zeros(128, 4, dtype=torch.bfloat16).t(), "not contiguous", QERL, None),
+        (X, "as humming keeps it", HUMMING_WGMMA, None),
+        (X, "as marlin keeps it", MARLIN, None),
+        (X, "no adapter of parts", QERL, (24, (64,))),
+        (X, "no adapter of parts", QERL, (16, (16,) * 4)),
     ],
-    ids=["tokens", "columns", "dtype", "strides"],
 )
-def test_an_input_that_the_kernel_would_misread_is_refused(x, what):
+def test_what_the_kernel_would_misread_is_refused(x, what, layout, adapter):
+    adapter = adapter and random_adapter(64, 128, *adapter)
     with pytest.raises(ValueError, match=what):
-        gemm.product(x, random_weight(64, 128))
-
-
-@pytest.mark.parametrize("layout", [HUMMING_WGMMA, MARLIN], ids=["humming", "marlin"])
-def test_a_weight_in_another_kernels_layout_is_refused(layout):
-    with pytest.raises(ValueError, match=f"as {layout.name} keeps it"):
-        gemm.product(torch.zeros(4, 128, dtype=torch.bfloat16), random_weight(64, 128, layout))
-
-
-@pytest.mark.parametrize("adapter", ["rank", "parts"])
-def test_an_adapter_that_the_kernel_would_misread_is_refused(adapter):
-    wrong = random_adapter(64, 128, 24, (64,)) if adapter == "rank" else random_adapter(64, 128, 16, (16,) * 4)
-    with pytest.raises(ValueError, match="no adapter of parts"):
-        gemm.product(torch.zeros(4, 128, dtype=torch.bfloat16), random_weight(64, 128), None, wrong)
+        gemm.product(x, random_weight(64, 128, layout), None, adapter)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256])
@@ -126,6 +114,12 @@ def test_sources_and_layout_agree_on_sizes():
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(64, 100, 1), (12, 128, 1), (64, 128, 257), (64, 2**16, 8)])
 def test_sizes_that_the_kernel_does_not_support_do_not_fit(rows, columns, tokens):
     assert not ways.fits(rows, columns, tokens)
+    assert not has_kernels(torch.device("cpu"))
+
+
+def test_cublas_takes_an_adapter_where_it_was_faster():
+    sizes = (64, 18944), (128, 18944), (128, 3584), (513, 3584)
+    assert [lora.kernels_pay(*size) for size in sizes] == [True, False, True, False]
 
 
 def test_a_supported_adapter_is_supported_for_any_number_of_tokens():
@@ -217,7 +211,3 @@ def test_a_work_space_is_not_made_in_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(EngineError, match="once before the capture"):
         gemm.work_space(torch.device("cpu"))
-
-
-def test_a_cpu_has_no_kernels():
-    assert not has_kernels(torch.device("cpu"))

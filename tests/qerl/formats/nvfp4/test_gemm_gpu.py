@@ -28,6 +28,30 @@ PRODUCTS = {"hopper": gemm.product, "ampere": portable.product_of_ampere}
 BY_EACH_KERNEL = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 
 
+def assert_right_and_repeats(call, expected):
+    """Check a product against the twin's; more calls have to give the same bits."""
+    results = [call() for _ in range(4)]
+    assert_rounded(results[0], expected)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def assert_right_with_an_adapter(product, weight, tokens, ranks, parts, biased=False):
+    """Check a product with an adapter about as large as the base's product."""
+    size = reference_decoded(weight).std().item() * weight.alpha
+    x = torch.randn(tokens, weight.in_features, device="cuda").bfloat16()
+    bias = torch.randn(weight.out_features, device="cuda").mul_(size).bfloat16() if biased else None
+    adapter = random_adapter(weight.out_features, weight.in_features, ranks, parts, "cuda", size)
+    if biased:
+        assert_rounded(product(x, weight, bias), gemm.reference_product(x, weight, bias))
+    expected = gemm.reference_product(x, weight, bias, adapter)
+    assert_right_and_repeats(lambda: product(x, weight, bias, adapter), expected)
+
+
+def parts_of(rows):
+    """Two parts that do not end with a tile of the weight."""
+    return (rows // 2 // 32 * 32, rows - rows // 2 // 32 * 32)
+
+
 # Last run on an H200: 2026-11-24 those of adapters, 2026-11-22 the rest.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
@@ -57,44 +81,16 @@ class TestOnGPU:
 
     @BY_EACH_KERNEL
     @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 17, 40, 64, 65, 96, 97, 128, 129, 192, 200, 256])
-    def test_base_bias_and_adapter_are_within_bf16_rounding_and_repeat(self, rows, columns, tokens, product):
+    def test_products_are_within_bfloat16_rounding_and_repeat(self, tokens, rows, columns, product):
         weight = random_weight(rows, columns, device="cuda", seed=tokens)
-        size = reference_decoded(weight).std().item() * weight.alpha
-        x = torch.randn(tokens, columns, device="cuda").bfloat16()
-        bias = torch.randn(rows, device="cuda").mul_(size).bfloat16()
-        adapter = random_adapter(rows, columns, 16 * (1 + tokens % 3), parts_of(rows), "cuda", size)
-        plain = gemm.reference_product(x, weight, bias)
-        assert_rounded(product(x, weight, bias), plain)
-        results = [product(x, weight, bias, adapter) for _ in range(4)]
-        assert_rounded(results[0], gemm.reference_product(x, weight, bias, adapter))
-        assert all(torch.equal(results[0], other) for other in results[1:])
+        assert_right_with_an_adapter(product, weight, tokens, 16 * (1 + tokens % 3), parts_of(rows), biased=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [257, 384, 512])
 def test_a_split_product_on_the_card(tokens):
     weight = random_weight(1152, 880, device="cuda", seed=tokens)
-    size = reference_decoded(weight).std().item() * weight.alpha
-    x, bias = torch.randn(tokens, 880, device="cuda").bfloat16(), torch.randn(1152, device="cuda").bfloat16()
-    adapter = random_adapter(1152, 880, 32, (896, 128, 128), "cuda", size)
-    results = [gemm.split_product(x, weight, bias, adapter) for _ in range(4)]
-    assert_rounded(results[0], gemm.reference_product(x, weight, bias, adapter))
-    assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-def assert_right_with_an_adapter(product, weight, tokens, ranks, parts):
-    """Check a product with an adapter about as large as the base's product; a second call has to give the same bits."""
-    size = reference_decoded(weight).std().item() * weight.alpha
-    adapter = random_adapter(weight.out_features, weight.in_features, ranks, parts, "cuda", size)
-    x = torch.randn(tokens, weight.in_features, device="cuda").bfloat16()
-    results = [product(x, weight, None, adapter) for _ in range(4)]
-    assert_rounded(results[0], gemm.reference_product(x, weight, None, adapter))
-    assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-def parts_of(rows):
-    """Two parts that do not end with a tile of the weight."""
-    return (rows // 2 // 32 * 32, rows - rows // 2 // 32 * 32)
+    assert_right_with_an_adapter(gemm.split_product, weight, tokens, 32, (896, 128, 128), biased=True)
 
 
 @pytest.mark.gpu
@@ -106,9 +102,7 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
     x = torch.randn(tokens, columns, device="cuda").bfloat16()
     adapter = random_adapter(rows, columns, 32, parts, "cuda")
     base = torch.randn(tokens, rows, device="cuda").bfloat16()
-    results = [lora.add_(base.clone(), x, adapter) for _ in range(4)]
-    assert_rounded(results[0], lora.reference_add(base, x, adapter))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert_right_and_repeats(lambda: lora.add_(base.clone(), x, adapter), lora.reference_add(base, x, adapter))
 
 
 @pytest.mark.gpu

@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from qerl.formats.nvfp4 import reference
-from qerl.formats.nvfp4.kernel_layout import (
-    HUMMING_MMA,
-    HUMMING_WGMMA,
-    MARLIN,
-    KernelWeight,
-    block_scales,
-    codes,
-    dequantize,
-    scales_marlin_drops,
-)
+from qerl.formats.nvfp4 import kernel_layout, reference
+from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, codes, dequantize
 from tests.helpers.marlin import marlin_scales, marlin_words
 
 ROWS, COLUMNS = 128, 96
@@ -71,7 +62,7 @@ def test_codes_scales_and_weights_come_back_bit_exactly(packed, layout):
     code, scale, global_scale = packed
     weight = kernel_weight(packed, layout)
     assert torch.equal(codes(weight), code)
-    assert torch.equal(block_scales(weight), scale.float())
+    assert torch.equal(kernel_layout.block_scales(weight), scale.float())
     expected = reference.dequantize(reference.pack_codes(code), scale, global_scale, torch.bfloat16)
     assert torch.equal(dequantize(weight, torch.bfloat16).view(torch.int16), expected.view(torch.int16))
 
@@ -99,11 +90,5 @@ def test_scales_that_marlin_drops_are_counted(largest, factor):
     bytes_[0, 0] = largest
     scale = bytes_.view(torch.float8_e4m3fn)
     dropped = ((marlin_scales(scale, factor) == 0).sum() - (bytes_ == 0).sum()).item()
-    assert scales_marlin_drops(scale) == dropped
+    assert kernel_layout.scales_marlin_drops(scale) == dropped
     assert (dropped > 0) == (factor == 1.0)  # 28 leaves room for a factor that makes every subnormal normal
-
-
-def test_the_wrong_layout_is_not_mistaken_for_the_right_one(packed):
-    weight = kernel_weight(packed, HUMMING_WGMMA)
-    wrong = KernelWeight(HUMMING_MMA, weight.words, weight.scales, ROWS, COLUMNS, weight.global_scale)
-    assert not torch.equal(codes(wrong), packed[0])

@@ -137,14 +137,10 @@ def test_what_the_kernel_does_not_take_is_packed_by_the_twin(start, matrix):
     if matrix.storage_offset():
         moved = torch.zeros(1 + 32 * 64, device="cuda")[1:].view(32, 64)
     assert not kernel_packs(weight, start, moved)
+    assert not kernel_packs(empty_weight(64, 64, 512.0, MARLIN), 0, torch.zeros(64, 64, device="cuda"))
     linear = KernelLinear(weight, start, len(moved), None)
     linear.pack_(moved)
     assert torch.equal(linear.unpack(torch.float32).cpu(), torch.zeros(matrix.shape))
-
-
-@pytest.mark.gpu
-def test_a_layout_of_another_kernel_is_not_taken():
-    assert not kernel_packs(empty_weight(64, 64, 512.0, MARLIN), 0, torch.zeros(64, 64, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -169,16 +165,6 @@ def test_packing_repeats_to_the_bit_and_follows_the_stream():
         seen.append(weight.words.clone())
     assert torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0], seen[1])
-
-
-@pytest.mark.gpu
-def test_a_linear_packs_as_on_a_cpu():
-    matrix = normal(528, 880)
-    scale = reference.shared_global_scale([matrix], "pow2", 2)
-    linear = KernelLinear(empty_weight(528, 880, scale), 0, 528, None)
-    linear.pack_(matrix.cuda())
-    expected = reference.dequantize(*reference.quantize(matrix, scale), torch.float32)
-    assert torch.equal(linear.unpack(torch.float32).cpu(), expected)
 
 
 @pytest.mark.gpu

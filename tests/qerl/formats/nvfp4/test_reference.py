@@ -9,7 +9,6 @@ from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.experts import GATE_UP, QKV
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.layout import TENSORS
 
@@ -67,43 +66,33 @@ def test_encode_around_the_midpoints_ties_to_the_even_code(midpoint, below, tie,
 def test_encode_of_zeros_small_and_large_values():
     values = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 6.0, 7.0, 1e30, float("inf"), -6.0, -float("inf")])
     assert reference.encode_e2m1(values).tolist() == [0, 0, 0, 8, 7, 7, 7, 7, 15, 15]
-
-
-def test_encode_rejects_nan():
     with pytest.raises(CheckpointError, match="NaN"):
         reference.encode_e2m1(torch.tensor([1.0, float("nan")]))
 
 
-def test_pack_puts_the_even_column_in_the_low_nibble():
+def test_pack_puts_the_even_column_in_the_low_nibble_and_every_byte_survives():
     codes = torch.tensor([[0x1, 0x2, 0xF, 0x0], [0x7, 0x8, 0x0, 0xE]], dtype=torch.uint8)
     packed = reference.pack_codes(codes)
     assert packed.tolist() == [[0x21, 0x0F], [0x87, 0xE0]]
     assert torch.equal(reference.unpack_codes(packed), codes)
-
-
-def test_every_byte_survives_unpack_and_pack():
-    packed = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
-    assert torch.equal(reference.pack_codes(reference.unpack_codes(packed)), packed)
+    every = torch.arange(256, dtype=torch.uint8).reshape(8, 32)
+    assert torch.equal(reference.pack_codes(reference.unpack_codes(every)), every)
 
 
 @pytest.mark.parametrize(
-    "codes",
+    ("call", "given"),
     [
-        torch.zeros(2, 3, dtype=torch.uint8),
-        torch.zeros(4, dtype=torch.uint8),
-        torch.zeros(2, 4, dtype=torch.int64),
-        torch.full((2, 4), 16, dtype=torch.uint8),
+        (reference.pack_codes, torch.zeros(2, 3, dtype=torch.uint8)),
+        (reference.pack_codes, torch.zeros(4, dtype=torch.uint8)),
+        (reference.pack_codes, torch.zeros(2, 4, dtype=torch.int64)),
+        (reference.pack_codes, torch.full((2, 4), 16, dtype=torch.uint8)),
+        (reference.unpack_codes, torch.zeros(4, dtype=torch.uint8)),
+        (reference.unpack_codes, torch.zeros(2, 4, dtype=torch.int8)),
     ],
 )
-def test_pack_rejects_anything_but_a_matrix_of_codes(codes):
-    with pytest.raises(CheckpointError, match="cannot pack"):
-        reference.pack_codes(codes)
-
-
-@pytest.mark.parametrize("packed", [torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int8)])
-def test_unpack_rejects_anything_but_a_matrix_of_bytes(packed):
-    with pytest.raises(CheckpointError, match="cannot unpack"):
-        reference.unpack_codes(packed)
+def test_pack_and_unpack_reject_anything_but_a_matrix_of_bytes(call, given):
+    with pytest.raises(CheckpointError, match=r"cannot (un)?pack"):
+        call(given)
 
 
 # --- dequantize
@@ -120,14 +109,10 @@ def every_code_under_every_scale() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("global_scale", [1.0, 448.0, 1234.567, 2.6875, 3.3e38, 8.96e-36, 0.1])
 def test_dequantize_equals_compressed_tensors_on_every_code_and_scale(global_scale):
     packed, scale = every_code_under_every_scale()
-    state = {
-        "weight_packed": packed,
-        "weight_scale": scale,
-        "weight_global_scale": torch.tensor([global_scale]),
-    }
-    theirs = NVFP4PackedCompressor.decompress(state, SCHEME)["weight"]
+    given = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": torch.tensor([global_scale])}
+    theirs = NVFP4PackedCompressor.decompress(given, SCHEME)["weight"]
     assert theirs.dtype == torch.bfloat16
-    assert_same_bits(reference.dequantize(*state.values(), torch.bfloat16), theirs)
+    assert_same_bits(reference.dequantize(*given.values(), torch.bfloat16), theirs)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -148,30 +133,15 @@ def test_dequantize_by_hand():
     assert weight[0, 16:19].tolist() == [56.0, 56.0, 0.0]
 
 
-def test_dequantize_keeps_the_inputs_bits():
-    packed, scale = every_code_under_every_scale()
-    before = packed.clone(), scale.view(torch.uint8).clone()
-    first = reference.dequantize(packed, scale, torch.tensor([3.0]), torch.float32)
-    second = reference.dequantize(packed, scale, torch.tensor([3.0]), torch.float32)
-    assert torch.equal(first, second)
-    assert torch.equal(packed, before[0])
-    assert torch.equal(scale.view(torch.uint8), before[1])
-
-
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_dequantize_rejects_nan_scales(code):
-    packed, scale = torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8)
-    scale[1, 0] = code
-    with pytest.raises(CheckpointError, match="NaN"):
-        reference.dequantize(packed, scale.view(torch.float8_e4m3fn), torch.ones(1), torch.float32)
-
-
 @pytest.mark.parametrize("shape", [(2, 4), (2, 12), (2, 17)])
-def test_dequantize_rejects_odd_shapes(shape):
+def test_dequantize_rejects_odd_shapes_and_nan_scales(shape):
     packed = torch.zeros(shape, dtype=torch.uint8)
     scale = torch.ones(shape[0], max(1, shape[1] // 8)).to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match="multiple of 16"):
         reference.dequantize(packed, scale, torch.ones(1), torch.float32)
+    nans = torch.full((2, 2), float("nan")).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="4 block scales are NaN"):
+        reference.dequantize(torch.zeros(2, 16, dtype=torch.uint8), nans, torch.ones(1), torch.float32)
 
 
 # --- quantize
@@ -262,17 +232,6 @@ def test_global_scale(amax, dtype, expected):
     assert (scale.dtype, tuple(scale.shape), scale.item()) == (torch.float32, (1,), expected)
 
 
-def test_shared_global_scale_is_that_of_the_largest_weight():
-    weights = [torch.full((2, 16), value) for value in (0.5, -2.0, 1.0)]
-    shared = reference.shared_global_scale(weights)
-    assert shared.item() == 2688 / 2
-    packed, block_scale, global_scale = reference.quantize(weights[0], shared)
-    assert global_scale.item() == 1344
-    assert block_scale.float().unique().item() == 112  # 1344 * 0.5 / 6
-    assert packed.unique().item() == 0x77
-    assert reference.dequantize(packed, block_scale, global_scale, torch.float32).unique().item() == 0.5
-
-
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_rejects_values_that_are_not_finite(value, dtype):
@@ -283,15 +242,12 @@ def test_quantize_rejects_values_that_are_not_finite(value, dtype):
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4, 16), (2, 8), (2, 24), (2, 0), (0, 16)])
-def test_quantize_rejects_odd_shapes(shape):
+def test_quantize_rejects_odd_shapes_and_other_dtypes(shape):
     with pytest.raises(CheckpointError, match="cannot"):
         reference.quantize(torch.ones(shape))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
-def test_quantize_rejects_other_dtypes(dtype):
-    with pytest.raises(CheckpointError, match="takes a 16- or 32-bit float weight"):
-        reference.quantize(torch.ones(2, 16).to(dtype))
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(CheckpointError, match="takes a 16- or 32-bit float weight"):
+            reference.quantize(torch.ones(2, 16).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -303,47 +259,85 @@ def test_quantize_rejects_a_global_scale_that_is_not_one_positive_float32(scale)
         reference.quantize(torch.ones(2, 16), scale)
 
 
-# --- the writer itself
+def normal(rows=256, columns=512, seed=0, dtype=torch.bfloat16):
+    return (0.02 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
-def written(request, tmp_path_factory):
-    """(dense weights, written tensors) of a small model with adversarial weights, quantized by llm-compressor."""
-    pytest.importorskip("llmcompressor", reason="the quantize extra is not installed")
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from safetensors.torch import load_file
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    dtype = getattr(torch, request.param)
-    folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 96, "intermediate_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, vocab_size=32, head_dim=8)).to(dtype)
-    with torch.no_grad():
-        for layer, names in zip(model.model.layers, zip(WEIGHTS[::2], WEIGHTS[1::2], strict=True), strict=True):
-            layer.self_attn.q_proj.weight.copy_(weight_named(names[0], dtype))
-            layer.mlp.up_proj.weight.copy_(weight_named(names[1], dtype))
-            layer.mlp.gate_proj.weight.zero_()
-    model.save_pretrained(folder / "dense")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
-    tokenizer.save_pretrained(folder / "dense")
-    # down_proj has 24 inputs, which is not a multiple of the block size
-    recipe = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head", "re:.*(down|o)_proj"])
-    oneshot(model=str(folder / "dense"), recipe=recipe, output_dir=str(folder / "packed"))
-    return model.state_dict(), load_file(folder / "packed" / "model.safetensors")
+def dequantized(weight, scale, dtype=torch.float32):
+    return reference.dequantize(*reference.quantize(weight, scale), dtype)
 
 
-def test_quantize_equals_what_llm_compressor_writes(written):
-    dense, packed = written
-    compared = 0
-    for group in (QKV, GATE_UP):
-        for parent in {name.rsplit(".", 2)[0] for name in dense if name.endswith(f"{group[0]}.weight")}:
-            weights = {name: dense[f"{parent}.{name}.weight"] for name in group}
-            scale = reference.shared_global_scale(list(weights.values()))
-            for name, weight in weights.items():
-                for tensor_name, tensor in reference.quantize(weight, scale).named().items():
-                    assert_same_bits(tensor, packed[f"{parent}.{name}.{tensor_name}"])
-                    compared += 1
-    assert compared == 6 * 5 * 3 == sum(name.endswith(TENSORS) for name in packed)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("amax", "headroom_bits", "expected"),
+    [
+        (6.0, 0, 256.0),  # 448
+        (2.625, 0, 1024.0),  # exactly 1024
+        (2.640625, 0, 512.0),  # the next bfloat16: 1018
+        (2.609375, 0, 1024.0),  # and the one before: 1030
+        (2.625, 2, 256.0),
+        (3.0e38, 0, 2.0**-117),  # 8.96e-36
+        (0.0, 2, 1.0),
+        (1e-37, 0, 1.0),  # 2688 / amax overflows float32
+    ],
+)
+def test_the_scale_is_the_largest_power_of_two_that_fits(amax, headroom_bits, expected, dtype):
+    scale = reference.power_of_two_scale(torch.tensor(amax, dtype=dtype), headroom_bits)
+    assert (scale.dtype, tuple(scale.shape), scale.item()) == (torch.float32, (1,), expected)
+
+
+def test_fused_linears_share_the_scale_of_the_largest():
+    weights = [torch.full((2, 16), value) for value in (0.5, -2.0, 1.0)]
+    assert reference.shared_global_scale(weights, "pow2").item() == 1024  # 1344
+    assert reference.shared_global_scale(weights, "pow2", headroom_bits=3).item() == 128
+    assert reference.shared_global_scale(weights).item() == 1344
+    with pytest.raises(CheckpointError, match="inf or NaN"):
+        reference.shared_global_scale([torch.full((2, 16), float("nan"))], "pow2")
+
+
+def test_dequantized_weights_are_exact_in_bfloat16():
+    weight = normal()
+    pow2, amax = (reference.shared_global_scale([weight], kind) for kind in ("pow2", "amax"))
+    exact = dequantized(weight, pow2)
+    assert torch.equal(exact, exact.bfloat16().float())
+    rounded = dequantized(weight, amax)
+    assert (rounded != rounded.bfloat16().float()).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+def test_head_room_changes_no_normal_weight(bits):
+    weight = normal()
+    plain, roomy = (reference.shared_global_scale([weight], "pow2", room) for room in (0, bits))
+    assert plain.item() == roomy.item() * 2**bits
+    assert torch.equal(dequantized(weight, plain), dequantized(weight, roomy))
+
+
+@pytest.mark.parametrize("bits", [0, 2])
+def test_head_room_is_the_factor_by_which_weights_may_grow(bits):
+    weight = normal()
+    assert (
+        reference.faults(weight, reference.shared_global_scale([weight]))[1] == 0
+    )  # the usual scale saturates nothing
+    weight[0, 0] = 2.625 / 16  # the scale of its block is 448 without head room
+    scale = reference.shared_global_scale([weight], "pow2", bits)
+    assert reference.faults(weight * 2**bits, scale)[1] == 0
+    weight = weight * 2**bits
+    # Up to 464 the nearest value is 448, the largest e4m3 number.
+    for growth, count in ((1.03, 0), (1.05, 1), (2.0, 1)):
+        grown = weight.clone()
+        grown[0, 0] *= growth
+        assert reference.faults(grown, scale)[1] == count
+
+
+@pytest.mark.parametrize("bits", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compressed_tensors_writes_the_same_bytes(dtype, bits):
+    weight = normal(dtype=dtype)
+    scale = reference.shared_global_scale([weight], "pow2", bits)
+    blocks = weight.unflatten(1, (-1, 16))
+    block_scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), SCHEME.weights, scale)
+    state = {"weight": weight, "weight_scale": block_scale.to(dtype), "weight_global_scale": scale}
+    theirs = NVFP4PackedCompressor.compress(state, SCHEME)
+    ours = reference.quantize(weight, scale).named()
+    for name in TENSORS:
+        assert torch.equal(ours[name].view(torch.uint8), theirs[name].contiguous().view(torch.uint8))

@@ -2,15 +2,7 @@
 
 import pytest
 
-from qerl.formats.nvfp4.ways import (
-    TOKENS,
-    Shape,
-    bucket,
-    summary,
-    unchecked,
-    way_of,
-    wrong_sizes,
-)
+from qerl.formats.nvfp4.ways import TOKENS, Shape, bucket, summary, unchecked, way_of, wrong_sizes
 
 HOPPER = Shape(4608, 3584, 96, "qerl", fused=True)
 HUMMING = Shape(4608, 3584, 96, "humming", fused=False)
