@@ -22,13 +22,10 @@ from qerl.model.decode_attention import (
     attend_,
     reference_attend_,
     reference_plan,
-    split_for,
-    takes,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 NO_SLOT = -1
-FEW, MANY = SPLITS[16]
 SCALES = (2.0**-6, 2.0**-7)  # of keys and values in 8 bits; a value of 3.5 or more saturates
 
 
@@ -105,9 +102,12 @@ def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_
     assert not out[1].any()
 
 
-@pytest.mark.parametrize(("sizes", "taken"), [((28, 4, 128), True), ((40, 4, 128), False), ((8, 8, 80), False)])
-def test_which_heads_the_kernel_supports(sizes, taken):
-    assert takes(*sizes) is taken
+def test_which_heads_the_kernel_supports_and_that_many_take_smaller_blocks():
+    sizes = (28, 4, 128), (40, 4, 128), (8, 8, 80)
+    assert [decode_attention.takes(*each) for each in sizes] == [True, False, False]
+    few, many = SPLITS[16]
+    for sequences, split in ((1, few), (127, few), (128, many), (256, many)):
+        assert decode_attention.split_for(sequences, 4) is split
 
 
 @pytest.mark.parametrize("lengths", [[1], [2000], [0, 0, 0], [17, 0, 300, 16], list(range(256)), [9000, 3] * 20])
@@ -134,10 +134,8 @@ def test_the_ranges_of_the_blocks_cover_all_tiles_in_order(lengths, key_heads, b
 def test_items_are_filled_up_if_that_costs_little(lengths, size, filled):
     plan = reference_plan(lengths, 4, 396, 4)
     assert (plan.blocks[0][3], plan.filled) == (size, filled)
-
-
-def test_a_long_sequence_is_divided_among_few_enough_blocks():
-    assert reference_plan([40960], 1, 396, 4).blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
+    longest = reference_plan([40960], 1, 396, 4)  # divided among few enough blocks
+    assert longest.blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
 
 
 @pytest.mark.gpu
@@ -152,11 +150,6 @@ def test_the_plan_equals_that_of_its_twin(lengths, key_heads, bits):
         assert plan.tolist() == [*(list(entry) for entry in expected.blocks), [expected.items, expected.filled, 0, 0]]
 
 
-@pytest.mark.parametrize(("sequences", "split"), [(1, FEW), (127, FEW), (128, MANY), (256, MANY)])
-def test_many_heads_take_smaller_blocks(sequences, split):
-    assert split_for(sequences, 4) is split
-
-
 LENGTHS = {
     "one": [384],
     "cut": [384] * 60,
@@ -164,6 +157,10 @@ LENGTHS = {
     "full": [*range(1, 200), 0, 640, 5],
     "long": [9000, 3],
 }
+
+
+def distance(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 def kernel_and_twin(lengths, heads, key_heads, head_dim, bits=16, **options):
@@ -187,7 +184,7 @@ def kernel_and_twin(lengths, heads, key_heads, head_dim, bits=16, **options):
 def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim, bits):
     out, expected, cache, twin_cache, _ = kernel_and_twin(lengths, heads, key_heads, head_dim, bits)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
-    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+    assert distance(out, expected) < 4e-3
     for mine, twin in ((cache.keys, twin_cache.keys), (cache.values, twin_cache.values)):
         assert torch.equal(mine.nan_to_num(), twin.nan_to_num())
         assert torch.equal(mine.isnan(), twin.isnan())
@@ -197,7 +194,7 @@ def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim, bi
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_kernel_supports_pages_of_other_sizes(bits):
     out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, bits, page_tokens=48)
-    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+    assert distance(out, expected) < 4e-3
 
 
 @pytest.mark.gpu
@@ -251,7 +248,7 @@ def test_scales_may_change_under_a_captured_graph():
         tensor.fill_(value)
     graph.replay()
     expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, cache, batch, scale)
-    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+    assert distance(out, expected) < 4e-3
 
 
 @pytest.mark.gpu

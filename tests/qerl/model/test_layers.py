@@ -4,12 +4,14 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import LoraConfig
 
 from qerl.checkpoint.adapter import attach_lora
+from qerl.model import elementwise
 from qerl.model.costs import kept_bytes
 from qerl.model.layers import fuse_, recompute_by_
-from tests.helpers.layer_policies import FAMILIES, TOKENS, difference, policy_of, run, stock_, tiny_model
+from qerl.model.norms import set_norm_noise_
+from tests.helpers.layer_policies import FAMILIES, TOKENS, difference, policy_of, run, stock_, tiny_model, twice_rounded
 from training.policy.train_memory import measure_layer
 
 
@@ -70,12 +72,16 @@ def test_with_only_some_targets_and_with_checkpointing():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_without_its_adapter_the_policy_is_the_base():
+def test_without_its_adapter_or_with_a_second_one_of_zeros_the_policy_is_the_base():
     policy = policy_of("qwen2")
-    base = tiny_model("qwen2")(TOKENS).logits
+    base, clean = tiny_model("qwen2")(TOKENS).logits, policy(TOKENS).logits
+    assert (clean - base).abs().max() > 0.1
     with policy.disable_adapter():
         torch.testing.assert_close(policy(TOKENS).logits, base, rtol=1e-5, atol=1e-5)
-    assert (policy(TOKENS).logits - base).abs().max() > 0.1
+    policy.add_adapter("ref", LoraConfig(r=4, target_modules=["q_proj"]))
+    torch.testing.assert_close(policy(TOKENS).logits, clean)
+    policy.set_adapter("ref")  # its B is zero
+    torch.testing.assert_close(policy(TOKENS).logits, base, rtol=1e-5, atol=1e-5)
 
 
 def test_anything_but_plain_lora_takes_the_path_of_peft():
@@ -94,21 +100,9 @@ def test_anything_but_plain_lora_takes_the_path_of_peft():
 
     policy = policy_of("llama")
     clean = policy(TOKENS).logits
-    policy.merge_adapter()
-    torch.testing.assert_close(policy(TOKENS).logits, clean, rtol=1e-4, atol=1e-4)
-    policy.unmerge_adapter()
-    torch.testing.assert_close(policy(TOKENS).logits, clean, rtol=1e-4, atol=1e-4)
-
-
-def test_a_second_adapter_acts_once_it_is_set():
-    from peft import LoraConfig
-
-    policy = policy_of("qwen2")
-    clean = policy(TOKENS).logits
-    policy.add_adapter("ref", LoraConfig(r=4, target_modules=["q_proj"]))
-    torch.testing.assert_close(policy(TOKENS).logits, clean)
-    policy.set_adapter("ref")  # its B is zero
-    torch.testing.assert_close(policy(TOKENS).logits, tiny_model("qwen2")(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    for change in (policy.merge_adapter, policy.unmerge_adapter):
+        change()
+        torch.testing.assert_close(policy(TOKENS).logits, clean, rtol=1e-4, atol=1e-4)
 
 
 def test_in_bfloat16_it_is_as_close_to_float32_as_peft_is():
@@ -129,15 +123,10 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_peft_is():
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_layer_keeps_what_the_formula_says_and_half_of_what_stock_layers_keep(family):
     """The proportions of the 7B model at a sixteenth of its width, with rank 32 / 16."""
-    changes = {
-        "hidden_size": 224,
-        "intermediate_size": 1184,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 3,
-        "initializer_range": 0.02,
-    }
-    policy = policy_of_sizes(family, changes)
+    sizes = {"hidden_size": 224, "intermediate_size": 1184, "num_attention_heads": 28, "num_key_value_heads": 4}
+    model = tiny_model(family, torch.bfloat16, **sizes, num_hidden_layers=3, initializer_range=0.02)
+    fuse_(model)
+    policy = attach_lora(model, rank=2, alpha=4)
     ours = measure_layer(policy.get_base_model())
     formula = kept_bytes(224, 1184, 224, 32, 2, head_norms=family == "qwen3")
     formula += 2 * 224 // 3  # for the last norm
@@ -147,17 +136,89 @@ def test_a_layer_keeps_what_the_formula_says_and_half_of_what_stock_layers_keep(
     assert ours < 0.55 * stock
 
 
-def policy_of_sizes(family, changes):
-    model = tiny_model(family, torch.bfloat16, **changes)
-    fuse_(model)
-    return attach_lora(model, rank=2, alpha=4)
-
-
 def test_models_of_other_families_are_left_alone():
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "gemma2", vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        )
-    )  # fmt: skip
-    assert fuse_(model) == 0
+    assert fuse_(tiny_model("gemma2")) == 0
+
+
+def test_a_norm_rounds_once():
+    torch.manual_seed(7)
+    x, w = torch.randn(64, 96).bfloat16(), (1 + 0.1 * torch.randn(96)).bfloat16()
+    exact = (w.double() * x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).float()
+    assert torch.equal(elementwise.rms_norm(x, w, 1e-6), exact.bfloat16())
+    assert not torch.equal(twice_rounded(x, w, 1e-6), exact.bfloat16())
+
+
+@pytest.mark.parametrize("train_norms", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_residual_stream_is_never_rounded(family, train_norms):
+    """As in the engine, a layer reads, normalizes and adds to the sum in float32; its linears read 16 bits."""
+    model = tiny_model(family, torch.bfloat16)
+    fuse_(model)
+    attach_lora(model, rank=4, alpha=6, train_norms=train_norms)
+    layer, seen = model.model.layers[1], {}
+    keep = lambda name: lambda module, inputs, kwargs, out: seen.update({name: (inputs, out)})  # noqa: E731
+    for name in ("self_attn", "mlp"):
+        getattr(layer, name).register_forward_hook(keep(name), with_kwargs=True)
+    layer.register_forward_hook(keep("layer"), with_kwargs=True)
+    logits = model(TOKENS).logits
+    (x,), out = seen["layer"]
+    assert x.dtype == torch.float32
+    assert not torch.equal(x, x.bfloat16().float())
+    attended, (normed,), inner = seen["self_attn"][1][0], *seen["mlp"]
+    total = x + attended.float()
+    assert {value.dtype for value in (attended, normed, inner, logits)} == {torch.bfloat16}
+    assert torch.equal(normed, layer.post_attention_layernorm(total))
+    assert torch.equal(out, total + inner.float())
+
+
+def test_of_a_trained_norm_that_copy_acts_that_a_call_would_reach():
+    policy = policy_of("llama", train_norms=True)
+    trained = policy(TOKENS).logits
+    with policy.disable_adapter():
+        original = policy(TOKENS).logits
+    torch.testing.assert_close(original, tiny_model("llama")(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    assert (trained - original).abs().max() > 0.1
+    norm = policy.get_base_model().model.layers[1].post_attention_layernorm
+    assert norm.acting() is norm.modules_to_save["default"]
+    seen = []
+    norm.modules_to_save["default"].register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(policy(TOKENS).logits, trained, rtol=1e-5, atol=1e-5)
+    assert seen == [1]
+
+
+def test_a_sum_in_the_stream_has_the_gradients_of_a_sum():
+    x, y, delta = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(3))
+    grad = torch.randn(2, 3, 4)
+    total = x + y
+    elementwise.exact_sum(total, (x, y), delta).backward(grad)
+    assert all(torch.equal(leaf.grad, grad) for leaf in (x, y, delta))
+
+
+def test_a_norm_beside_the_residual_stream_has_both_gradients():
+    torch.manual_seed(9)
+    x, delta = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
+    norm = elementwise.RMSNorm(torch.nn.Parameter(torch.randn(8)), 1e-3)
+    upstream = torch.randn(2, 2, 3, 8)
+    for leaves, total in (((x, delta, norm.weight), x + delta), ((x, norm.weight), x)):
+        expected = total, norm.weight * total * (total.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()
+        results = elementwise.add_and_norm(x * 1.0, norm, delta * 1.0 if len(leaves) == 3 else None)
+        for ours, right in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, right)
+        grads = [
+            torch.autograd.grad(sum((value * up).sum() for value, up in zip(pair, upstream, strict=True)), leaves)
+            for pair in (results, expected)
+        ]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("leaf", ["input_layernorm", "post_attention_layernorm"])
+def test_noise_acts_in_a_layers_norms(leaf):
+    """Noise replaces the forward function of a norm, which the layer then has to call."""
+    policy, other = policy_of("qwen2"), policy_of("qwen2")
+    clean = policy(TOKENS).logits
+    name, noise = f"model.layers.1.{leaf}", 0.1 * torch.randn(32)
+    set_norm_noise_({name: policy.get_base_model().get_submodule(name)}, {name: noise})
+    other.get_base_model().get_submodule(name).weight.data += noise
+    noisy = policy(TOKENS).logits
+    torch.testing.assert_close(noisy, other(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    assert (noisy - clean).abs().max() > 1e-2

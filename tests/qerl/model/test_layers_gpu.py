@@ -3,6 +3,8 @@
 Last run on an H200, 2026-11-22.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -158,39 +160,30 @@ def random_weight(layout, rows, columns):
 @pytest.mark.parametrize("layout", [QERL, HUMMING_WGMMA], ids=["qerl", "humming"])
 @pytest.mark.parametrize("rows", [[3584, 512, 512], [1024, 1024]], ids=str)
 def test_a_fused_linear_with_its_adapters(rows, layout):
-    total, columns, rank = sum(rows), 512, 32
-    weight = random_weight(layout, total, columns)
-    dense = kernel_layout.dequantize(weight, torch.float32)
-    starts = [sum(rows[:i]) for i in range(len(rows))]
+    columns, rank, device = 512, 32, "cuda"
+    weight = random_weight(layout, sum(rows), columns)
+    dense = kernel_layout.dequantize(weight, torch.float32).split(rows)
     linears = [
-        KernelLinear(weight, start, size, torch.randn(size, device="cuda").bfloat16())
-        for start, size in zip(starts, rows, strict=True)
+        KernelLinear(weight, sum(rows[:index]), size, torch.randn(size, device=device).bfloat16())
+        for index, size in enumerate(rows)
     ]
-    factors = [
-        (
-            (torch.randn(rank, columns, device="cuda") / 20).requires_grad_(),
-            (torch.randn(size, rank, device="cuda") / 5).requires_grad_(),
-        )
-        for size in rows
-    ]
-    x = torch.randn(1, 700, columns, device="cuda").bfloat16().requires_grad_()
-    upstream = torch.randn(1, 700, total, device="cuda").bfloat16()
-    leaves = [x, *(factor for pair in factors for factor in pair)]
-    with torch.autocast("cuda", torch.bfloat16):
-        out = lora_linear(x, [Part(linear, a, b, 0.7) for linear, (a, b) in zip(linears, factors, strict=True)])
+    draw = functools.partial(torch.randn, device=device)
+    pairs = [(draw(rank, columns) / 20, draw(size, rank) / 5) for size in rows]
+    x = torch.randn(1, 700, columns, device=device).bfloat16()
+    upstream = torch.randn(1, 700, sum(rows), device=device).bfloat16()
+    leaves = [x, *(factor for pair in pairs for factor in pair)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        out = lora_linear(x, [Part(linear, a, b, 0.7) for linear, (a, b) in zip(linears, pairs, strict=True)])
     assert out.dtype == torch.bfloat16
-    grads = torch.autograd.grad(out, leaves, upstream)
-    wide = x.float()
-    expected = torch.cat(
-        [
-            torch.nn.functional.linear(wide, dense[s : s + n], linear.bias.float()) + 0.7 * (wide @ a.t()) @ b.t()
-            for s, n, linear, (a, b) in zip(starts, rows, linears, factors, strict=True)
-        ],
-        -1,
-    )
-    for value, right in zip(
-        (out, *grads), (expected, *torch.autograd.grad(expected, leaves, upstream.float())), strict=True
-    ):
-        error = (value.float() - right.float()).norm() / right.float().norm()
-        assert error < 1e-2
+    grads, wide = torch.autograd.grad(out, leaves, upstream), x.float()
+    terms = [
+        torch.nn.functional.linear(wide, matrix, linear.bias.float()) + 0.7 * (wide @ a.t()) @ b.t()
+        for matrix, linear, (a, b) in zip(dense, linears, pairs, strict=True)
+    ]
+    expected = torch.cat(terms, -1)
+    right = expected, *torch.autograd.grad(expected, leaves, upstream.float())
+    for value, other in zip((out, *grads), right, strict=True):
+        assert (value.float() - other.float()).norm() / other.float().norm() < 1e-2
     assert {grad.dtype for grad in grads[1:]} == {torch.float32}

@@ -1,12 +1,14 @@
 """Packed rows: what they hold, how they are split, and attention that keeps their sequences apart.
 
-The tests that need a card last ran on an H200 on 2026-11-22.
+The tests that need a card last ran on an H200 on 2026-11-22. Without a card but with triton installed, run those of the
+kernel that sums copies by `TRITON_INTERPRET=1 pytest -m gpu`.
 """
+
+import os
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import attach_lora
@@ -19,7 +21,8 @@ from qerl.model.packed_attention import (
     packed_attention,
     packed_attention_of,
 )
-from qerl.model.packing import Lengths, gather_rows, pack, row_lengths, split_by_tokens
+from qerl.model.packing import Copies, Lengths, copies_of, gather_rows, pack, row_lengths, split_by_tokens, sum_copies
+from tests.helpers.layer_policies import tiny_model
 
 IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])
 MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
@@ -79,22 +82,6 @@ def test_repeated_keys_of_a_shared_prompt_are_counted():
     assert pack(IDS[:2], MASK[:2], 3).cost == 10
 
 
-def tiny_model(family, **changes):
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-    }
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | changes)), dtype=torch.float32)
-
-
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -105,10 +92,9 @@ def tiny_model(family, **changes):
         ("mistral", {"sliding_window": 3}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}),
     ],
-    ids=["qwen2", "qwen3", "llama", "mistral", "mistral-window", "qwen2-window"],
 )
 def test_a_packed_row_computes_the_same_as_each_sequence_alone(family, changes):
-    model = tiny_model(family, **changes)
+    model = tiny_model(family, initializer_range=0.3, **changes)
     row = pack(IDS, MASK, 3)
     with torch.no_grad(), packed_attention_of(model):
         packed = hidden_states(model, row)
@@ -171,9 +157,7 @@ def shared_and_apart(monkeypatch, device, dtype):
     from qerl.model import packing
 
     ids, mask, width = grouped_rows([70, 33, 1, 64], 4, torch.Generator().manual_seed(5))
-    model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
-    for weight in model.parameters():  # at first its attention is so sharp that rounding decides the gradient
-        weight.data.mul_(0.3 if weight.dim() > 1 else 1.0)
+    model = tiny_model("qwen2", head_dim=64, hidden_size=256, max_position_embeddings=256).requires_grad_()
     results = []
     for share, kind in ((True, dtype), (False, dtype), (False, torch.float32)):
         monkeypatch.setattr(packing, "SHARE_PROMPTS", share)
@@ -188,17 +172,9 @@ def test_shared_prompts_give_the_same_gradients_as_separate_rows(monkeypatch):
     assert (shared - apart).norm() / apart.norm() < 1e-5
 
 
-@pytest.mark.gpu
-def test_shared_prompts_on_a_card_are_as_exact_as_separate_rows(monkeypatch):
-    """bfloat16 uses flash attention, float32 the twin."""
-    check_shared_prompts_in_bfloat16(monkeypatch, "cuda")
-
-
-def test_shared_prompts_in_bfloat16_are_as_exact_as_separate_rows(monkeypatch):
-    check_shared_prompts_in_bfloat16(monkeypatch, "cpu")
-
-
-def check_shared_prompts_in_bfloat16(monkeypatch, device):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_shared_prompts_in_bfloat16_are_as_exact_as_separate_rows(monkeypatch, device):
+    """On a card bfloat16 uses flash attention, float32 the twin."""
     shared, apart, exact = shared_and_apart(monkeypatch, device, torch.bfloat16)
     errors = [((result - exact).norm() / exact.norm()).item() for result in (shared, apart)]
     assert errors[0] < 1.2 * errors[1]
@@ -276,7 +252,7 @@ class Transposes(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_attention_passes_gradients_on_without_transposing_them(family):
     """The backward pass once copied q, k and v twice per layer: into zeros, and back into the order of rows."""
-    model, row = tiny_model(family).requires_grad_(False), pack(IDS, MASK, 3)
+    model, row = tiny_model(family), pack(IDS, MASK, 3)
     fuse_(model)
     embedded = model.get_input_embeddings()(row.input_ids).requires_grad_()
     arguments = {"position_ids": row.position_ids, "use_cache": False, "sequences": row.sequences}
@@ -291,8 +267,8 @@ def test_attention_passes_gradients_on_without_transposing_them(family):
 def test_a_micro_batch_never_waits_for_the_gpu():
     """That holds from packing to the gradients, so that the GPU is never idle between micro-batches."""
     ids, mask, width = grouped_rows([70, 33], 4, torch.Generator().manual_seed(5))
-    model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
-    model.requires_grad_(False).to("cuda", torch.bfloat16)
+    model = tiny_model("qwen2", head_dim=64, hidden_size=256, max_position_embeddings=256)
+    model.to("cuda", torch.bfloat16)
     fuse_(model)
     scale = torch.ones(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
@@ -313,3 +289,52 @@ def test_a_micro_batch_never_waits_for_the_gpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert scale.grad.isfinite().all()
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def test_copies_list_their_rows_and_rows_their_copies():
+    copies = copies_of(torch.tensor([3, 0, 3, 1, 3]), 5)
+    assert copies.rows.tolist() == [3, 0, 3, 1, 3]
+    assert copies.order.tolist() == [1, 3, 0, 2, 4]
+    assert copies.starts.tolist() == [0, 1, 2, 2, 5, 5]
+    assert [part.tolist() for part in copies_of(torch.tensor([], dtype=torch.long), 2)] == [[], [], [0, 0, 0]]
+
+
+def test_gradients_equal_those_of_plain_indexing():
+    torch.manual_seed(0)
+    rows, index = torch.randn(6, 2, 4, requires_grad=True), torch.randint(6, (20,))
+    upstream = torch.randn(20, 2, 4)
+    results = []
+    for taken in (gather_rows(rows, copies_of(index, 6)), rows[index]):
+        results.append((taken, *torch.autograd.grad((taken * upstream).sum(), rows)))
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_sums_are_rounded_once():
+    """The sum is 256 + 63 x 1: in bfloat16, adding ones to 256 would change nothing."""
+    grad = torch.ones(64, 1, dtype=torch.bfloat16)
+    grad[0] = 256
+    assert sum_copies(grad, copies_of(torch.zeros(64, dtype=torch.long), 1)).item() == 320  # 319 is halfway
+
+
+@pytest.mark.gpu(instead=INTERPRETED)
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 128), (3584,), (3, 7)], ids=str)
+def test_the_kernel_agrees_with_its_twin_and_repeats_to_the_bit(shape, dtype):
+    from qerl.model import kernels
+
+    generator = torch.Generator().manual_seed(3)
+    index = torch.cat([torch.arange(2, 60), torch.randint(2, 20, (120,), generator=generator)])  # row 0 has no copy
+    grad = torch.randn(len(index), *shape, generator=generator).to(dtype)
+    expected = sum_copies(grad, copies_of(index, 60))  # on the CPU they are added one after another, as in the kernel
+    copies = Copies(*(part.to(DEVICE) for part in copies_of(index, 60)))
+    grad = grad.to(DEVICE)
+    total = kernels.sum_copies(grad, copies)
+    assert total.dtype == dtype
+    assert torch.equal(total.cpu(), expected)
+    assert all(torch.equal(total, kernels.sum_copies(grad, copies)) for _ in range(3))
+    assert (total[:2] == 0).all()

@@ -38,10 +38,8 @@ def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
     """The recipe's own products are the oracle, which test_training.py holds to float64."""
     model, recipe = model_of(kind), recipe_of(name)
     set_recipe_(model, [*model], recipe)
-    pairs = [factors(linear.out_features) for linear in model]
-    parts = [
-        Part(linear, a.requires_grad_(), b.requires_grad_(), 0.5) for linear, (a, b) in zip(model, pairs, strict=True)
-    ]
+    pairs = [[each.requires_grad_() for each in factors(linear.out_features)] for linear in model]
+    parts = [Part(linear, *pair, 0.5) for linear, pair in zip(model, pairs, strict=True)]
     x, upstream = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384)
     y = lora_linear(x, parts)
     y.backward(upstream)
