@@ -107,16 +107,6 @@ def test_a_signal_to_one_rank_saves_once_and_stops_both(nvfp4_base, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
-def test_a_reward_that_raises_on_one_rank_is_the_message_of_both(nvfp4_base, tmp_path):
-    reward = "def digits(completions, row, **columns):\n    assert 5 not in row, 'row 5'\n    return [0.5] * len(row)\n"
-    (tmp_path / "reward.py").write_text(reward)
-    started = recipe(nvfp4_base, tmp_path)
-    assert run(2, started, tmp_path) == [1, 1]
-    said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
-    assert said[1].startswith("error: reward digits raised AssertionError: row 5")
-    assert "error: rank 1 failed: reward digits raised AssertionError: row 5" in said[0]
-
-
 def test_ranks_with_different_recipes_are_refused(nvfp4_base, tmp_path):
     one, other = recipe(nvfp4_base, tmp_path), recipe(nvfp4_base, tmp_path, "optim.learning_rate=1e-3", out="other")
     processes = ranks(2, train, [str(one), str(other)], str(tmp_path))
@@ -145,10 +135,7 @@ def test_hosts_with_different_files_are_refused(nvfp4_base, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-CARDS = """#!/bin/sh
-echo '0, GPU-a, NVIDIA H200, 1000, 1000, Disabled'
-echo '1, GPU-b, NVIDIA H200, 1000, 1000, Disabled'
-"""
+CARDS = "#!/bin/sh\n" + "".join(f"echo '{n}, GPU-{n}, NVIDIA H200, 1000, 1000, Disabled'\n" for n in range(2))
 
 
 NO_MODEL = """
@@ -201,6 +188,9 @@ def test_costly_micro_batches_are_dealt_first_and_the_largest_of_each_metric_cou
     assert dealt([5, 5, 4, 3, 1], 2) == [[0, 2], [1, 3, 4]]
     assert dealt([7], 3) == [[0], [], []]
     assert dealt([3, 2, 1], 1) == [[0, 1, 2]]
+    for size, count in [(2, 3), (3, 2), (4, 16), (1, 5)]:  # shares cover everything once
+        shares = [list(range(count))[Parallel(rank, size).span(count)] for rank in range(size)]
+        assert [item for share in shares for item in share] == list(range(count))
     assert largest([{"a": 1.0, "b": 2.0}, {"a": 3.0}, {}]) == {"a": 3.0, "b": 2.0}
 
 
@@ -214,9 +204,3 @@ def test_fewer_groups_than_ranks_and_masters_that_ranks_share_are_refused():
         check_ranks(config, 1)
         with pytest.raises(ConfigError, match=r"qat\.forward: masters multiplies by weights .* write --gpus 1"):
             check_ranks(config, 2)
-
-
-def test_shares_cover_everything_once():
-    for size, count in [(2, 3), (3, 2), (4, 16), (1, 5)]:
-        shares = [list(range(count))[Parallel(rank, size).span(count)] for rank in range(size)]
-        assert [item for share in shares for item in share] == list(range(count))

@@ -3,7 +3,6 @@
 import logging
 import random
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy
@@ -29,28 +28,22 @@ IN_8_BITS = ("rollout.kv_cache_dtype=fp8", "noise.enabled=false")
 EXPERTS = ("adapter.experts=per_expert", "adapter.expert_rank=2")
 
 
-@contextmanager
-def scaled_(model, share):
-    """Within it each B of the adapter is `share` times what it is."""
-    factors = [tensor for name, tensor in adapter_tensors(model).items() if name.endswith("lora_B.weight")]
-    before = [factor.detach().clone() for factor in factors]
-    with torch.no_grad():
-        for factor in factors:
-            factor.mul_(share)
-        yield
-        for factor, value in zip(factors, before, strict=True):
-            factor.copy_(value)
-
-
 @pytest.fixture
 def engine_with(monkeypatch):
     """Let the engine sample with so much of the adapter that the trainer has."""
     original = TransformersEngine.generate
 
     def patch(share):
+        @torch.no_grad()
         def generate(self, *args):
-            with scaled_(self.policy_model(), share):
-                return original(self, *args)
+            named = adapter_tensors(self.policy_model()).items()
+            before = {tensor: tensor.detach().clone() for name, tensor in named if name.endswith("lora_B.weight")}
+            for factor in before:
+                factor.mul_(share)
+            done = original(self, *args)
+            for factor, value in before.items():
+                factor.copy_(value)
+            return done
 
         monkeypatch.setattr(TransformersEngine, "generate", generate)
 

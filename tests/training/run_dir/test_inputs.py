@@ -83,12 +83,14 @@ def test_what_changed_can_be_accepted_and_is_what_the_run_has_then(folder, caplo
     assert "although" in caplog.text
     (change,) = json.loads((folder / "run" / "run.json").read_text())["changes"]
     assert (change["after"], change["was"]["inputs"]) == (2, before["inputs"])
-    shutil.rmtree(folder / "run" / "adapter")
+    for left in ("checkpoints/step-000003", "adapter"):
+        shutil.rmtree(folder / "run" / left)
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows.replace("\n", "\n\n"))  # not bytes are compared, but the rows in them
     assert resume(folder / "run").steps == 3
 
 
 def test_a_run_of_an_earlier_version_is_accepted_with_a_warning(folder, began, caplog):
-    """Rows are compared as they are read, not the bytes of their file."""
     about = json.loads((folder / "run" / "run.json").read_text())
     (folder / "run" / "run.json").write_text(json.dumps({**about, "inputs": None}))
     assert numbers(resume(folder / "run").run_dir) == began[1]

@@ -11,10 +11,8 @@ from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.train import TrainOptions, find_resumed, moved_files, with_resume_value
 from qerl.config.recipe import load_recipe, save_config
-from tests.helpers.killed import killed_in
 from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.preflight.checks import check_resumed
-from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
@@ -89,15 +87,14 @@ def test_for_a_missing_run_the_error_says_what_there_is(runs, arguments, message
 @pytest.mark.parametrize(
     ("typed", "given"),
     [
-        (["train", "--resume"], ["train", "--resume=last"]),
-        (["train", "--resume", "--recipe", "tiny"], ["train", "--resume=last", "--recipe", "tiny"]),
-        (["train", "--resume", "runs/x"], ["train", "--resume", "runs/x"]),
-        (["train", "--resume=40"], ["train", "--resume=40"]),
-        ([], []),
+        ("train --resume", "train --resume=last"),
+        ("train --resume --recipe tiny", "train --resume=last --recipe tiny"),
+        ("train --resume runs/x", "train --resume runs/x"),
+        ("train --resume=40", "train --resume=40"),
     ],
 )
 def test_resume_without_a_value_means_the_last_run(typed, given):
-    assert with_resume_value(typed) == given
+    assert with_resume_value(typed.split()) == given.split()
 
 
 def test_files_replaced_within_one_second_go_to_different_folders(tmp_path, monkeypatch):
@@ -142,16 +139,13 @@ def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_p
     """The numbers are those of a run that nobody stopped, and later commands find the base without --model."""
     old, new = shutil.copytree(nvfp4_base, tmp_path / "old"), tmp_path / "new"
     settings = ("run.save_every=1", "noise.enabled=false")
-    whole = start(small_config(old, tmp_path, *settings, steps=2, out="whole"), "tiny").run_dir
-    with killed_in(Sampler, "sample", 2):
-        start(small_config(old, tmp_path, *settings, steps=2), "tiny")
+    whole = start(small_config(old, tmp_path, *settings, steps=2), "tiny").run_dir
+    left = shutil.ignore_patterns("step-000002", "adapter")
+    run_dir = shutil.copytree(whole, tmp_path / "stopped", ignore=left)
     old.rename(new)
-    run_dir = tmp_path / "run"
     code, _, err = here("train", "--resume", run_dir)
     assert code == 2
-    assert (
-        f"{run_dir} was trained on {old}, which is not here: write `qerl train --resume {run_dir} --model BASE`" in err
-    )
+    assert f"trained on {old}, which is not here: write `qerl train --resume {run_dir} --model BASE`" in err
     for wrong in (shutil.copytree(base, tmp_path / "other"), whole):  # other weights, and a run without its own base
         assert here("train", "--resume", run_dir, "--model", wrong)[0] == 2
     code, _, err = here("train", "--resume", run_dir, "--model", new)
@@ -161,13 +155,11 @@ def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_p
     assert (found.base, json.loads((run_dir / "run.json").read_text())["base"]) == (str(new), str(new))
 
 
-def test_a_base_is_not_taken_for_the_adapter_that_a_run_began_from(nvfp4_base, tmp_path):
-    first = start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1, out="first"), "tiny").run_dir
-    with killed_in(Sampler, "sample", 2):
-        start(small_config(first, tmp_path, "noise.enabled=false", "run.save_every=1", steps=2), "tiny")
-    check_resumed(tmp_path / "run", moved=Moved(str(first)))
+def test_a_base_is_not_taken_for_the_adapter_that_a_run_began_from(whole_run, nvfp4_base, tmp_path):
+    run = start(small_config(whole_run, tmp_path, "noise.enabled=false", steps=1), "tiny").run_dir
+    check_resumed(run, steps=2, moved=Moved(str(whole_run)))
     with pytest.raises(ConfigError, match=r"began from a run or an adapter and .* is a base: give the model"):
-        check_resumed(tmp_path / "run", moved=Moved(str(nvfp4_base)))
+        check_resumed(run, steps=2, moved=Moved(str(nvfp4_base)))
 
 
 GRADER = "def right(completion): return len(completion) % 2 == 0\n"
