@@ -23,6 +23,7 @@ from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import no_folder
+from qerl.base.isolate import closed_at_end
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.checkpoint.folder import checkpoints_of, export_line, kind_of, kind_of_run
 from qerl.checkpoint.load import text_of_engine
@@ -34,7 +35,6 @@ from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.episodes.play import environments_ended
 from training.rewards.rewards import GuardedReward, Rewards, Rows, fixed_columns
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class EngineHolder:
         self.engine = None
 
 
-@environments_ended()
+@closed_at_end()
 def run_eval(
     settings: EvalSettings,
     on_batch: OnBatch | None = None,

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -112,6 +112,26 @@ BOOT = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+_closed: list[contextlib.ExitStack] = []  # of each `closed_at_end` around
+
+
+@contextlib.contextmanager
+def closed_at_end() -> Iterator[None]:
+    """At its end, whatever happened, what was given to `at_end` within it is called, the last one first."""
+    with contextlib.ExitStack() as ending:  # one that cannot be closed leaves none of the others open
+        _closed.append(ending)
+        try:
+            yield
+        finally:
+            _closed.remove(ending)
+
+
+def at_end(close: Callable[[], None]) -> None:
+    """Call `close` where the innermost `closed_at_end` ends; without one the caller calls it."""
+    if _closed:
+        _closed[-1].callback(close)
 
 
 class OwnFunctionError(Exception):

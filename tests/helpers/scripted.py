@@ -4,7 +4,7 @@ from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import Source
 from qerl.episodes.driven import Limits, Start
 from qerl.episodes.endpoint import Chat
-from qerl.episodes.play import Environments, play
+from qerl.episodes.play import Environments
 from qerl.episodes.runner import Runner
 
 END = 2
@@ -43,6 +43,6 @@ def starts(chat, *answers, question="Say it."):
 def run(tokenizer, made, answers, *lines):
     engine = Scripted(tokenizer, *lines)
     try:
-        return engine, play(engine, made, starts(made.chat, *answers), SamplingParams(50), 0)
+        return engine, made.play(engine, starts(made.chat, *answers), SamplingParams(50), 0)
     finally:
         made.close()

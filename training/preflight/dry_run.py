@@ -12,12 +12,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
+from qerl.base.isolate import closed_at_end
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import starting_model
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
-from qerl.episodes.play import environments_ended
 from training.preflight.advice import Likely, likely
 from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.plan import validation_count
@@ -45,7 +45,7 @@ LEARNED = ">>>", "<<<"  # around what is learned of a row
 ShowPlan = Callable[["RunConfig", str, "Console", Likely], bool]  # prints a plan and says whether the run would fit
 
 
-@environments_ended()
+@closed_at_end()
 def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     """Print data, rewards and, by `show_plan`, the plan; return whether the run would fit.
 

@@ -42,13 +42,12 @@ from qerl.base.own_function import (
     own_function,
 )
 from qerl.base.program import PYTHON, GivenFunction, given_function
-from qerl.config.data import GRADED, OWN, is_url
+from qerl.config.data import GRADED, OWN, REWARD_NAMES, is_url
 from qerl.data.examples import check_answers
 from qerl.data.grading.grade import check_grader, grade_many
 from qerl.data.rows import sources_of
 from qerl.data.tasks import Example, Task, task_of
 from qerl.report.metrics import RUN_FOLDERS, RUN_METRICS, is_own
-from training.rewards.server import Judge, RewardServer
 
 if TYPE_CHECKING:
     from qerl.config.schema import RewardConfig, RunConfig
@@ -236,7 +235,7 @@ class GuardedReward:
         self.__name__ = name
         self._task_grades = reward.name in GRADED and fixed["task"].grader is not None
         # For another process, so that others can be asked.
-        self.waits = self._task_grades or isinstance(function, OwnFunction | RewardServer | Judge)
+        self.waits = self._task_grades or isinstance(function, OwnFunction) or _is_asked(reward.name)
         self._function = function
         self._timeout_s = TIMEOUT_S if reward.timeout_s is None else reward.timeout_s
         self._examples = examples
@@ -371,9 +370,9 @@ REWARDS: dict[str, Reward] = {
     "format": format,
     "soft_overlong": soft_overlong,
     "length": length,
-    "judge": Judge(),
     "environment": environment,
 }
+JUDGE = "judge"  # the one of REWARD_NAMES that is asked over HTTP
 
 TRIED = 2  # rows that a reward server has to grade before training starts
 
@@ -449,7 +448,7 @@ def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: Seq
             check_columns(f"reward {reward.name}", parameters, reward.args, extra, further)
             rows = Rows(source.examples, first)
             guarded = GuardedReward(names[reward.name], reward, function, source.fixed, rows, run_dir)
-            if is_url(reward.name) or isinstance(function, Judge):
+            if _is_asked(reward.name):
                 _try_server(guarded, rows)
             functions.append(guarded)
             weights.append(float(reward.weight))
@@ -470,13 +469,18 @@ def rewards_of_run(
     return build_all_rewards(given, run_dir, episodes)
 
 
+def _is_asked(name: str) -> bool:
+    """Whether a reward comes over HTTP (training/rewards/server.py, which no other run loads)."""
+    return name == JUDGE or is_url(name)
+
+
 def check_rewards(wanted: Sequence[RewardConfig], fixed: Mapping[str, Any]) -> list[Reward]:
     """Find a recipe's rewards and check their arguments; needs no heavy import. Raises ConfigError."""
     functions = []
     for reward in wanted:
         function = find_reward(reward.name, reward.timeout_s)
         _check_arguments(reward, function)
-        if reward.name in REWARDS:
+        if reward.name in REWARD_NAMES:
             _try_arguments(reward, function, fixed)
         elif is_url(reward.name):
             function.check_args(reward.args)
@@ -488,14 +492,16 @@ def find_reward(name: str, timeout_s: float | None = None) -> Reward:
     """The reward that a name, URL, `file.py:function`, `package.module:function` or `package.module.function` means."""
     if name in REWARDS:
         return REWARDS[name]
-    if is_url(name):
-        return RewardServer(name)
+    if _is_asked(name):
+        from training.rewards.server import Judge, RewardServer
+
+        return Judge() if name == JUDGE else RewardServer(name)
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute:
-        raise ConfigError(f"there is no reward {name!r}: write one of {', '.join(REWARDS)}, or {OWN}")
+        raise ConfigError(f"there is no reward {name!r}: write one of {', '.join(REWARD_NAMES)}, or {OWN}")
     if place == PYTHON:
         return given_function("reward", attribute)
-    others = f"one of {', '.join(REWARDS)}"
+    others = f"one of {', '.join(REWARD_NAMES)}"
     return own_function(place, attribute, Named("reward", name, others), timeout_s)
 
 
@@ -503,7 +509,7 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
     """Raise ConfigError if the recipe gives an argument that the function does not take."""
     parameters = inspect.signature(function).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    own = reward.name not in REWARDS and not is_url(reward.name)
+    own = reward.name not in REWARD_NAMES and not is_url(reward.name)
     takes_all = own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     options = [name for name in named if name not in (*COLUMNS, *episode_columns(function), *GIVEN)]
     for key in reward.args:
@@ -533,7 +539,7 @@ def _try_server(reward: GuardedReward, rows: Rows) -> None:
 
 def _metric_names(rewards: Sequence[str]) -> dict[str, str]:
     """The metric of each reward. Ours have their own names; of others see `_metric_name`."""
-    found = {name: name for name in rewards if name in REWARDS}
+    found = {name: name for name in rewards if name in REWARD_NAMES}
     for name in rewards:
         if name not in found:
             found[name] = _metric_name(name, found.values())

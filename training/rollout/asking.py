@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.base.philox import derive_seed
-from qerl.episodes.driven import Start
-from qerl.episodes.play import play, row_of
 from training.loss.groups import Group, Prompt, Sample, grouped
 
 if TYPE_CHECKING:
@@ -45,7 +43,8 @@ class Asking:
             done = engine.generate([prompt.ids for prompt in each], self.sampling, seed, told, first * self.size)
             return grouped(prompts, [Sample.of(completion) for completion in done], self.size)
         starts = [
-            Start(row_of(one.example), one.messages, one.ids, self.environment_seed(seed, one.row)) for one in each
+            self.environments.start(one.example, one.messages, one.ids, self.environment_seed(seed, one.row))
+            for one in each
         ]
-        episodes = play(engine, self.environments, starts, self.sampling, seed, told)
+        episodes = self.environments.play(engine, starts, self.sampling, seed, told)
         return grouped(prompts, [Sample.of_episode(episode) for episode in episodes], self.size)

@@ -17,7 +17,6 @@ from qerl.base.errors import EngineError
 from qerl.base.philox import derive_seed
 from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.update import deliver
-from qerl.episodes.play import episode_metrics
 from qerl.model.norms import block_norms, set_norm_noise_
 from training.loss.groups import Group, Prompt
 from training.policy.train_memory import begin_phase, card_memory
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from qerl.config.noise import NoiseConfig
+    from qerl.episodes.driven import Episode
     from training.policy.kv_ranges import KVCalibration
     from training.policy.policy import Policy
     from training.rollout.carry_over import Kept, Pool
@@ -177,4 +177,25 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "time/rollout_s": seconds,
         "time/switch_s": sum(rollout.switch_s for rollout in rollouts),
         "speed/rollout_tokens_per_s": drawn / seconds,
+    }
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The metrics of a rollout's episodes: means over them, shares of them, and seconds of waiting."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(episodes)
+
+    calls = sum(episode.tool_calls for episode in episodes)
+    return {
+        "environment/reward": mean([episode.reward for episode in episodes]),
+        "environment/turns": mean([episode.model_turns for episode in episodes]),
+        "environment/tokens": mean([episode.written.count(False) for episode in episodes]),
+        "environment/tool_calls": calls / len(episodes),
+        "environment/tool_errors_share": sum(episode.tool_errors for episode in episodes) / max(calls, 1),
+        "environment/turn_limit_share": mean([episode.ended == "turns" for episode in episodes]),
+        "environment/cut_observations": mean([episode.cut for episode in episodes]),
+        "environment/failed_share": mean([episode.ended == "failed" for episode in episodes]),
+        "time/environment_s": mean([episode.waited_s for episode in episodes]),
+        "time/environment_longest_s": max(episode.waited_s for episode in episodes),
     }

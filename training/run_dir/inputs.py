@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.base.program import GivenFunction
-from qerl.config.data import is_url
+from qerl.config.data import REWARD_NAMES, is_url
 from qerl.config.keys import drop_removed_
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
 from qerl.plan.trained import masters_dtype
-from training.rewards.rewards import REWARDS, find_reward
+from training.rewards.rewards import find_reward
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _differing(before: Inputs, now: Inputs) -> list[str]:
 
 
 def _is_own(reward: RewardConfig) -> bool:
-    return reward.name not in REWARDS and not is_url(reward.name)
+    return reward.name not in REWARD_NAMES and not is_url(reward.name)
 
 
 def _sources(function: OwnFunction | GivenFunction) -> list[tuple[str, bytes]]:

@@ -2,7 +2,8 @@
 
 Numbers are compared as exact fractions, other mathematics part by part and at random points
 (qerl/data/formulas/equality.py). What this does not understand goes to math-verify, in a worker with a time limit. An
-answer that only repeats the question's expression is wrong (qerl/data/formulas/copies.py). Where the task's answers are
+answer that only repeats the question's expression is wrong (qerl/data/formulas/copies.py). Algebra is loaded with the
+first answer that needs it. Where the task's answers are
 text, what a completion marks, or else its last line, has to be that text, apart from case, white space and marks.
 
 A grader of the user's own replaces all of this: `grade(completion, answer, **row)` returns True, False, or a number
@@ -26,11 +27,8 @@ from qerl.base.errors import ConfigError
 from qerl.base.isolate import ReturnedError, short
 from qerl.base.own_function import Named, OwnFunction, check_columns, own_function
 from qerl.base.program import PYTHON, GivenFunction, given_function
-from qerl.data.formulas.copies import is_copied
-from qerl.data.formulas.equality import compare_math, is_prose, unread_values
 from qerl.data.formulas.number import Number, parse_number
 from qerl.data.formulas.spelling import strip_math, tidy
-from qerl.data.grading import math_pool
 from qerl.data.grading.extract import MAX_ANSWER_CHARS, extract, without_remark
 from qerl.data.tasks import Example, Task, get_task
 
@@ -141,8 +139,11 @@ def grade(task: Task | str, completion: str, answer: str, question: str | None =
     if found.text is None:
         return Grade(False, None, "too_long" if found.too_long else "no_answer")
     reason = compare(found.text, answer, task.answer_kind)
-    if reason == "correct" and question is not None and is_copied(found.text, answer, question):
-        reason = "wrong"
+    if reason == "correct" and question is not None:
+        from qerl.data.formulas.copies import is_copied
+
+        if is_copied(found.text, answer, question):
+            reason = "wrong"
     return Grade(reason == "correct", found.text, reason)
 
 
@@ -162,10 +163,11 @@ def grade_many(
     if task.grader is not None:
         return _grade_by_own(task, completions, {"answer": answers, "question": questions, **(columns or {})})
     rows = list(zip(completions, answers, questions or [None] * len(answers), strict=True))
-    workers = min(math_pool.MAX_WORKERS, 1 + len(rows) // _PER_WORKER)
-    if task.answer_kind != "math" or workers == 1:
+    if task.answer_kind != "math" or len(rows) < _PER_WORKER:
         return [grade(task, *row) for row in rows]
-    with ThreadPoolExecutor(workers) as threads:
+    from qerl.data.grading.math_pool import MAX_WORKERS
+
+    with ThreadPoolExecutor(min(MAX_WORKERS, 1 + len(rows) // _PER_WORKER)) as threads:
         return list(threads.map(lambda row: grade(task, *row), rows))
 
 
@@ -201,6 +203,9 @@ def can_be_graded(answer: str, kind: Literal["number", "math"]) -> bool:
         return True
     if kind == "number" or not tidy(answer) or len(answer) > MAX_ANSWER_CHARS or _nesting(answer) > _MAX_NESTING:
         return False
+    from qerl.data.formulas.equality import is_prose, unread_values
+    from qerl.data.grading import math_pool
+
     unread = unread_values(answer)
     return not any(is_prose(value) or math_pool.compare(value, "0") in ("bad_answer", "timeout") for value in unread)
 
@@ -241,6 +246,9 @@ def _compare_math(stated: str, answer: str) -> Reason:
         return _verdict(based[0] == based[1])
     if _nesting(stated) > _MAX_NESTING:
         return "unparsable"
+    from qerl.data.formulas.equality import compare_math
+    from qerl.data.grading import math_pool
+
     verdict = compare_math(stated, answer, math_pool.compare)
     return {"equal": "correct", "different": "wrong"}.get(verdict, verdict)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
 from qerl.config.names import unknown_name, unknown_text
-from qerl.data.tasks import arith, word_game
+from qerl.data.tasks import arith
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,6 +119,12 @@ def _episodes(split: str) -> Iterator[dict[str, Any]]:
         yield {"id": f"environment-{split}-{index}", "question": f"Episode {index} of {split}.", ASKS: True}
 
 
+def _word_game(split: str) -> Iterator[dict[str, Any]]:
+    from qerl.data.tasks import word_game
+
+    return word_game.rows(split)
+
+
 BOTH = {"train": "train", "test": "test"}  # splits of a task that makes its rows, or reads the user's
 PROBLEM = {"question": "problem", "answer": "answer"}
 # Big-Math as open-r1 has filtered it: competition and school problems whose answers are checked forms. The rows that
@@ -159,7 +165,7 @@ TASKS: Mapping[str, Task] = {
         Task("math500", "HuggingFaceH4/MATH-500", {"test": "test"}, "math", PROBLEM),
         # The embedded model needs no instruction: it ends in "#### N" by itself.
         Task("arith", None, BOTH, "number", generate=arith.rows, solved=arith.solved, prompt_template="{question}"),
-        Task("word_game", None, BOTH, "text", generate=word_game.rows, prompt_template="{question}"),
+        Task("word_game", None, BOTH, "text", generate=_word_game, prompt_template="{question}"),
         Task("environment", None, BOTH, "text", generate=_episodes, prompt_template="{question}", free_form=True),
         # The user's rows: a prompt or messages, and perhaps an answer. Nothing is added unless it is asked for.
         Task(

@@ -12,9 +12,9 @@ from qerl.data.tasks import get_task
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.build import KNOWN, TOOLS, Source, build, register
 from qerl.episodes.driven import Start
-from qerl.episodes.play import episode_metrics, play
 from tests.helpers import own_environments
 from tests.helpers.scripted import END, Scripted, run, scripted_environments, starts
+from training.rollout.sampler import episode_metrics
 
 OWN = own_environments.__file__
 
@@ -86,7 +86,7 @@ def test_an_answer_that_came_in_time_counts_however_long_the_engine_then_samples
 
     made = scripted_environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5)
     try:
-        found = play(Slow(tokenizer, ["pens", "books"]), made, starts(made.chat, "books"), SamplingParams(50), 0)
+        found = made.play(Slow(tokenizer, ["pens", "books"]), starts(made.chat, "books"), SamplingParams(50), 0)
     finally:
         made.close()
     assert [episode.ended for episode in found] == ["done"]
@@ -96,7 +96,7 @@ def test_a_process_that_ends_takes_its_episodes_with_it_and_the_next_rollout_has
     made = scripted_environments(tokenizer, f"{OWN}:Faulty")
     try:
         for lines, ended in ((["exit"], "failed"), (["books"], "done")):
-            (episode,) = play(Scripted(tokenizer, lines), made, starts(made.chat, "books"), SamplingParams(50), 0)
+            (episode,) = made.play(Scripted(tokenizer, lines), starts(made.chat, "books"), SamplingParams(50), 0)
             assert episode.ended == ended
     finally:
         made.close()
@@ -139,7 +139,7 @@ def test_an_environment_of_trl_that_owns_its_data_asks_in_place_of_the_row(token
     row = next(iter(get_task("environment").generate("train")))
     messages = ({"role": "system", "content": "Count."}, {"role": "user", "content": row["question"]})
     begins = Start(row, messages, made.chat.prompt(messages), 7)
-    (episode,) = play(Scripted(tokenizer, [call, "done"]), made, [begins], SamplingParams(50), 0)
+    (episode,) = made.play(Scripted(tokenizer, [call, "done"]), [begins], SamplingParams(50), 0)
     prompt = tokenizer.decode(episode.prompt_ids)
     assert "Count." in prompt
     assert "user\nCount to 2.<|im_end|>" in prompt
@@ -152,7 +152,7 @@ def test_a_row_that_waits_for_an_environment_s_prompt_and_gets_none_has_failed(t
     made = scripted_environments(tokenizer, "Mute")
     row = next(iter(get_task("environment").generate("train")))
     begins = Start(row, ({"role": "user", "content": row["question"]},), [1], 7)
-    (episode,) = play(Scripted(tokenizer, []), made, [begins], SamplingParams(50), 0)
+    (episode,) = made.play(Scripted(tokenizer, []), [begins], SamplingParams(50), 0)
     assert episode.error.startswith("returned no prompt")
 
 
@@ -248,7 +248,7 @@ def test_messages_that_the_template_refuses_end_their_own_episode(tokenizer, mon
     asked = starts(made.chat, "books")
     tokenizer.chat_template = refusal.replace("ROLES", "['nobody']") + whole
     with pytest.raises(CheckpointError, match=r"the chat template of .* refuses messages"):
-        play(Scripted(tokenizer, ["books"]), made, asked, SamplingParams(50), 0)
+        made.play(Scripted(tokenizer, ["books"]), asked, SamplingParams(50), 0)
     made.close()
 
 

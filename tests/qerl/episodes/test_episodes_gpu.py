@@ -11,8 +11,7 @@ from qerl.data.examples import load_examples
 from qerl.data.tasks import messages_of
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
-from qerl.episodes.driven import Start
-from qerl.episodes.play import open_environments, play, row_of
+from qerl.episodes.play import open_environments
 from tests.helpers import own_environments
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +33,9 @@ def played(engine, count, **config):
     starts = []
     for example in examples:
         messages = tuple(messages_of("arith", example))
-        starts.append(Start(row_of(example), messages, environments.chat.prompt(messages), 1))
+        starts.append(environments.start(example, messages, environments.chat.prompt(messages), 1))
     try:
-        return play(engine, environments, starts, SamplingParams(160), 3)
+        return environments.play(engine, starts, SamplingParams(160), 3)
     finally:
         environments.close()
 

@@ -14,6 +14,7 @@ from qerl.data.tasks import Example, get_task
 from qerl.report.metrics import is_own
 from training.rewards.rewards import (
     FAILED,
+    JUDGE,
     REWARDS,
     accuracy,
     build_rewards,
@@ -205,7 +206,7 @@ def test_impossible_rewards_are_refused_before_the_run(reward, message, tmp_path
 
 def test_the_names_allowed_in_a_recipe_are_those_of_the_rewards():
     """qerl has its own list of the names, since it imports no code of training."""
-    assert tuple(REWARDS) == REWARD_NAMES
+    assert {*REWARDS, JUDGE} == set(REWARD_NAMES)
 
 
 def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):

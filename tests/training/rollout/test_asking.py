@@ -1,12 +1,13 @@
 """Prompts are asked in one way: places of ranks, seeds of episodes, and what an episode's completion is."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from qerl.data.tasks import Example
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.driven import Episode, Turn
 from training.loss.groups import Prompt, Sample
-from training.rollout import asking
 from training.rollout.asking import Asking
 
 SAMPLING = SamplingParams(8, 1.0)
@@ -40,15 +41,15 @@ def test_the_completions_of_a_prompt_stand_together_at_their_places_among_all_ra
 
 
 @pytest.mark.parametrize("own", [None, lambda seed, row: 100 * seed + row])
-def test_episodes_of_one_row_begin_alike(monkeypatch, own):
-    def play(engine, environments, starts, sampling, seed, told):
-        seeds.extend(start.seed for start in starts)
+def test_episodes_of_one_row_begin_alike(own):
+    def play(engine, starts, sampling, seed, told):
+        seeds.extend(starts)
         return [Episode(*([()] * 5), "", 0.0, "done", False, None, 0, 0, 0, 0.0) for _ in starts]
 
     seeds = []
-    monkeypatch.setattr(asking, "play", play)
+    environments = SimpleNamespace(play=play, start=lambda example, messages, ids, seed: seed)
     given = {} if own is None else {"environment_seed": own}
-    Asking(SAMPLING, 2, "environments", **given).groups("engine", [prompt(4), prompt(7)], 5)
+    Asking(SAMPLING, 2, environments, **given).groups("engine", [prompt(4), prompt(7)], 5)
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert own is None or seeds == [504, 504, 507, 507]
 
