@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.load import text_of_engine
 from qerl.engine.interface import SamplingParams
-from training.policy.kv_ranges import KV_REFRESH, KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
 from training.rollout.asking import Asking
-from training.rollout.carry_over import CarryOver
 from training.rollout.prompts import Curriculum, StepPrompts, step_prompts, weights_of
 from training.rollout.sampler import Sampler
 from training.run_dir.inputs import inputs_of_run
 from training.run_dir.phase_times import PhaseTimes
-from training.sft_step import collect_rows, measure_rows, sft_loss, step_rows
 from training.step import Loss, Objective, collect
 from training.validate import measure
 
@@ -35,8 +32,9 @@ if TYPE_CHECKING:
     from training.loss.groups import Prompt
     from training.policy.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
+    from training.rollout.carry_over import CarryOver
     from training.run_dir.log import RunLog
-    from training.sft.rows import Row, Rows
+    from training.sft.rows import Row
     from training.validation.questions import Questions
 
 
@@ -68,7 +66,9 @@ class Given:
         )
         asking = Asking(sampling, rollout.group_size, self.environments)
         sampler = Sampler(opened.engine, opened.policy, asking, config.noise, run.steps, run.seed)
-        if config.rollout.kv_cache_dtype == "fp8":
+        if rollout.kv_cache_dtype == "fp8":
+            from training.policy.kv_ranges import KV_REFRESH, KVCalibration
+
             prompts = [prompt.ids for prompt in self.prompts]
             sampler.calibration = KVCalibration(opened.policy.base_model, prompts, KV_REFRESH, self.parallel)
         decode = text_of_engine(self.tokenizer, opened.engine).batch
@@ -78,10 +78,17 @@ class Given:
             questions=self.questions,
             sampler=sampler,
             grader=Grader(self.rewards, decode, config.loss.mask_truncated),
-            carry_over=CarryOver(config, self.prompts, self.parallel) if config.rollout.carry_over else None,
+            carry_over=self._carry_over(config),
             curriculum=self._curriculum(config),
             **shared,
         )
+
+    def _carry_over(self, config: RunConfig) -> CarryOver | None:
+        if not config.rollout.carry_over:
+            return None
+        from training.rollout.carry_over import CarryOver
+
+        return CarryOver(config, self.prompts, self.parallel)
 
     def _curriculum(self, config: RunConfig) -> Curriculum | None:
         wanted = config.data.curriculum
@@ -89,23 +96,10 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenRows(Given):
-    """What a run on given conversations is given: its prompts are the rows that it trains on."""
-
-    rows: Rows
-
-    def inputs(self, config: RunConfig) -> dict[str, str]:
-        return self.rows.inputs()
-
-    def parts(self, config: RunConfig, opened: Loaded, shared: Mapping[str, Any]) -> TrainingParts:
-        return SftParts(base=opened.engine, rows=self.rows, **shared)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingParts:
     """What every run is made of: a policy, how it is packed, and where its numbers go.
 
-    The two kinds of parts below say what differs between runs that sample and runs on given conversations.
+    `Parts` below says what is of runs that sample, and `training/sft_step.py` what is of runs on given conversations.
     """
 
     config: RunConfig
@@ -158,9 +152,7 @@ class Parts(TrainingParts):
         """What a step minimizes; `rewarded` is the loss of rewards."""
         loss = self.config.loss
         if self.teacher is not None:
-            from training.loss.divergence import distillation_loss
-
-            return Objective(distillation_loss, "dapo")
+            return Objective(self.teacher.loss, "dapo")
         return Objective(rewarded, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)
 
     def clear_noise(self) -> None:
@@ -181,23 +173,6 @@ class Parts(TrainingParts):
             self.curriculum.load(folder)
         if self.sampler.calibration is not None:
             self.sampler.calibration.load(folder)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftParts(TrainingParts):
-    """What a run on given conversations is made of."""
-
-    base: LoadedBase
-    rows: Rows
-
-    steps, collect, measure = step_rows, collect_rows, measure_rows
-
-    @property
-    def validates(self) -> bool:
-        return bool(self.rows.held_out)
-
-    def objective(self, rewarded: Loss) -> Objective:
-        return Objective(sft_loss, "dapo")
 
 
 @dataclass(frozen=True)

@@ -26,20 +26,18 @@ import torch
 from transformers import PrinterCallback
 
 from qerl.base.files import replace_text
+from qerl.base.isolate import closed_at_end
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.base.program import write_given_rows
 from qerl.checkpoint.folder import BASE, beside, weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model
 from qerl.config.recipe import save_config
-from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.episodes.play import environments_ended
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
-from training.parts import Given, GivenRows, Loaded, make_parts
+from training.parts import Given, Loaded, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
-from training.policy.teacher import find_teacher
 from training.policy.train_memory import plan_run, recorded_plan, warn_of_retries
 from training.preflight.advice import check_ranks
 from training.preflight.checks import (
@@ -48,7 +46,6 @@ from training.preflight.checks import (
     check_room,
     check_trackers,
     free_bytes,
-    read_given,
     read_prompts,
     settle_qat,
     sizes_at,
@@ -168,7 +165,7 @@ def _teacher_beside(config: RunConfig, run: Path) -> RunConfig:
     return config.model_copy(update={"distill": distill})
 
 
-@environments_ended()
+@closed_at_end()
 def _train(
     config: RunConfig, base: ModelRef, place: Place, checkpoint: Path | None, accept_changes: bool = False
 ) -> TrainResult:
@@ -179,7 +176,7 @@ def _train(
     agree_on_inputs(config, base, place, inputs, accept_changes)
     args = trl_config(config, place.run_dir)
     served = packed_base(config, base, place, given.prompts) if config.kind.packs else base
-    engine = _open_engine(config, served, given) if config.kind.samples else _open_base(config, served)
+    engine = _open_engine(config, served, given) if config.kind.samples else given.opened(config, served)
     policy = policy_on(config, engine, base, parallel)
     device = policy.base_model.get_input_embeddings().weight.device
     teacher = None if given.teacher is None else given.teacher.opened(config, device)
@@ -201,12 +198,17 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     if on_card:
         check_memory(config, base, free_bytes(), place.parallel.size)
     if not config.kind.samples:
-        tokenizer, rows = read_given(config, base)
-        return GivenRows(tokenizer, rows.trained, parallel=place.parallel, rows=rows)
+        from training.sft_step import GivenRows
+
+        return GivenRows.read(config, base, place.parallel)
     tokenizer, prompts, environments = read_prompts(config, base)
     rewards = rewards_of_run(config, prompts, place.run_dir, environments.columns if environments else ())
     questions = read_questions(config, tokenizer, prompts, sizes, place.run_dir, environments)
-    teacher = find_teacher(config, base, tokenizer, sizes)
+    teacher = None
+    if config.distill is not None:
+        from training.policy.teacher import find_teacher
+
+        teacher = find_teacher(config, base, tokenizer, sizes)
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
 
 
@@ -239,18 +241,6 @@ def policy_on(config: RunConfig, engine: Engine, base: ModelRef, parallel: Paral
         policy = build_weights_policy(engine, base, config, sizes_at(base), parallel)
     round_products_(policy.base_model, config.train)
     return policy
-
-
-def _open_base(config: RunConfig, served: ModelRef) -> LoadedBase:
-    """The base of a run that samples nothing: no engine is opened."""
-    options = EngineOptions(
-        trust_remote_code=config.model.trust_remote_code,
-        cap_gib=config.memory.cap_gib,
-        start=served.start if config.adapter.start == "frozen" else None,
-    )
-    loaded = LoadedBase(served.base, served.format, options)
-    logger.info("%s; %s", describe(served), loaded.kernel)
-    return loaded
 
 
 def _open_engine(config: RunConfig, served: ModelRef, given: Given) -> Engine:

@@ -29,7 +29,6 @@ from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_
 from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, merged_grades, reward_metrics, source_metrics
-from training.rollout.dynamic_sampling import MAX_EXTRA_ROLLOUTS, extra_order, fill_batch
 from training.rollout.sampler import Rollout, rollout_metrics
 
 if TYPE_CHECKING:
@@ -117,6 +116,8 @@ def sample_and_grade(parts: Parts, prompts: Sequence[Prompt], step: int) -> tupl
         kept = sampled = draw(rows)
         metrics = {} if parts.carry_over is None else parts.carry_over.metrics(step, kept)
     else:
+        from training.rollout.dynamic_sampling import MAX_EXTRA_ROLLOUTS, extra_order, fill_batch
+
         order = extra_order(len(parts.prompts), parts.config.run.seed, step)
         if parts.curriculum is not None:
             order = parts.curriculum.preferred(order)

@@ -42,8 +42,6 @@ from qerl.plan.trained import masters_dtype
 from qerl.report.metrics import rename
 from training.loss.correction import mean_k3
 from training.loss.gates import MismatchGate, check_finite, check_trained, rounding_causes
-from training.policy.rounding import RandomlyRounded
-from training.policy.shards import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
 from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, spread
@@ -129,6 +127,8 @@ class QerlTrainer(GRPOTrainer):
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
         optimizer, config = super().create_optimizer(model), self.parts.config
         if not config.kind.has_adapter and masters_dtype(config.qat) == "bfloat16":
+            from training.policy.rounding import RandomlyRounded
+
             self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
         return optimizer
 
@@ -138,10 +138,11 @@ class QerlTrainer(GRPOTrainer):
         self.parts.load(folder, self._start_step)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self.parts.policy.shards is not None:
+        shards = self.parts.policy.shards
+        if checkpoint is not None and shards is not None:
             read = partial(torch.load, map_location="cpu", weights_only=True)
             whole = read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True)
-            self.optimizer.load_state_dict(own_state(self.optimizer, whole))
+            self.optimizer.load_state_dict(shards.own_state(self.optimizer, whole))
             self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -209,9 +210,9 @@ class QerlTrainer(GRPOTrainer):
         return model.logprobs, model.entropies, None
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
-        if self.parts.policy.shards is None:
+        if (shards := self.parts.policy.shards) is None:
             return super()._clip_grad_norm(model)
-        return clip_shared_(self.optimizer, self.args.max_grad_norm, self.parts.parallel)
+        return shards.clip_(self.optimizer, self.args.max_grad_norm)
 
     # -- after an update: its log, a validation, a checkpoint
 
@@ -311,7 +312,7 @@ class QerlTrainer(GRPOTrainer):
         if (shards := self.parts.policy.shards) is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        whole = whole_state(self.optimizer, lambda number: shards.ask(number, lambda _: None))
+        whole = shards.whole_state(self.optimizer)
         torch.save(whole, Path(output_dir) / OPTIMIZER_NAME)
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 

@@ -31,7 +31,7 @@ def test_policy_and_engine_agree_since_both_round(nvfp4_base, tmp_path, monkeypa
 
 
 def test_a_resumed_run_has_the_numbers_of_one_that_went_on(nvfp4_base, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.parts.KV_REFRESH", 2)
+    monkeypatch.setattr("training.policy.kv_ranges.KV_REFRESH", 2)
     start(small_config(nvfp4_base, tmp_path, *SETTINGS, "run.save_every=1", steps=3, out="whole"), "x")
     whole, begun = tmp_path / "whole", numbers(tmp_path / "whole")
     saved = [json.loads((folder / "kv_scales.json").read_text()) for folder in checkpoints(whole)]

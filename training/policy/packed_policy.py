@@ -20,13 +20,13 @@ from qerl.model.packed_attention import (
     packed_attention_of,
 )
 from qerl.model.packing import pack, row_lengths, split_by_tokens
-from training.loss.divergence import Divergences, token_divergences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.model.packing import PackedRow
     from qerl.plan.micro_batch_plan import MicroBatchPlan
+    from training.loss.divergence import Divergences
     from training.policy.teacher import Teacher
 
 
@@ -88,8 +88,8 @@ class PackedPolicy:
         with packed_attention_of(self._model), self._autocast():
             hidden = hidden_states(self._model, row)
             head = dense_head(self._model.get_output_embeddings(), self._temperature)
-            found = token_divergences(hidden, taught, row.targets, teacher.pair(head))
-        return Divergences(*(row.scatter(values, shape) for values in found))
+            found = teacher.divergences(hidden, taught, row.targets, head)
+        return found._make(row.scatter(values, shape) for values in found)
 
     @torch.no_grad()
     def score(

@@ -71,7 +71,34 @@ class Shards:
         linears = [self._linears[name] for name in names or self._linears]
         return list({tensor.data_ptr(): tensor for linear in linears for tensor in bits(linear)}.values())
 
+    def clip_(self, optimizer: torch.optim.Optimizer, largest: float) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; returns the norm before it, a scalar."""
+        trained = {n: each for n, each in enumerate(_parameters(optimizer)) if each.grad is not None}
+        device = next(iter(_parameters(optimizer))).device
+        norms = [torch.linalg.vector_norm(each.grad) for each in trained.values()]
+        own = torch.stack(norms).cpu() if norms else ()
+        found: dict[int, torch.Tensor] = {}
+        for of_rank in self.parallel.gather(dict(zip(trained, own, strict=True))):
+            found |= of_rank
+        total = torch.linalg.vector_norm(torch.stack([found[number] for number in sorted(found)])).to(device)
+        torch.nn.utils.clip_grads_with_norm_([*trained.values()], largest, total)
+        return total
+
     # -- checkpoints
+
+    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """On rank 0: the state of all ranks, as one that has every parameter would save it. Others `serve`."""
+        own = optimizer.state_dict()
+        numbers = range(len(_parameters(optimizer)))
+        states = {number: own["state"].get(number) or self.ask(number, lambda _: None) for number in numbers}
+        return {**own, "state": {number: state for number, state in states.items() if state}}
+
+    @staticmethod
+    def own_state(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+        """The part of a saved state that this rank's parameters need, copied."""
+        own = {number for number, parameter in enumerate(_parameters(optimizer)) if parameter.numel()}
+        states = {number: state for number, state in whole["state"].items() if number in own}
+        return {**whole, "state": tree_map_only(torch.Tensor, torch.clone, states)}
 
     def ask(self, key: Any, answer: Answer) -> dict[str, Any] | None:
         """On rank 0: what is under `key` on the rank that has it, on the CPU; None if no rank has. Others `serve`."""
@@ -175,33 +202,6 @@ class _Spec:
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="cuda" if self.on_card else "cpu")
-
-
-def clip_shared_(optimizer: torch.optim.Optimizer, largest: float, parallel: Parallel) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the parameters of all ranks; returns the norm before it, a scalar."""
-    gradients = {n: parameter.grad for n, parameter in enumerate(_parameters(optimizer)) if parameter.grad is not None}
-    device = next(iter(_parameters(optimizer))).device
-    norms = torch.stack([torch.linalg.vector_norm(each) for each in gradients.values()]).cpu() if gradients else ()
-    found: dict[int, torch.Tensor] = {}
-    for of_rank in parallel.gather(dict(zip(gradients, norms, strict=True))):
-        found |= of_rank
-    total = torch.linalg.vector_norm(torch.stack([found[number] for number in sorted(found)])).to(device)
-    torch.nn.utils.clip_grads_with_norm_([p for p in _parameters(optimizer) if p.grad is not None], largest, total)
-    return total
-
-
-def whole_state(optimizer: torch.optim.Optimizer, ask: Callable[[int], dict[str, Any] | None]) -> dict[str, Any]:
-    """The state of all ranks, as one that has every parameter would save it. `ask` finds what is missing here."""
-    own = optimizer.state_dict()
-    states = {number: own["state"].get(number) or ask(number) for number in range(len(_parameters(optimizer)))}
-    return {**own, "state": {number: state for number, state in states.items() if state}}
-
-
-def own_state(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-    """The part of a saved state that this rank's parameters need, copied."""
-    own = {number for number, parameter in enumerate(_parameters(optimizer)) if parameter.numel()}
-    states = {number: state for number, state in whole["state"].items() if number in own}
-    return {**whole, "state": tree_map_only(torch.Tensor, torch.clone, states)}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -18,7 +18,7 @@ from qerl.formats import BF16
 from qerl.model.logprobs import Head, dense_head
 from qerl.model.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
 from qerl.plan.sizes import ModelSizes, sizes_of
-from training.loss.divergence import Pair
+from training.loss.divergence import Divergences, Pair, distillation_loss, token_divergences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 class Teacher:
     """A frozen 16-bit model, and how the student is compared with it."""
+
+    loss = staticmethod(distillation_loss)
 
     def __init__(self, folder: str | Path, config: RunConfig, device: torch.device, shared: int) -> None:
         """Open the model at `folder` on `device`; `shared`: how many tokens both vocabularies have."""
@@ -49,10 +51,10 @@ class Teacher:
         with packed_attention_of(self.model):
             return hidden_states(self.model, replace(row, replay=None))  # these are the student's experts
 
-    def pair(self, student: Head) -> Pair:
-        """The student's head beside the teacher's, at the temperature of the loss."""
+    def divergences(self, hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, head: Head) -> Divergences:
+        """As `token_divergences`, with the student's head beside the teacher's at the temperature of the loss."""
         own = dense_head(self.model.get_output_embeddings(), self._temperature * self._divisor)
-        return Pair(student, own, self._shared, self._beta)
+        return token_divergences(hidden, taught, targets, Pair(head, own, self._shared, self._beta))
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,11 @@ class FoundTeacher:
 
 def find_teacher(
     config: RunConfig, base: ModelRef, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes
-) -> FoundTeacher | None:
-    """The teacher of a student on `base`, with its tokenizer and sizes; None for a run without one.
+) -> FoundTeacher:
+    """The teacher of a student on `base`, with its tokenizer and sizes.
 
     Raises QerlError for a model that cannot teach it; nothing is loaded but tokenizers.
     """
-    if config.distill is None:
-        return None
     found = teacher_model(config.distill.teacher, base)
     folder = local_folder(found.base, config.model.trust_remote_code)
     theirs = load_tokenizer(folder, config.model.trust_remote_code)

@@ -24,7 +24,6 @@ from qerl.checkpoint.load import check_switches, load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.quant import CALIBRATION
 from qerl.config.rules import vllm_only
-from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.grading.grade import check_grader
 from qerl.data.rows import naming, sources_of
@@ -152,6 +151,8 @@ def check_calibration(config: RunConfig) -> None:
 
 def check_conversation_sources(config: RunConfig) -> None:
     """Raise DataError for rows of a run on given conversations that can be refused without reading all of them."""
+    from qerl.data.conversations import Source, check_conversations, held_out_source
+
     data = config.data
     check_conversations(task_of(data), Source(data.source, data.split, data.columns))
     held_out = held_out_source(config.data, config.validation)

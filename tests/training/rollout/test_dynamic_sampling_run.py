@@ -161,7 +161,7 @@ def test_a_run_killed_in_an_extra_rollout_resumes_to_equal_numbers(nvfp4_base, t
 
 def test_a_group_of_masked_truncated_completions_has_no_signal(nvfp4_base, tmp_path, monkeypatch):
     """The random base never ends a completion. All are masked, so nothing can fill the batch, and the run says so."""
-    monkeypatch.setattr("training.step.MAX_EXTRA_ROLLOUTS", 1)
+    monkeypatch.setattr("training.rollout.dynamic_sampling.MAX_EXTRA_ROLLOUTS", 1)
     config = configured(nvfp4_base, tmp_path, "loss.mask_truncated=true", "rollout.max_new_tokens=2", steps=3)
     rows = numbers(start(config, "tiny").run_dir)
     assert rows[0]["dynamic_sampling/extra_rollouts"] == 1

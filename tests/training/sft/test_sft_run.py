@@ -25,11 +25,11 @@ from tests.helpers.bases import write_base
 from tests.helpers.killed import killed_in
 from tests.helpers.small_run import numbers, same_adapters
 from tests.helpers.small_sft import TALKS, small_sft
-from training.parts import SftParts
 from training.preflight.dry_run import dry_run
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 from training.run_dir.verdict import best_of, ending
+from training.sft_step import SftParts
 from training.step import backward
 from training.trainer import QerlTrainer
 
