@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from qerl.data.examples import DropReport
     from training.loss.groups import Prompt
-    from training.rollout.asking import Asking
+    from training.rollout.sampler import Asking
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,8 @@ def make_plan(settings: EvalSettings) -> Plan:
     examples, dropped = load_examples(task if environment is None else for_episodes(task), *rows)
     check_answers(task, examples)
     check_grader(task, examples, EPISODE_COLUMNS if environment is not None else ())
-    from training.rollout.asking import Asking  # it imports torch
     from training.rollout.prompts import prompts_of
+    from training.rollout.sampler import Asking  # it imports torch
 
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from qerl import formats
-from tests.helpers.folders import modules, upward
+from tests.helpers.folders import imported, modules, upward
 from tests.helpers.syntax import PACKAGES, ROOT, name_of, nodes, python_files, tree
 
 SOURCES = python_files(*PACKAGES)
@@ -50,6 +50,14 @@ def walk(node):
     for child in ast.iter_child_nodes(node):
         if not is_type_checking(child):
             yield from walk(child)
+
+
+def walk_import(node):
+    """The nodes that run when a module is imported: without functions' bodies, and what only type checkers see."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not is_type_checking(child) and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from walk_import(child)
 
 
 @cache
@@ -105,6 +113,52 @@ def test_only_parallel_talks_to_other_processes():
     users = [name_of(path) for path in SOURCES if any(map(names_torch_distributed, nodes(path)))]
     launcher = "qerl/cli/launch.py"  # it starts the processes
     assert users == ["qerl/base/process_group.py", launcher]
+
+
+A_RUN = ("training.run", "qerl.engine.transformers.engine")  # what a run of an adapter begins with, on a CPU
+MOST_AT_START = 140  # our modules that it loads; a run with every feature loads 200
+FEATURES = {  # what a run that does not ask for it never loads
+    "algebra": ("qerl.data.formulas.equality", "qerl.data.formulas.expression", "qerl.data.grading.math_pool"),
+    "carry-over": ("training.rollout.carry_over",),
+    "CUDA sources": ("qerl.formats.cuda", "qerl.formats.nvfp4.kernel_layout", "qerl.formats.nvfp4.slab_layout"),
+    "distillation": ("training.loss.divergence", "training.policy.teacher"),
+    "dynamic sampling": ("training.rollout.dynamic_sampling",),
+    "episodes": ("qerl.episodes",),
+    "experts": ("qerl.formats.experts", "qerl.model.experts"),
+    "export": ("qerl.checkpoint.export", "qerl.checkpoint.output", "qerl.checkpoint.peft_folder"),
+    "FP8": ("qerl.formats.fp8.kv", "qerl.formats.fp8.linear", "qerl.formats.fp8.training", "training.policy.kv_ranges"),
+    "given conversations": ("qerl.data.conversations", "qerl.engine.loaded_base", "training.sft", "training.sft_step"),
+    "judge and reward servers": ("training.rewards.server",),
+    "quantization-aware training": (
+        *("training.policy.rounding", "training.policy.shards", "training.policy.weights"),
+        *("training.run_dir.start_base", "qerl.formats.nvfp4.activations"),
+    ),
+    "trackers": ("training.run_dir.trackers",),
+    "validation": ("qerl.data.grading.intervals", "training.validate", "training.validation"),
+}
+
+
+@cache
+def at_start():
+    """Our modules that A_RUN loads as it is imported. The few that its functions import are for what a recipe says."""
+    loaded, left = set(), list(A_RUN)
+    while left:
+        if (module := left.pop()) not in loaded:
+            loaded.add(module)
+            left += imported(module, walk_import(tree(modules()[module])))
+            left += [parent for parent in (module.rpartition(".")[0],) if parent in modules()]
+    return loaded
+
+
+def test_a_run_loads_what_every_run_needs():
+    assert len(at_start()) <= MOST_AT_START, "let the builder that reads the recipe's switch import the feature"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_run_does_not_pay_for_a_feature_that_it_does_not_have(feature):
+    assert set(FEATURES[feature]) <= set(modules())
+    paid = [name for name in at_start() if any(f"{name}.".startswith(f"{each}.") for each in FEATURES[feature])]
+    assert paid == []
 
 
 def strings(module):

@@ -13,13 +13,11 @@ from qerl.engine.interface import SamplingParams
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
-from training.rollout.asking import Asking
 from training.rollout.prompts import Curriculum, StepPrompts, step_prompts, weights_of
-from training.rollout.sampler import Sampler
+from training.rollout.sampler import Asking, Sampler
 from training.run_dir.inputs import inputs_of_run
 from training.run_dir.phase_times import PhaseTimes
 from training.step import Loss, Objective, collect
-from training.validate import measure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from training.rewards.rewards import Rewards
     from training.rollout.carry_over import CarryOver
     from training.run_dir.log import RunLog
+    from training.run_dir.stop import Stop
     from training.sft.rows import Row
     from training.validation.questions import Questions
 
@@ -138,11 +137,17 @@ class Parts(TrainingParts):
     carry_over: CarryOver | None = None  # of a run whose completions go on from step to step
     curriculum: Curriculum | None = None
 
-    collect, measure = collect, measure
+    collect = collect
 
     @property
     def validates(self) -> bool:
         return self.questions is not None
+
+    def measure(self, step: int, stop: Stop) -> dict[str, float]:
+        """The metrics of a validation after `step` steps."""
+        from training.validate import measure
+
+        return measure(self, step, stop)
 
     def steps(self, first: int) -> StepPrompts:
         """What each step trains on, from step `first` on."""

@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,9 +37,8 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from training.parts import Given, Loaded, make_parts
-from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
+from training.policy.policy import build_policy
 from training.policy.train_memory import plan_run, recorded_plan, warn_of_retries
-from training.preflight.advice import check_ranks
 from training.preflight.checks import (
     check_activations,
     check_memory,
@@ -51,7 +50,7 @@ from training.preflight.checks import (
     sizes_at,
     uses_card,
 )
-from training.preflight.plan import checkpoint_bytes, trainee_of, trainer_bytes, wishes_of
+from training.preflight.plan import check_ranks, checkpoint_bytes, trainee_of, trainer_bytes, wishes_of
 from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
@@ -69,14 +68,10 @@ from training.run_dir.resume import (
     prolong_,
     rewind_,
 )
-from training.run_dir.start_base import start_base
 from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_signals
 from training.run_dir.terminal_gone import terminal_may_go
-from training.run_dir.trackers import open_trackers
 from training.run_dir.verdict import best_of, ending
 from training.trainer import QerlTrainer, trl_config
-from training.validate import Validation
-from training.validation.questions import read_questions
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -85,7 +80,9 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
     from training.loss.groups import Prompt
+    from training.parts import TrainingParts
     from training.policy.policy import Policy
+    from training.validate import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +200,11 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
         return GivenRows.read(config, base, place.parallel)
     tokenizer, prompts, environments = read_prompts(config, base)
     rewards = rewards_of_run(config, prompts, place.run_dir, environments.columns if environments else ())
-    questions = read_questions(config, tokenizer, prompts, sizes, place.run_dir, environments)
+    questions = None
+    if config.validation.every is not None:
+        from training.validation.questions import read_questions
+
+        questions = read_questions(config, tokenizer, prompts, sizes, place.run_dir, environments)
     teacher = None
     if config.distill is not None:
         from training.policy.teacher import find_teacher
@@ -226,6 +227,8 @@ def packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Sequen
     """The packed base of a run that trains whole weights, which the first rank makes."""
     check_shared(place.run_dir, place.parallel)
     if place.parallel.first:
+        from training.run_dir.start_base import start_base
+
         start_base(config, base, place.run_dir, prompts)
     place.parallel.barrier()
     return resolve_model(str(place.run_dir / BASE))
@@ -235,11 +238,17 @@ def policy_on(config: RunConfig, engine: Engine, base: ModelRef, parallel: Paral
     """What the recipe trains, on the model of an open engine."""
     if not config.kind.packs:
         policy = build_policy(engine, base, config.adapter, config.run.seed)
-    elif config.kind.has_adapter:
-        policy = build_packed_in_policy(engine, base, config)
     else:
-        policy = build_weights_policy(engine, base, config, sizes_at(base), parallel)
-    round_products_(policy.base_model, config.train)
+        from training.policy.weights import build_packed_in_policy, build_weights_policy
+
+        if config.kind.has_adapter:
+            policy = build_packed_in_policy(engine, base, config)
+        else:
+            policy = build_weights_policy(engine, base, config, sizes_at(base), parallel)
+    if config.train.fp8_recipe is not None:
+        from training.policy.rounding import round_products_
+
+        round_products_(policy.base_model, config.train)
     return policy
 
 
@@ -318,7 +327,7 @@ def _carry_out(run: Opened) -> TrainResult:
         if parallel.first:
             settle_best(run_dir, best_of(log.validations, config.validation), config.kind.has_adapter)
         parts = make_parts(config, given, run.loaded, log)
-        validation = Validation(parts, stop) if parts.validates else None
+        validation = _validation(parts, stop)
         trainer = QerlTrainer(parts, run.args, [stop, *trackers], run.start_step, validation)
         trainer.remove_callback(PrinterCallback)
         with opened_set_aside():
@@ -329,6 +338,14 @@ def _carry_out(run: Opened) -> TrainResult:
             run.loaded.engine.close()
         ended = validation is not None and validation.ended(steps)
         return replace(finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
+
+
+def _validation(parts: TrainingParts, stop: Stop) -> Validation | None:
+    if not parts.validates:
+        return None
+    from training.validate import Validation
+
+    return Validation(parts, stop)
 
 
 def train_until_stopped(trainer: QerlTrainer, stop: Stop, checkpoint: Path | None) -> int:
@@ -368,10 +385,18 @@ def _log(run: Opened) -> Iterator[tuple[RunLog, list[TrainerCallback]]]:
     with (
         only_writer(run_dir, run.found),
         terminal_may_go(run_dir),
-        open_trackers(config, run_dir, run.start_step) as trackers,
+        _trackers(run) as trackers,
         RunLog(run_dir, steps, report_to=config.logging.report_to) as log,
     ):
         yield log, trackers
+
+
+def _trackers(run: Opened) -> AbstractContextManager[list[TrainerCallback]]:
+    if not run.config.logging.report_to:
+        return nullcontext([])
+    from training.run_dir.trackers import open_trackers
+
+    return open_trackers(run.config, run.place.run_dir, run.start_step)
 
 
 def _open_run_dir(run: Opened) -> None:

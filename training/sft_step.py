@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-    from training.loss.batch import LossInputs
-    from training.loss.micro_batches import Metrics
+    from training.loss.batch import LossInputs, Metrics
     from training.run_dir.stop import Stop
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from qerl.base.philox import derive_seed
-from training.loss.batch import Batch, LossInputs, experts_of_rows, padded_left, padded_right
+from training.loss.batch import (
+    Batch,
+    LossInputs,
+    Metrics,
+    MicroBatch,
+    experts_of_rows,
+    merge_metrics,
+    padded_left,
+    padded_right,
+    row_metrics,
+    split,
+)
 from training.loss.correction import Mismatch, importance_weights
 from training.loss.groups import group_advantages, group_metrics, length_metrics, logged_means, sampled_metrics
-from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
 from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, merged_grades, reward_metrics, source_metrics

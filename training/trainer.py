@@ -52,8 +52,7 @@ from training.trial_adapter import try_adapter
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
-    from training.loss.batch import Batch, LossInputs
-    from training.loss.micro_batches import Metrics
+    from training.loss.batch import Batch, LossInputs, Metrics
     from training.parts import Parts, TrainingParts
     from training.policy.shards import Answer
     from training.rollout.prompts import StepPrompts

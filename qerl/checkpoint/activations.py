@@ -108,11 +108,11 @@ def read_activations(folder: Path, format: Format) -> dict[str, Activations]:
     Linears that engines fuse get the largest of their scales, as in vLLM. Raises CheckpointError for scales that are
     missing, or are not positive numbers.
     """
-    from qerl.formats.nvfp4.activations import Activations
-
     kind, tensors = kind_of_activations(folder, format), read_tensors(folder)
     if kind == "none":
         return {}
+    from qerl.formats.nvfp4.activations import Activations
+
     modules = format.quantized_linears(tensors)
     if kind == "dynamic":
         return dict.fromkeys(modules, Activations())

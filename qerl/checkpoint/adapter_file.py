@@ -121,9 +121,7 @@ def is_of_experts(name: str) -> bool:
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:
     """The experts of a model's layers, by name."""
-    from qerl.model.experts import Experts
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {name: module for name, module in model.named_modules() if getattr(module, "is_experts", False)}
 
 
 def adapters_of(model: nn.Module) -> Iterator[ExpertAdapter]:

@@ -178,8 +178,8 @@ def train(options: TrainOptions) -> None:
 def check_new(config: RunConfig, name: str, gpus: int = 1) -> Path:
     """The directory of a new run of the recipe called `name`. Raises QerlError for what speaks against it, as far as
     that can be known without torch."""
-    from training.preflight.advice import check_ranks
     from training.preflight.checks import check_calibration, check_config
+    from training.preflight.plan import check_ranks
     from training.run_dir.folder import new_run_dir
 
     run_dir = new_run_dir(config.run.out, name)

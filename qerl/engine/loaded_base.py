@@ -22,7 +22,7 @@ from qerl.checkpoint.load import load_model, local_folder
 from qerl.engine.memory import Cap
 from qerl.engine.update import AdapterUpdate, Update, write_update_
 from qerl.formats.linear import PackedLinear
-from qerl.formats.nvfp4.linear import place_in_kernel_layout_
+from qerl.formats.nvfp4.kernel_layout import place_in_kernel_layout_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

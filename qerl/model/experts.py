@@ -343,6 +343,8 @@ class Experts(nn.Module):
     """The frozen weights of a layer's experts by their names in memory, (experts, 2 width, hidden) and (experts,
     hidden, width), and the adapter on them; `ExpertBlock` computes."""
 
+    is_experts = True  # by which they are found, where a dense model never loads this module
+
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up, down
@@ -361,6 +363,7 @@ class ExpertBlock(nn.Module):
     """
 
     recorded: list[torch.Tensor] | None = None
+    replays = True  # a decoder layer gives it the experts to use
 
     def __init__(self, router: nn.Module, experts: Experts, chosen: int, normalises: bool, place: int) -> None:
         """`router.weight` is (experts, hidden). Of its experts a token gets `chosen`."""

@@ -23,11 +23,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.model import lora
 from qerl.model.elementwise import RMSNorm, add_and_norm, exact_sum, kernels_for, rotary_, rotary_parts_
-from qerl.model.experts import ExpertBlock, Replay
 from qerl.model.lora import lora_linear, parts_of
 
 if TYPE_CHECKING:
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from qerl.model.experts import Replay
 
 
 def layer_forward(
@@ -40,7 +41,7 @@ def layer_forward(
     residual, normed = _normed(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     total, normed = _normed(self.post_attention_layernorm, residual, attended, hidden_states)
-    replayed = replay is not None and isinstance(self.mlp, ExpertBlock)
+    replayed = replay is not None and getattr(self.mlp, "replays", False)
     return exact_sum(total, (hidden_states, attended), self.mlp(normed, replay) if replayed else self.mlp(normed))
 
 

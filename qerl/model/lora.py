@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 
 from qerl.formats import linear
 from qerl.formats.linear import PackedLinear
-from qerl.formats.nvfp4.activations import Activations
 from qerl.model.master import master_of
 from qerl.model.products import (
     Upstream,
@@ -37,6 +36,9 @@ from qerl.model.products import (
     recipe_of,
     summed_input,
 )
+
+if TYPE_CHECKING:
+    from qerl.formats.nvfp4.activations import Activations
 
 Factors = Sequence[torch.Tensor]
 

@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from qerl.base.errors import EngineError
-from qerl.formats.fp8.kv import rounded
 from qerl.model.packing import Sequences, gather_rows
 
 if TYPE_CHECKING:
@@ -124,7 +123,11 @@ def set_kv_scales_(model: nn.Module, scales: Mapping[int, KVScales] | None) -> i
 def rounded_kv(module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of any shape as attention `module` attends to them: rounded if it has scales."""
     scales = getattr(module, "kv_scales", None)
-    return (key, value) if scales is None else (rounded(key, scales.key), rounded(value, scales.value))
+    if scales is None:
+        return key, value
+    from qerl.formats.fp8.kv import rounded
+
+    return rounded(key, scales.key), rounded(value, scales.value)
 
 
 NAME = "qerl_packed"

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from qerl.model.costs import REPEATED, even_budget
-from qerl.model.experts import Replay
+
+if TYPE_CHECKING:
+    from qerl.model.experts import Replay
 
 
 class Copies(NamedTuple):
@@ -245,7 +247,11 @@ class _Builder:
             max(self.query_lengths, default=0),
             max(self.key_lengths, default=0),
         )
-        replay = Replay.of(torch.cat(self.experts), device) if self.experts else None
+        replay = None
+        if self.experts:
+            from qerl.model.experts import Replay
+
+            replay = Replay.of(torch.cat(self.experts), device)
         return PackedRow(ids[None], positions[None], sequences, Copies(*copies[:3]), targets, places, replay)
 
     def _add_tokens(self, ids: torch.Tensor, position: int, experts: torch.Tensor | None) -> None:

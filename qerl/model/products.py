@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from qerl.formats.fp8.reference import FP8Tensor
-from qerl.formats.fp8.training import Both, Recipe, Scaled, scaled_product
 from qerl.formats.linear import PackedLinear
 from qerl.model.master import add_gradient_, master_of, place_of, served_of
+
+if TYPE_CHECKING:
+    from qerl.formats.fp8.reference import FP8Tensor
+    from qerl.formats.fp8.training import Both, Recipe, Scaled
 
 RECIPE = "fp8_recipe"
 
@@ -95,8 +98,8 @@ def input_gradient(
     if rounded is None:
         product = recipe.to_input(grad, weight)
     else:
-        codes, scale = rounded.plain
-        product = scaled_product(Scaled(codes[:, columns], scale), weight, grad.dtype)
+        part = rounded.plain._replace(codes=rounded.plain.codes[:, columns])
+        product = recipe.product(part, weight, grad.dtype)
     if addend is not None:
         return addend.add_(product, alpha=alpha)
     return product if alpha == 1.0 else product.mul_(alpha)
@@ -125,9 +128,9 @@ def add_weight_gradient_(
     """The gradient of the master behind `base`, dy^T x for its columns of dy and what `summed_input` gave, added to its
     own."""
     if (rounded := upstream.rounded()) is not None:
-        codes, scale = rounded.turned
+        part = rounded.turned._replace(codes=rounded.turned.codes[columns])
         with place_of(master) as place:  # a product in a wider dtype would only take longer to write and to add
-            place.add_(scaled_product(Scaled(codes[columns], scale), x, place.dtype))
+            place.add_(upstream.recipe.product(part, x, place.dtype))
         return
     grad, recipe = upstream.grad[:, columns], recipe_of(base)
     if recipe is not None and recipe.one_scale:

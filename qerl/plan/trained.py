@@ -12,7 +12,6 @@ from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.base_start import DEFAULT_RANK
 from qerl.checkpoint.experts import matching, projections
-from qerl.checkpoint.source import by_layer
 from qerl.config.names import adapts_experts, expert_rank
 from qerl.formats.nvfp4.ways import padded_power
 
@@ -144,6 +143,8 @@ def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:
 
     Two ranks differ by at most one layer.
     """
+    from qerl.checkpoint.source import by_layer
+
     layers = by_layer(linears)
     parts = [len(layers) * rank // ranks for rank in range(ranks + 1)]
     return [layers[first:end] for first, end in pairwise(parts)]

@@ -58,10 +58,10 @@ def folder_of(module):
     return ".".join(parts)
 
 
-def imported(module):
-    """The modules of ours that a module imports."""
+def imported(module, among=None):
+    """The modules of ours that a module imports, by the nodes of its tree, or by those `among` them."""
     found = set()
-    for node in nodes(modules()[module]):
+    for node in nodes(modules()[module]) if among is None else among:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -4,8 +4,7 @@ import torch
 
 from qerl.formats import NVFP4
 from qerl.formats.nvfp4 import reference
-from qerl.formats.nvfp4.kernel_layout import marlin_scale_factor
-from qerl.formats.nvfp4.linear import KernelExperts
+from qerl.formats.nvfp4.kernel_layout import KernelExperts, marlin_scale_factor
 
 
 def marlin_words(code):

@@ -8,11 +8,10 @@ from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.data.tasks import get_task
-from training.loss.batch import Batch
-from training.loss.micro_batches import MicroBatch
+from training.loss.batch import Batch, MicroBatch
 from training.parts import Given, Loaded, make_parts
-from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
+from training.policy.policy import build_policy
 from training.policy.teacher import find_teacher
 from training.policy.train_memory import plan_run
 from training.preflight.checks import sizes_at

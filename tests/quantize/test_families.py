@@ -25,8 +25,8 @@ from tests.helpers.checkpoint_factory import make_tokenizer
 from tests.helpers.checkpoint_tensors import load_all
 from tests.helpers.roundings import ROUNDING
 from tests.helpers.row_files import write_sums
-from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
+from training.policy.policy import build_policy
 
 SIZES = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -31,7 +31,7 @@ from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from tests.helpers.small_run import numbers, same_adapters, small_config
 from tests.helpers.starts import decoded_weights, give_start_
-from training.policy.build import build_policy
+from training.policy.policy import build_policy
 from training.preflight.start import settle_start, start_to_resume
 from training.run import resume, start
 

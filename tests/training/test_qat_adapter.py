@@ -19,7 +19,7 @@ from quantize.export.run import export
 from tests.helpers.checkpoint_tensors import same_tensors, tensors_in
 from tests.helpers.killed import killed_in
 from tests.helpers.small_run import numbers, same_adapters, small_config
-from training.policy.policy import PackedInPolicy
+from training.policy.weights import PackedInPolicy
 from training.run import resume, start
 from training.trainer import QerlTrainer
 

@@ -17,7 +17,7 @@ from qerl.config.recipe import load_recipe, save_config
 from tests.helpers.ranks import alone, command, ranks, rows_of, run, train
 from tests.helpers.run_process import ended, forked, go, hold_in, wait_for
 from tests.helpers.small_run import numbers, small_config
-from training.preflight.advice import check_ranks
+from training.preflight.plan import check_ranks
 from training.ranks import dealt, largest
 
 # The learning rate of the large recipes: the first steps of AdamW move a weight by about that, whatever its gradient

@@ -26,8 +26,7 @@ from qerl.model.logprobs import Head, descend, head_logits
 from qerl.plan.sizes import CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from training.loss.batch import LossInputs
-    from training.loss.micro_batches import Metrics
+    from training.loss.batch import LossInputs, Metrics
 
 
 class Pair(NamedTuple):

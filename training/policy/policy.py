@@ -1,4 +1,4 @@
-"""What is trained: an adapter on a frozen base, an adapter that is packed into it, or whole weights.
+"""What is trained: an adapter on a frozen base. Adapters that are packed in, and whole weights, stand in `weights.py`.
 
 A run asks its policy for the parameters that the optimizer updates, for what a sync sends to the engine, for its files
 in a checkpoint, and for the policy that a KL term compares with. Nothing else needs to know which kind it is.
@@ -6,36 +6,31 @@ in a checkpoint, and for the policy that a KL term compares with. Nothing else n
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import (
-    A_SUFFIX,
-    B_SUFFIX,
     adapter_scaling,
     adapter_tensors,
-    base_linears,
+    attach_lora,
     load_tensors_,
-    pack_in_,
+    name_base_,
     reference_adapter,
-    reference_tensors,
     save_adapter,
+    set_dtype_,
+    start_at_,
 )
-from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.folder import WEIGHTS
-from qerl.checkpoint.output import write_weights
-from qerl.checkpoint.shards import TensorReader, read_tensors
-from qerl.checkpoint.source import by_layer
-from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, pack_weights_
-from qerl.formats.base import TensorSpec
-from qerl.formats.linear import PackedLinear
-from qerl.model.master import LowRankSum, set_master_
+from qerl.checkpoint.adapter_file import attach_to_experts_, linear_targets, read_adapter
+from qerl.checkpoint.base_start import read_start
+from qerl.config.names import adapts_experts, expert_rank
+from qerl.engine.update import AdapterUpdate, Update
 from qerl.plan.trained import ADAPTER_WORK
 
 if TYPE_CHECKING:
@@ -43,10 +38,14 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from training.policy.shards import Shards
+    from qerl.checkpoint.resolve import ModelRef
+    from qerl.config.schema import AdapterConfig
+    from qerl.engine.interface import Engine
+    from training.policy.weights import WeightsPolicy
 
+Policy: TypeAlias = "AdapterPolicy | WeightsPolicy"
 
-DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}  # of masters, as safetensors names them
+logger = logging.getLogger(__name__)
 
 
 class AdapterPolicy:
@@ -90,95 +89,6 @@ class AdapterPolicy:
         return reference_adapter(self.model)
 
 
-class WeightsPolicy:
-    """Whole weights: masters of linears and norms. A sync packs the linears' masters; norms act as they are.
-
-    A linear's master gets the gradient of its packed weight (`qerl.model.master`). Of several ranks each has the
-    masters of some layers (`shards`) and an empty parameter for every other one; all have the norms.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        norms: Iterable[str] = (),
-        dtype: torch.dtype | None = None,
-        trained_bytes: float = 12.0,
-        shards: Shards | None = None,
-    ) -> None:
-        """`weights` (out, in) by module name are where training starts; they are copied, to `dtype` (float32 if None).
-        Those of other ranks may be empty. `norms` are trained from their present weights, in float32."""
-        self.model = self.base_model = model
-        self.trained_bytes, self.shards = trained_bytes, shards
-        modules = dict(model.named_modules())
-        self._weights = {name: _set_linear_(modules[name], weight, dtype) for name, weight in weights}
-        self._norms = {name: _set_norm_(modules[name]) for name in norms}
-        if shards is not None:
-            shards.receive_gradients_(self._weights)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return iter([*self._own().values(), *self._norms.values()])
-
-    def replicas(self) -> Iterator[nn.Parameter]:
-        return self.parameters() if self.shards is None else iter(self._norms.values())
-
-    def update(self) -> WeightsUpdate:
-        return WeightsUpdate(self._own(), self._norms)
-
-    def save(self, folder: Path) -> None:
-        """Of several ranks the first writes, while the others `shards.serve` what `answer` finds."""
-        (Path(folder) / WEIGHTS).mkdir()
-        names = [f"{name}.weight" for name in (*self._weights, *self._norms)]
-        write_weights(Path(folder) / WEIGHTS, ({name: self._read(name) for name in names} for names in by_layer(names)))
-
-    def answer(self, name: str) -> dict[str, torch.Tensor] | None:
-        """What this rank has of a checkpoint's tensor."""
-        tensor = self._named().get(name)
-        return None if tensor is None else {name: tensor}
-
-    def load(self, folder: Path) -> int:
-        place, own = Path(folder) / WEIGHTS, self._named()
-        saved = read_tensors(place)
-        specs = {name: TensorSpec(DTYPES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in own.items()}
-        specs |= {
-            f"{name}.weight": TensorSpec(DTYPES[str(master.dtype)], self.shards.shape(name))
-            for name, master in self._weights.items()
-            if f"{name}.weight" not in specs
-        }
-        found = {name: TensorSpec(info.dtype, info.shape) for name, info in saved.items()}
-        if wrong := sorted(name for name in {*specs, *found} if specs.get(name) != found.get(name)):
-            raise CheckpointError(f"{place} does not fit what is trained: {wrong[:4]} are of another kind or missing")
-        with TensorReader(saved) as read, torch.no_grad():
-            for name, master in own.items():
-                master.copy_(read(name))
-        return len(own)
-
-    def reference(self) -> None:
-        """The masters are the only copy."""
-
-    def _own(self) -> dict[str, nn.Parameter]:
-        """The masters of linears that this rank has."""
-        return {n: master for n, master in self._weights.items() if self.shards is None or self.shards.mine(n)}
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        return {f"{name}.weight": master.detach() for name, master in {**self._own(), **self._norms}.items()}
-
-    def _read(self, name: str) -> torch.Tensor:
-        """A checkpoint's tensor on the CPU, from the rank that has it."""
-        own = self._named().get(name)
-        return self.shards.ask(name, self.answer)[name] if own is None else own.cpu()
-
-
-def _set_linear_(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype | None) -> nn.Parameter:
-    device = linear.weight_device if isinstance(linear, PackedLinear) else linear.weight.device
-    return set_master_(linear, weight.detach().to(device, dtype or torch.float32, copy=True))
-
-
-def _set_norm_(norm: nn.Module) -> nn.Parameter:
-    norm.weight = torch.nn.Parameter(norm.weight.detach().to(torch.float32, copy=True))
-    return norm.weight
-
-
 def check_reference(policy: Policy, kl_coef: float) -> None:
     """Raise ConfigError for a KL term without a policy to compare with."""
     if kl_coef and policy.reference() is None:
@@ -188,51 +98,27 @@ def check_reference(policy: Policy, kl_coef: float) -> None:
         )
 
 
-class PackedInPolicy(AdapterPolicy):
-    """A LoRA adapter that is trained through the quantizer: each sync packs Q(W0 + s B A) into the engine's weights.
+def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: int) -> AdapterPolicy:
+    """Attach the recipe's adapter to the engine's own modules: the base weights exist once.
 
-    W0 are the 16-bit weights that the run started from, which never change; from packed ones an update of less than
-    half a step between two codes would vanish. Engine and trainer multiply by the packed weights alone, and A and B
-    receive the gradients of the packed weight as if rounding were the identity (`qerl.model.lora`).
+    Where the recipe says so it starts at the start of the base; a frozen start is in the modules already.
+    The adapter's master weights are float32, since a bfloat16 A of size 0.02 swallows an AdamW step of 1e-5; on a GPU
+    its products run in bfloat16. Its A is drawn from `seed`.
     """
-
-    def __init__(self, model: PeftModel, start: Mapping[str, torch.Tensor]) -> None:
-        """`start` has W0 (out, in) of each adapted linear by its module name, on the card or in host memory."""
-        super().__init__(model)
-        self._start = start
-        pack_in_(model)
-
-    def update(self) -> WeightsUpdate:
-        """The sums, which are computed while they are packed, and trained norms."""
-        tensors = adapter_tensors(self.model)
-        norms = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-        return WeightsUpdate(self._sums(tensors), norms)
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Within it the weights are packed anew, with the adapter that the run began with or, if it was new, without.
-
-        Afterwards they have the same bits as before, since packing depends on nothing else. The engine, which reads
-        the same tensors, has to wait.
-        """
-        self._pack_(reference_tensors(self.model))
-        try:
-            with reference_adapter(self.model):
-                yield
-        finally:
-            self._pack_(adapter_tensors(self.model))
-
-    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, LowRankSum]:
-        scaling = adapter_scaling(self.model)
-        return {
-            name: LowRankSum(start, tensors[name + A_SUFFIX], tensors[name + B_SUFFIX], scaling)
-            for name, start in self._start.items()
-        }
-
-    def _pack_(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        pack_weights_(self._sums(tensors), base_linears(self.base_model))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a product may read its weight before the launch ahead of it has ended
-
-
-Policy = AdapterPolicy | WeightsPolicy
+    base_model = engine.policy_model()
+    targets = linear_targets(base_model, adapter.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = attach_lora(base_model, adapter.rank, adapter.alpha, targets, adapter.dropout, adapter.train_norms)
+        if adapts_experts(adapter):
+            attach_to_experts_(model, adapter.experts, expert_rank(adapter), adapter.alpha / adapter.rank)
+    set_dtype_(model, torch.float32)
+    name_base_(model, base.base)  # model.base of the recipe may be a run or an adapter
+    policy = AdapterPolicy(model)
+    trained = sum(parameter.numel() for parameter in policy.parameters())
+    logger.info("adapter: rank %d, %.2f M parameters in float32", adapter.rank, trained / 1e6)
+    if adapter.start == "trained" and base.start is not None and base.adapter is None:
+        start_at_(policy.model, read_start(base.start))
+    if base.adapter is not None:
+        logger.info("starting from the adapter %s (%d tensors)", base.adapter, policy.load(base.adapter))
+    return policy

@@ -1,4 +1,4 @@
-"""An optimizer for 16-bit weights: each weight is updated in float32 and rounded to bfloat16 at random.
+"""What a recipe lets the trainer round: 16-bit weights, at random after an update in float32, and products in FP8.
 
 A step of 1e-6 of a weight is far below half a unit of bfloat16's last place, so rounding to nearest would drop every
 such step. Rounded up with the probability of the dropped share, the weight is right on average. Any optimizer does the
@@ -7,14 +7,26 @@ update itself, bitsandbytes' with 8-bit moments as well: it is given one weight 
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from qerl.base.philox import WORD, Words, derive_seed, philox
+from qerl.checkpoint.adapter import base_linears
+from qerl.formats.fp8.training import recipe_of
+from qerl.formats.linear import PackedLinear
+from qerl.model.products import set_recipe_
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from qerl.config.train import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 LANES = 1024  # counters per program; each gives the 16 random bits of eight numbers, which lie this far apart
 BLOCK = 8 * LANES
@@ -112,3 +124,21 @@ def _moved(value: Any, key: str, parameter: nn.Parameter) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if key == "step" else value.to(parameter.device, copy=True)
+
+
+def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
+    """Let the trainer's products be rounded by the recipe's `train.fp8_recipe`.
+
+    For a quantized base, only its packed linears count, so that what is kept in 16 bits stays so.
+    """
+    recipe = recipe_of(train.fp8_recipe, products=train.fp8_products)
+    linears = [*base_linears(model).values()]
+    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+    set_recipe_(model, packed or linears, recipe)
+    logger.info(
+        "training in FP8: %s, %s, gradients in %s, %d linears",
+        recipe.name,
+        "all products" if recipe.rounds_output else "the backward pass alone",
+        str(recipe.gradients).removeprefix("torch.float8_"),
+        len(packed or linears),
+    )

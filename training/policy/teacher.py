@@ -51,10 +51,14 @@ class Teacher:
         with packed_attention_of(self.model):
             return hidden_states(self.model, replace(row, replay=None))  # these are the student's experts
 
-    def divergences(self, hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, head: Head) -> Divergences:
-        """As `token_divergences`, with the student's head beside the teacher's at the temperature of the loss."""
+    def pair(self, student: Head) -> Pair:
+        """The student's head beside the teacher's, at the temperature of the loss."""
         own = dense_head(self.model.get_output_embeddings(), self._temperature * self._divisor)
-        return token_divergences(hidden, taught, targets, Pair(head, own, self._shared, self._beta))
+        return Pair(student, own, self._shared, self._beta)
+
+    def divergences(self, hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, head: Head) -> Divergences:
+        """As `token_divergences`; `head` is the student's."""
+        return token_divergences(hidden, taught, targets, self.pair(head))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from qerl.base.errors import ConfigError, QerlError
 from qerl.data.rows import sources_of
 from qerl.plan.engine_memory import CARDS, Card
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
-from training.preflight.plan import Plan, lacks, plan
+from training.preflight.plan import Plan, check_ranks, lacks, plan, with_values
 from training.preflight.seconds import Lengths, full_lengths, step_seconds
 
 if TYPE_CHECKING:
@@ -179,15 +179,6 @@ def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def with_values(config: RunConfig, values: dict[str, object]) -> RunConfig:
-    """The configuration with `section.key` values replaced, unchecked."""
-    for name, value in values.items():
-        section, key = name.split(".")
-        part = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: part})
-    return config
-
-
 def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
     """Settings that can be changed without another model or card, the cheapest first."""
     yield {}
@@ -282,24 +273,6 @@ def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:
 def _options(values: dict[str, object]) -> str:
     set_to = {key: f"{key}={'null' if value is None else value}" for key, value in values.items()}
     return " ".join(f'--set "{text}"' if "[" in text else f"--set {text}" for text in set_to.values())
-
-
-def check_ranks(config: RunConfig, size: int) -> None:
-    """Raise ConfigError for a run that cannot be shared by so many processes."""
-    key, count, what = "rollout.prompts_per_step", config.rollout.prompts_per_step, "group"
-    if not config.kind.samples:
-        key, count, what = "sft.rows_per_step", config.sft.rows_per_step, "row"
-    if count < size:
-        raise ConfigError(
-            f"{key}: {count} gives {size} processes less than a {what} each: write {size} or more, or start fewer"
-        )
-    if size > 1 and config.qat is not None and config.qat.forward == "masters":
-        raise ConfigError(
-            "qat.forward: masters multiplies by weights of which each process has a part: write --gpus 1, or "
-            "qat.forward: packed"
-        )
-    if config.environment is not None and size > 1:
-        raise ConfigError("environments are played by one process: write --gpus 1, or leave torchrun out")
 
 
 def share_of(config: RunConfig, gpus: int) -> RunConfig:

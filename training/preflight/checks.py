@@ -35,13 +35,11 @@ from qerl.engine.open import choose_engine
 from qerl.plan.engine_memory import Card
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears
-from training.preflight.advice import with_values
-from training.preflight.plan import GIB, check_experts, plan, settled_for
+from training.preflight.plan import GIB, check_experts, plan, settled_for, with_values
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import NOTHING_MOVED, Moved, base_to_resume, check_files, config_to_resume
-from training.validation.questions import check_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,7 +138,10 @@ def check_config(config: RunConfig) -> None:
         check_rewards(source.rewards, fixed_columns(task, config.rollout.max_new_tokens))
         with naming(source):
             check_source(task, data.source, data.split, data.columns)
-    check_rows(config)
+    if config.validation.every is not None:
+        from training.validation.questions import check_rows
+
+        check_rows(config)
 
 
 def check_calibration(config: RunConfig) -> None:

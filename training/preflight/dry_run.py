@@ -67,7 +67,8 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
     try:
         rewards = rewards_of_run(config, prompts, written, environments.columns if environments else ())
-        if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written, environments):
+        if config.validation.every is not None:
+            questions = read_questions(config, tokenizer, prompts, sizes_at(base), written, environments)
             say(_validation_text(config, questions))
         for index, source in enumerate(sources_of(config.data, config.rewards)):
             own = [prompt for prompt in prompts if prompt.source == index]
@@ -210,7 +211,7 @@ def _score(
 def _episodes(environments: Environments, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Sample]:
     """The episodes in which the model says the same text in each of its turns."""
     from qerl.engine.interface import SamplingParams
-    from training.rollout.asking import Asking
+    from training.rollout.sampler import Asking
 
     asking = Asking(SamplingParams(environments.limits.max_tokens), 1, environments)
     groups = asking.groups(_Saying(environments.chat, texts), prompts, seed=0)

@@ -87,6 +87,33 @@ class Plan:
         return sum(self.memory[phase].values())
 
 
+def with_values(config: RunConfig, values: dict[str, object]) -> RunConfig:
+    """The configuration with `section.key` values replaced, unchecked."""
+    for name, value in values.items():
+        section, key = name.split(".")
+        part = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
+def check_ranks(config: RunConfig, size: int) -> None:
+    """Raise ConfigError for a run that cannot be shared by so many processes."""
+    key, count, what = "rollout.prompts_per_step", config.rollout.prompts_per_step, "group"
+    if not config.kind.samples:
+        key, count, what = "sft.rows_per_step", config.sft.rows_per_step, "row"
+    if count < size:
+        raise ConfigError(
+            f"{key}: {count} gives {size} processes less than a {what} each: write {size} or more, or start fewer"
+        )
+    if size > 1 and config.qat is not None and config.qat.forward == "masters":
+        raise ConfigError(
+            "qat.forward: masters multiplies by weights of which each process has a part: write --gpus 1, or "
+            "qat.forward: packed"
+        )
+    if config.environment is not None and size > 1:
+        raise ConfigError("environments are played by one process: write --gpus 1, or leave torchrun out")
+
+
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine, or one on given rows. `problems` says what does not fit; the rest is planned
     nevertheless. Raises ConfigError for keys that the model cannot have."""

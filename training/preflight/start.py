@@ -33,7 +33,7 @@ from qerl.checkpoint.load import local_folder
 from qerl.config.names import OF_EXPERTS, PROJECTIONS, expert_rank
 from qerl.config.section import yaml_word
 from qerl.plan.trained import DEFAULT_START
-from training.preflight.advice import with_values
+from training.preflight.plan import with_values
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef

@@ -1,4 +1,7 @@
-"""Prompts -> groups of completions: one rollout on the engine, with the step's noise in its norms.
+"""Prompts -> groups of completions: how they are asked, and one rollout on the engine with noise in its norms.
+
+`Asking` is the one call of an engine for a step, a validation and an evaluation. `training/rollout/prompts.py` reads
+what is asked, and `training/rewards/grading.py` grades what is answered.
 
 The engine shares its weights with the policy that trains, so a sync sends the policy's update alone. The noise is set
 before sampling and removed exactly afterwards; with `noise.where: both` it is set in the policy as well, so that the
@@ -18,16 +21,17 @@ from qerl.base.philox import derive_seed
 from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.update import deliver
 from qerl.model.norms import block_norms, set_norm_noise_
-from training.loss.groups import Group, Prompt
+from training.loss.groups import Group, Prompt, Sample, grouped
 from training.policy.train_memory import begin_phase, card_memory
-from training.rollout.asking import Asking
 from training.rollout.noise import NoiseSchedule, StepNoise
 
 if TYPE_CHECKING:
     import torch
 
     from qerl.config.noise import NoiseConfig
+    from qerl.engine.interface import Finished
     from qerl.episodes.driven import Episode
+    from qerl.episodes.play import Environments
     from training.policy.kv_ranges import KVCalibration
     from training.policy.policy import Policy
     from training.rollout.carry_over import Kept, Pool
@@ -46,6 +50,39 @@ class Rollout:
     memory: Mapping[str, float]  # empty on a CPU
     kept: Kept | None = None  # what goes on in the next rollout; None where nothing is carried over
     drawn_tokens: int | None = None  # if `groups` has others
+
+
+def environment_seed(seed: int, row: int) -> int:
+    """The seed of an environment. Episodes of one row begin alike."""
+    return derive_seed(seed, row, "environment")
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How prompts are asked: `size` completions of each, or as many episodes with `environments`."""
+
+    sampling: SamplingParams
+    size: int = 1
+    environments: Environments | None = None
+    environment_seed: Callable[[int, int], int] = environment_seed  # of the call's seed and a prompt's row
+
+    def groups(
+        self, engine: Engine, prompts: Sequence[Prompt], seed: int, first: int = 0, told: Finished | None = None
+    ) -> list[Group]:
+        """A group for each prompt. `first` is the place of the first one among all that are asked with this seed, of
+        which other ranks ask the rest; `told` is called as each completion, or turn of an episode, ends."""
+        each = [prompt for prompt in prompts for _ in range(self.size)]
+        if not each:
+            return []
+        if self.environments is None:
+            done = engine.generate([prompt.ids for prompt in each], self.sampling, seed, told, first * self.size)
+            return grouped(prompts, [Sample.of(completion) for completion in done], self.size)
+        starts = [
+            self.environments.start(one.example, one.messages, one.ids, self.environment_seed(seed, one.row))
+            for one in each
+        ]
+        episodes = self.environments.play(engine, starts, self.sampling, seed, told)
+        return grouped(prompts, [Sample.of_episode(episode) for episode in episodes], self.size)
 
 
 class Sampler:

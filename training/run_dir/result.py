@@ -21,7 +21,6 @@ import torch
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.base_start import start_of_adapter
-from qerl.checkpoint.export import read_trained, write_trained
 from qerl.checkpoint.folder import (
     ADAPTER_FILES,
     MODEL,
@@ -33,7 +32,6 @@ from qerl.checkpoint.folder import (
     read_sums,
     seal,
 )
-from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
 from qerl.config.recipe import load_config
 from qerl.report.read import sampling_text
 from training.run_dir.checkpoint import checkpoint_path
@@ -114,6 +112,8 @@ def _complete_(folder: Path, final: Path, config: RunConfig) -> None:
 
     What an adapter through the quantizer is added to are the 16-bit weights.
     """
+    from qerl.checkpoint.peft_folder import TrainedOn, complete_, name_bases_, plain_base, trained_on
+
     base = beside(final, model_of_adapter(folder)[0])
     if not config.kind.packs:
         origin, note = TrainedOn(base, config.model.format, start_of_adapter(folder)), ""
@@ -155,6 +155,8 @@ def settle_model(run_dir: Path, step: int) -> Path:
 
     Raises CheckpointError, and leaves nothing behind, if the checkpoint cannot be packed.
     """
+    from qerl.checkpoint.export import read_trained, write_trained
+
     final, partial = run_dir / MODEL, run_dir / f".{MODEL}.partial"
     if damage_of(final, {"config.json"}) is None:
         return final

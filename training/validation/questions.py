@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from qerl.episodes.play import Environments
     from qerl.plan.sizes import ModelSizes
     from training.loss.groups import Prompt
-    from training.rollout.asking import Asking
+    from training.rollout.sampler import Asking
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _asked(config: RunConfig) -> list[_Asked]:
 
 def check_rows(config: RunConfig) -> None:
     """Raise DataError or ConfigError for a source of validation rows that can be refused without reading all of it."""
-    for asked in _asked(config) if config.validation.every is not None else ():
+    for asked in _asked(config):
         if not asked.held_out:
             _named(lambda asked=asked: check_source(asked.task, *asked.rows), asked.source)
 
@@ -114,12 +114,10 @@ def read_questions(
     sizes: ModelSizes,
     run_dir: Path,
     environments: Environments | None = None,
-) -> Questions | None:
-    """The questions of a recipe that validates, else None. Raises QerlError for what the base or the data refuse."""
+) -> Questions:
+    """The questions of a recipe that validates. Raises QerlError for what the base or the data refuse."""
     this = config.validation
-    if this.every is None:
-        return None
-    from training.rollout.asking import Asking  # it imports torch
+    from training.rollout.sampler import Asking  # it imports torch
 
     sampling = SamplingParams(this.max_new_tokens or config.rollout.max_new_tokens, this.temperature)
     prompts, wanted = _questions(config, _asked(config), tokenizer, trained, sampling, environments)

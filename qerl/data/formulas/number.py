@@ -14,7 +14,6 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from qerl.data.formulas.shape import is_name
 from qerl.data.formulas.spelling import TEXT_BOX, strip_math, strip_outer
 
 
@@ -171,8 +170,11 @@ def _after_equals(text: str, algebra: bool) -> str:
     left, equals, right = text.rpartition("=")
     listed = re.sub(r"(?<=\d),(?=\d{3})", "", left)
     first = left.partition("=")[0].strip()
-    if algebra and not is_name(first) and re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", left)):
-        return text
+    if algebra and re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", left)):
+        from qerl.data.formulas.shape import is_name
+
+        if not is_name(first):
+            return text
     if equals and not re.search(r"[,;]|\b(?:and|or)\b", listed):
         return strip_outer(right)
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from transformers.generation import (
 
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
-from qerl.model.experts import ExpertBlock
+
+if TYPE_CHECKING:
+    from qerl.model.experts import ExpertBlock
 
 
 class Ended(StoppingCriteria):
@@ -121,6 +123,8 @@ def forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
 
 def blocks_of(model: nn.Module) -> list[ExpertBlock]:
     """The blocks of experts in a model, from the first layer to the last; none in a dense model."""
+    from qerl.model.experts import ExpertBlock
+
     return [module for module in model.modules() if isinstance(module, ExpertBlock)]
 
 

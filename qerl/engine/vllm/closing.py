@@ -93,7 +93,7 @@ def drop_caches_() -> None:
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
     from qerl.engine.vllm import linear
-    from qerl.formats.nvfp4.linear import release_work_buffers
+    from qerl.formats.nvfp4.kernel_layout import release_work_buffers
 
     linear.forget_bases()
     release_work_buffers()

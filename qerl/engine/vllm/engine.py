@@ -212,7 +212,7 @@ class VLLMEngine(Engine):
         import torch
 
         from qerl.engine.vllm.worker import kv_cache_bytes
-        from qerl.formats.nvfp4.linear import release_work_buffers
+        from qerl.formats.nvfp4.kernel_layout import release_work_buffers
 
         llm = self._open()
         if not self._asleep:

@@ -50,9 +50,14 @@ from qerl.engine.vllm.sync import ExpertBuffers
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.experts import ExpertWeights
 from qerl.formats.nvfp4 import lora
-from qerl.formats.nvfp4.kernel_layout import marlin_scale_factor, scales_marlin_drops
+from qerl.formats.nvfp4.kernel_layout import (
+    KernelExperts,
+    expected_shapes,
+    marlin_scale_factor,
+    marlin_takes,
+    scales_marlin_drops,
+)
 from qerl.formats.nvfp4.layout import BLOCK, BLOCK_SCALE, GLOBAL_SCALE, PACKED
-from qerl.formats.nvfp4.linear import KernelExperts, expected_shapes, marlin_takes
 
 GROUP = {"quant_method": FusedMoeWeightScaleSupported.GROUP.value}  # how vLLM's loader takes the scales
 TENSOR = {"quant_method": FusedMoeWeightScaleSupported.TENSOR.value}

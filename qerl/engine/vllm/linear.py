@@ -36,9 +36,16 @@ from qerl.engine.vllm.fp8 import FP8BlockMethod
 from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
 from qerl.formats.nvfp4 import gemm, lora, portable, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
-from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
+from qerl.formats.nvfp4.kernel_layout import (
+    HUMMING_MMA,
+    HUMMING_WGMMA,
+    MARLIN,
+    QERL,
+    KernelLinear,
+    KernelWeight,
+    scales_marlin_drops,
+)
 from qerl.formats.nvfp4.kernels import decode_
-from qerl.formats.nvfp4.linear import KernelLinear
 from qerl.formats.nvfp4.lora import Adapter
 from qerl.formats.nvfp4.ways import Shape, padded_rank, way_of
 

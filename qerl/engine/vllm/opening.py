@@ -468,7 +468,7 @@ def capture_sizes(max_sequences: int) -> list[int]:
 
 def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None:
     """Raise EngineError for experts that vLLM would not serve as they are, and CheckpointError if some are missing."""
-    from qerl.formats.nvfp4.linear import marlin_takes
+    from qerl.formats.nvfp4.kernel_layout import marlin_takes
 
     if not decoder.has_experts:
         return

@@ -1,7 +1,7 @@
 """The trainer's model over the engine's tensors: transformers modules around vLLM's weights, so that each exists once.
 
 Embeddings, head, norms and 16-bit linears are shared by pointer; a part of a fused linear is a range of its rows. An
-NVFP4 linear decodes its rows exactly from the kernel's own layout (`qerl.formats.nvfp4.linear`), so that trainer
+NVFP4 linear decodes its rows exactly from the kernel's own layout (`qerl.formats.nvfp4.kernel_layout`), so that trainer
 and sampler differ only in the order of summation. An FP8 linear multiplies by the engine's own product. Experts are
 decoded in the same way, or shared. The layers around them come from `qerl.model`.
 """
@@ -25,7 +25,7 @@ from qerl.engine.vllm.experts import products
 from qerl.engine.vllm.fp8 import FP8BlockMethod
 from qerl.engine.vllm.linear import RouterMethod, kernel_weight
 from qerl.engine.vllm.sync import parts
-from qerl.formats.nvfp4.linear import KernelLinear
+from qerl.formats.nvfp4.kernel_layout import KernelLinear
 from qerl.model.layers import fuse_
 
 

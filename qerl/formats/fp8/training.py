@@ -109,6 +109,7 @@ class Tensorwise:
     gradients: torch.dtype = E5M2
     rounds_output: bool = True  # otherwise only dx and dW are rounded
     name = "tensorwise"
+    product = staticmethod(scaled_product)
     one_scale = True  # for a whole matrix, so that dW can be rounded too, and a weight be turned by one kernel
 
     def weight(self, weight: FP8Tensor | torch.Tensor) -> Scaled:
@@ -175,10 +176,8 @@ class Blockwise:
 Recipe = Tensorwise | Blockwise
 
 
-def recipe_of(name: Literal["tensorwise", "blockwise"] | None, products: str = "all") -> Recipe | None:
+def recipe_of(name: Literal["tensorwise", "blockwise"], products: str = "all") -> Recipe:
     """The recipe of that name. `products`: `all`, or `gradients`, which leaves y as the base computes it."""
-    if name is None:
-        return None
     rounds_output = products == "all"
     if name == "blockwise":
         return Blockwise(rounds_output)

@@ -25,7 +25,7 @@ from qerl.formats.nvfp4.slab_layout import ROWS, UNIT
 from qerl.formats.nvfp4.ways import RANK_STEP
 
 if TYPE_CHECKING:
-    from qerl.formats.nvfp4.linear import KernelExperts
+    from qerl.formats.nvfp4.kernel_layout import KernelExperts
 
 
 BLOCKS_PER_PROGRAM = 8  # a program writes 64 rows of 8 * 16 columns: 256 contiguous bytes per row

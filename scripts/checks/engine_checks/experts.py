@@ -246,6 +246,6 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def tensors_of(experts: nn.Module) -> tuple[torch.Tensor, ...]:
-    from qerl.formats.nvfp4.linear import KernelExperts
+    from qerl.formats.nvfp4.kernel_layout import KernelExperts
 
     return (experts.words, experts.scales) if isinstance(experts, KernelExperts) else (experts.weight,)

@@ -178,7 +178,7 @@ def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
 
 def _address(linear: torch.nn.Linear) -> int:
     from qerl.formats.fp8.linear import FP8Linear
-    from qerl.formats.nvfp4.linear import KernelLinear
+    from qerl.formats.nvfp4.kernel_layout import KernelLinear
 
     if isinstance(linear, FP8Linear):
         return linear.weight_codes.data_ptr()

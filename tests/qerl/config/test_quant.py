@@ -5,7 +5,7 @@ import pytest
 from qerl.base.errors import ConfigError
 from qerl.config.quant import QuantConfig
 from qerl.config.recipe import load_config, load_recipe, save_config
-from training.preflight.advice import check_ranks
+from training.preflight.plan import check_ranks
 
 ON = "qat.mode=weights"
 

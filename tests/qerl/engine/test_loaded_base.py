@@ -9,7 +9,8 @@ from qerl.checkpoint.load import load_model
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
-from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear, adjacent, kernel_linears, place_in_kernel_layout_
+from qerl.formats.nvfp4.kernel_layout import KernelLinear, adjacent, kernel_linears, place_in_kernel_layout_
+from qerl.formats.nvfp4.linear import NVFP4Linear
 from tests.helpers.bases import write_base
 from tests.helpers.roundings import ROUNDING
 

@@ -12,8 +12,8 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver, pack_weights_
 from qerl.engine.vllm.sync import parts
 from qerl.formats.nvfp4 import reference, slab_layout
-from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelWeight
-from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear
+from qerl.formats.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelLinear, KernelWeight
+from qerl.formats.nvfp4.linear import NVFP4Linear
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
 ON_CPU = EngineOptions(engine="transformers", device="cpu")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from qerl.formats.nvfp4 import kernel_layout, slab_layout
-from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, QERL, KernelWeight
-from qerl.formats.nvfp4.linear import KernelLinear
+from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, QERL, KernelLinear, KernelWeight
 from qerl.model import elementwise, twins
 from qerl.model.lora import Part, lora_linear
 

@@ -16,8 +16,8 @@ from qerl.formats import NVFP4, all_formats
 from qerl.formats.linear import swap_linears
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.activations import Activations, round_by_twin
-from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
-from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear, adjacent, release_work_buffers
+from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, KernelLinear, KernelWeight, adjacent, release_work_buffers
+from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model import elementwise, lora, master, twins
 from qerl.model.layers import fuse_
 from qerl.model.lora import Part, lora_linear, parts_of

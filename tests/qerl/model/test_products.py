@@ -8,8 +8,8 @@ from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.fp8.training import recipe_of
 from qerl.formats.nvfp4 import decode, slab_layout
 from qerl.formats.nvfp4 import reference as nvfp4
-from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.formats.nvfp4.linear import KernelLinear, NVFP4Linear
+from qerl.formats.nvfp4.kernel_layout import QERL, KernelLinear, KernelWeight
+from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.layers import mlp_forward
 from qerl.model.lora import Part, lora_linear
 from qerl.model.master import master_of, multiply_by_masters_, serving, set_master_

@@ -15,7 +15,7 @@ from qerl.report.sections import changes
 from tests.helpers.small_run import small_config
 from training.preflight.advice import likely
 from training.preflight.plan import plan, validation_sentences
-from training.run_dir.progress import numbers
+from training.run_dir.log import numbers
 
 CARDS_24 = Card("a card", 24.0, 1000.0, 100.0)
 

@@ -10,9 +10,8 @@ from qerl.plan.micro_batch_plan import MicroBatchPlan
 from tests.helpers.bases import write_base
 from tests.helpers.small_run import small_config
 from tests.helpers.trainer_factory import build_trainer, run_backward, with_plan
-from training.loss.batch import Batch, LossInputs
+from training.loss.batch import Batch, LossInputs, split
 from training.loss.correction import importance_weights
-from training.loss.micro_batches import split
 
 LENGTHS = [(2, 5), (2, 5), (5, 1), (3, 8), (3, 3), (1, 6)]  # prompt and completion tokens of each row
 MASKED, IDLE = 1, 4  # a truncated row, and one with advantage 0

@@ -15,7 +15,8 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.update import deliver
 from qerl.formats.nvfp4 import reference
 from tests.helpers.small_run import small_config
-from training.policy.policy import AdapterPolicy, WeightsPolicy, check_reference
+from training.policy.policy import AdapterPolicy, check_reference
+from training.policy.weights import WeightsPolicy
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0)

@@ -5,7 +5,7 @@ import torch
 
 from qerl.formats.fp8 import reference as fp8
 from qerl.formats.nvfp4 import reference as nvfp4
-from training.policy.build import off_ties
+from training.policy.weights import off_ties
 
 ROUNDING = 1e-6  # of a weight's mean size: an update that should change next to nothing
 

@@ -16,8 +16,8 @@ from qerl.config.recipe import load_recipe, recipe_names
 from qerl.engine.vllm.opening import Settings
 from qerl.plan.engine_memory import CARDS, card_of
 from qerl.plan.sizes import KNOWN, read_sizes
-from training.preflight.advice import advice, largest_completion, with_values
-from training.preflight.plan import plan, trainer_bytes
+from training.preflight.advice import advice, largest_completion
+from training.preflight.plan import plan, trainer_bytes, with_values
 from training.run import engine_options
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from qerl.data.tasks import Example
 from qerl.engine.interface import Completion, SamplingParams
 from qerl.episodes.driven import Episode, Turn
 from training.loss.groups import Prompt, Sample
-from training.rollout.asking import Asking
+from training.rollout.sampler import Asking
 
 SAMPLING = SamplingParams(8, 1.0)
 

@@ -23,8 +23,7 @@ from tests.helpers.small_run import small_config
 from training.rollout.sampler import Sampler
 from training.run import start
 from training.run_dir.checkpoint import checkpoints
-from training.run_dir.log import RunLog, read_metrics
-from training.run_dir.progress import LONGEST, completions_table
+from training.run_dir.log import LONGEST, RunLog, completions_table, read_metrics
 
 ROW = {"step": 3, "reward": 0.25, "noise/sigma": 0.01, "time/step_s": 4.0, "entropy": None}
 

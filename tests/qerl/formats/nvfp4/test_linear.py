@@ -18,7 +18,8 @@ from qerl.base.errors import CheckpointError, QerlError
 from qerl.formats import NVFP4
 from qerl.formats.linear import cached_weights, swap_linears
 from qerl.formats.nvfp4 import reference
-from qerl.formats.nvfp4.linear import NVFP4Linear, expected_shapes, marlin_takes
+from qerl.formats.nvfp4.kernel_layout import expected_shapes, marlin_takes
+from qerl.formats.nvfp4.linear import NVFP4Linear
 from tests.helpers.linear_twins import IN, OUT, assert_same_bits, buffers, output_and_gradient, packed_and_twin
 from tests.helpers.marlin import marlin_experts
 
@@ -398,8 +399,8 @@ def test_casting_and_moving_leave_the_engines_tensors_alone(experts_and_decoded)
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32], ids=str)
 def test_a_card_decodes_the_same_bits(experts_and_decoded, dtype):
     """With `TRITON_INTERPRET=1 pytest -m gpu` it runs on a CPU."""
+    from qerl.formats.nvfp4.kernel_layout import KernelExperts
     from qerl.formats.nvfp4.kernels import dequantize_experts_
-    from qerl.formats.nvfp4.linear import KernelExperts
 
     experts, decoded = experts_and_decoded
     there = (each.to(DEVICE) for each in (experts.words, experts.scales))

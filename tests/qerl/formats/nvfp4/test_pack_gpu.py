@@ -8,8 +8,7 @@ import torch
 
 from qerl.engine.update import pack_weights_
 from qerl.formats.nvfp4 import gemm, reference, slab_layout
-from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
-from qerl.formats.nvfp4.linear import KernelLinear, kernel_packs, pack_by_kernel_
+from qerl.formats.nvfp4.kernel_layout import MARLIN, QERL, KernelLinear, KernelWeight, kernel_packs, pack_by_kernel_
 from qerl.model import master
 from qerl.model.master import LowRankSum
 from tests.helpers.gemm_cases import assert_rounded
