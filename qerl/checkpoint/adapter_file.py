@@ -131,9 +131,11 @@ def adapters_of(model: nn.Module) -> Iterator[ExpertAdapter]:
 
 def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -> None:
     """Give the experts of each layer a fresh adapter; `kind` is "shared" or "per_expert"."""
+    if not (found := experts_of(model)):
+        return
     from qerl.model.experts import ExpertAdapter
 
-    for experts in experts_of(model).values():
+    for experts in found.values():
         down = experts.down_proj
         sizes = down.experts, down.in_features, down.out_features
         experts.adapter = ExpertAdapter(sizes, rank, scaling, kind == "shared", down.weight_device)
