@@ -12,7 +12,6 @@ timed with the rest. --splits 4x3,2x6 takes other numbers of warps and blocks th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-LAYERS, PAGE, REPEATS = 8, 16, 20
+LAYERS, PAGE = 8, 16
 SEQUENCES, LENGTHS = (1, 8, 32, 128, 256), (140, 384, 640, 2048)
 LONG = (48, 4224)  # sequences and tokens of one more row
 
 
 def main() -> None:
     from scripts.bench.limits import copy_gb_per_s
-    from scripts.bench.provenance import command, machine, require_card
+    from scripts.bench.provenance import command, machine, require_card, write
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=28)
@@ -44,8 +43,7 @@ def main() -> None:
     cases = [*((sequences, length) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")), LONG]
     rows = [row(arguments, sequences, length, bandwidth) for sequences, length in cases]
     report = {"command": command(), **machine(), "gb_per_s": bandwidth, "us": rows}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(report, arguments.out)
     for entry in rows:
         print(
             "{sequences:5} x {tokens!s:>5}  ours {ours:7.2f}  flash attention {flash:7.2f}  limit {limit:7.2f}".format(
@@ -64,6 +62,8 @@ def take_splits(bits: int, text: str) -> None:
 def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwidth: float) -> dict[str, Any]:
     import torch
 
+    from scripts.bench.limits import graph_us
+
     longest = 1000 if length == "mixed" else length
     generator = torch.Generator("cuda").manual_seed(sequences)
     low = 64 if length == "mixed" else longest
@@ -73,8 +73,8 @@ def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwi
     return {
         "sequences": sequences,
         "tokens": length,
-        "ours": round(microseconds(ours), 2),
-        "flash": round(microseconds(flash), 2),
+        "ours": round(graph_us([ours]) / LAYERS, 2),
+        "flash": round(graph_us([flash]) / LAYERS, 2),
         "limit": round(needed / bandwidth / 1e3, 2),
     }
 
@@ -127,25 +127,6 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
             flash_attn_varlen_func(**inputs, **options)
 
     return ours, flash
-
-
-def microseconds(call: Callable[[], None]) -> float:
-    """Microseconds per layer, in a CUDA graph of LAYERS layers."""
-    import torch
-
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(REPEATS):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3 / REPEATS / LAYERS
 
 
 if __name__ == "__main__":

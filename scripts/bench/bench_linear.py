@@ -21,7 +21,6 @@ read our layout ("fastest"), and with Humming alone, whose layout an engine has 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,8 +35,8 @@ import torch
 from qerl.formats.nvfp4 import lora, ways
 from qerl.formats.nvfp4.lora import Adapter
 from qerl.plan.sizes import KNOWN
+from scripts.bench.limits import cold_layers, graph_us, limits
 from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
-from scripts.bench.timing import cold_layers, graph_us
 
 CALLS = 32  # the fewest calls in a graph, so that starting it hardly counts
 OURS = ("fused", "decoded")  # the ways of qerl/formats/nvfp4/ways.py that read our layout
@@ -47,8 +46,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    from scripts.bench.limits import limits
-    from scripts.bench.provenance import command, machine, require_card
+    from scripts.bench.provenance import command, machine, require_card, write
 
     arguments = options()
     require_card()
@@ -61,8 +59,7 @@ def main() -> None:
             report["results"].append(row)
             print(result_line(row), flush=True)
     report["layer"] = layer_sums(report["results"])
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=0) + "\n", encoding="utf-8")
+    write(report, arguments.out)
     print("", *map(sum_line, report["layer"]), sep="\n")
 
 

@@ -12,7 +12,6 @@ driver reports for the whole card, less what was taken before; `steps` has the m
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 def main() -> None:
     from scripts.bench.bench_step import add_options, overrides
-    from scripts.bench.provenance import command, machine
+    from scripts.bench.provenance import command, machine, write
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -44,9 +43,8 @@ def main() -> None:
             report["peak_gib"][name] = watch(command)
             if command[0] == "train":
                 report["steps"][name] = step_memory(run)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=1))
+            text = write(report, arguments.out)
+    print(text)
 
 
 def step_memory(run: Path) -> list[dict[str, float]]:
@@ -63,13 +61,8 @@ def watch(command: list[object]) -> float:
 
     before = taken_gib()
     with tempfile.TemporaryFile("w+") as output, PeakMemory() as peak:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "qerl.cli.main", *map(str, command)],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        if process.wait():
+        words = [sys.executable, "-m", "qerl.cli.main", *map(str, command)]
+        if subprocess.run(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode:
             output.seek(0)
             raise RuntimeError(f"qerl {command[0]} failed: {output.read()[-3000:]}")
     return round(peak.gib - before, 2)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.bench_step import PeakMemory, add_options, overrides, write
-from scripts.bench.so_far import SoFar
+from scripts.bench.bench_step import PeakMemory, SoFar, add_options, overrides
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
@@ -54,7 +53,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from qerl.base.devices import choose_card
     from qerl.base.parallel import open_parallel
-    from scripts.bench.provenance import command, machine, require_card
+    from scripts.bench.provenance import command, machine, require_card, write
 
     with open_parallel() as parallel:
         choose_card(parallel.local_rank if parallel.size > 1 else None)
@@ -107,14 +106,6 @@ def own_settings(arguments: argparse.Namespace) -> list[str]:
     return [f"qat.mode={arguments.mode}", "noise.enabled=false", *masters]
 
 
-def growth(steps: list[dict[str, Any]]) -> str:
-    """The mismatch of the first and of the last step, in one line."""
-    first, last = (steps[at]["mismatch_kl"] for at in (0, -1))
-    return (
-        f"mismatch_kl of step 1 {first:.2e}, of step {steps[-1]['step']} {last:.2e}, {last / first:.2f} times as much"
-    )
-
-
 def merged(seen: list[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks saw: of each sync the slowest, and all linears, of which each rank packs some."""
     whole = {**seen[0], "s": [max(each) for each in zip(*(one["s"] for one in seen), strict=True)]}
@@ -131,7 +122,8 @@ def table(report: dict[str, Any]) -> str:
         cells = [step["step"], *(step.get(key) for key in SHOWN.values())]
         lines.append("".join(f"{cell:12.4g}" if isinstance(cell, int | float) else f"{'-':>12}" for cell in cells))
     sync = report["sync"]
-    lines.append(growth(report["steps"]))
+    first, last = (report["steps"][at]["mismatch_kl"] for at in (0, -1))
+    lines.append(f"mismatch_kl of the first step {first:.2e}, of the last {last:.2e}")
     lines.append("syncs, ms: " + " ".join(f"{1e3 * seconds:.1f}" for seconds in sync["s"]))
     if "linears" in sync:
         wrong, moved = (len(sync[key]) for key in ("different", "moved"))

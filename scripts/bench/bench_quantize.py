@@ -14,7 +14,6 @@ compiles the kernels. `rest` has what no part names: the progress bar, headers, 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -35,7 +34,7 @@ import quantize.run
 from qerl.checkpoint import output as writer
 from quantize.one_pass import LayeredModel
 from quantize.options import QuantizeOptions
-from scripts.bench.provenance import command, machine
+from scripts.bench.provenance import command, machine, write
 from scripts.models.make_random_checkpoint import SHAPES
 from scripts.models.make_random_checkpoint import write as write_model
 
@@ -94,21 +93,14 @@ def main() -> None:
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, nargs=2, default=(2, 4), help="of the two models")
     parser.add_argument("--method", default="auto")
-    parser.add_argument("--start-rank", type=int)
-    parser.add_argument("--calibration", default="mixed")
-    parser.add_argument("--work", type=Path, help="where the models are made; default: a temporary folder")
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
-    options = QuantizeOptions(
-        arguments.method, calibration=arguments.calibration, start_rank=arguments.start_rank, overwrite=True
-    )
-    with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
+    options = QuantizeOptions(arguments.method, calibration="mixed", overwrite=True)
+    with tempfile.TemporaryDirectory() as folder:
         runs = [measured(arguments.shape, layers, options, Path(folder)) for layers in (1, *arguments.layers)][1:]
     whole = whole_s(*runs, SHAPES[arguments.shape]["num_hidden_layers"])
     report = {"command": command(), **machine(), "shape": arguments.shape, "whole_s": whole, "runs": runs}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+    print(write(report, arguments.out))
 
 
 def measured(shape: str, layers: int, options: QuantizeOptions, folder: Path) -> dict:

@@ -26,25 +26,28 @@ it a smaller cache.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.take_turns import turn, turns_left_to_others
+from scripts.bench.provenance import command, machine, write
 
 if TYPE_CHECKING:
     import torch
 
 BLOCK = 16  # tokens per block of vLLM's KV cache
+PART = ".part"  # suffix of the file on which a process holds a lock while it takes part in turns
 ROUNDS = 5  # the median of them counts
 Seconds = dict[int, list[tuple[float, float]]]  # by number of sequences, for each round: for one token, and for all
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
@@ -54,7 +57,7 @@ def main() -> None:
     arguments = options().parse_args()
     with turns_left_to_others(arguments):
         report = measured(arguments)
-    print(written(report, arguments.out))
+    print(write(report, arguments.out))
 
 
 def options() -> argparse.ArgumentParser:
@@ -78,18 +81,8 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def written(report: dict, out: Path | None) -> str:
-    """The report as text, which the file `out` then has."""
-    text = json.dumps(report, indent=1)
-    if out:
-        out.write_text(text + "\n", encoding="utf-8")
-    return text
-
-
 def measured(arguments: argparse.Namespace) -> dict:
     """The report, which is written after each round, too, so that a run that is cut off leaves what it had."""
-    from scripts.bench.provenance import command, machine
-
     started = time.monotonic()
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
     if arguments.open_only:
@@ -105,7 +98,7 @@ def measured(arguments: argparse.Namespace) -> dict:
 
     def note(seconds: Seconds) -> None:
         report.update(rates(seconds, arguments.new_tokens))
-        written(report, arguments.out)
+        write(report, arguments.out)
 
     measure(generate, arguments, note)
     return report
@@ -146,6 +139,56 @@ def measure(
                 runs.append((run(count, 1), run(count, arguments.new_tokens)))
         note(seconds)
     return seconds
+
+
+@contextmanager
+def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
+    """Take part in turns from here on, by holding a lock on a file.
+
+    The lock ends with the block or with the process, and then nobody waits for this engine any more.
+    """
+    if arguments.turns is None or arguments.open_only:
+        yield
+        return
+    arguments.turns.mkdir(parents=True, exist_ok=True)
+    unlocked = arguments.turns / f"{os.getpid()}.begins"
+    with unlocked.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.rename(unlocked.with_suffix(PART))
+        yield
+
+
+@contextmanager
+def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
+    """Wait until all `parties` processes that share `folder` have reached the turn `name` or are gone.
+
+    Then the block runs in one process at a time.
+    """
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.getpid()}.{name}").touch()
+    while _came_or_gone(folder, name) < parties:
+        time.sleep(0.02)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _came_or_gone(folder: Path, name: str) -> int:
+    """How many of the processes in `folder` have reached the turn `name` or are gone."""
+    came = {path.stem for path in folder.glob(f"*.{name}")}
+    return len(came | {path.stem for path in folder.glob(f"*{PART}") if path.stem not in came and _left(path)})
+
+
+def _left(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def context(arguments: argparse.Namespace) -> int:

@@ -19,13 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-CACHES = (
-    "VLLM_CACHE_ROOT",
-    "HUMMING_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "QERL_CACHE",
-)
+CACHES = ("VLLM_CACHE_ROOT", "HUMMING_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "QERL_CACHE")
 
 
 def main() -> None:
@@ -46,13 +40,10 @@ def main() -> None:
         root = arguments.caches or Path(folder)
         environment = {name: str(root / name.lower()) for name in CACHES}
         starts = [run(environment) for _ in range(arguments.starts)]
-    from scripts.bench.provenance import command, machine
+    from scripts.bench.provenance import command, machine, write
 
     report = {"command": command(), **machine(), "starts": starts, **ratios(starts)}
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    print(write(report, arguments.out))
 
 
 def start(arguments: argparse.Namespace) -> dict:

@@ -16,7 +16,6 @@ training reached, counting only the needed flops (scripts/bench/limits.py).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import random
@@ -30,13 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.so_far import SoFar
+from scripts.bench.provenance import command, commit, machine, write
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
 
 GIB = 2**30
+SO_FAR_S = 2.0  # between two looks at the steps of a run
 STAGES = 3  # the fewest noise stages that the recipe allows; a run of fewer steps has no noise
 REWARD = '''
 import zlib
@@ -50,8 +50,6 @@ def drawn(completions, **columns):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--no-shared-prompts", action="store_true", help="each packed row brings its own prompt")
-    parser.add_argument("--fixed-segments", action="store_true", help="torch's allocator as it comes while training")
     arguments = parser.parse_args()
     import logging
 
@@ -69,14 +67,8 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
     """Train, and write the report; of several ranks, which torchrun starts, the first one writes."""
     from qerl.config.recipe import load_recipe
-    from qerl.model import packing
-    from scripts.bench.provenance import command, commit, machine
-    from training.policy import train_memory
     from training.run import start
 
-    if arguments.fixed_segments:
-        train_memory.growing_segments = contextlib.nullcontext
-    packing.SHARE_PROMPTS = not arguments.no_shared_prompts
     with tempfile.TemporaryDirectory() as own, PeakMemory() as peak:
         folder = Path(parallel.broadcast(own))
         config = load_recipe("dapo_7b", overrides(arguments, folder) if parallel.first else [])
@@ -112,11 +104,6 @@ def middle(seconds: list[float]) -> list[float] | None:
     return [round(value, 2) for value in (min(kept), mean(kept), max(kept))] if len(kept) >= 3 else None
 
 
-def write(report: dict[str, Any], path: Path | None) -> None:
-    if path:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
 def matrix_rate() -> float | None:
     """TFLOP/s of this card, None without one. First frees the memory that the finished run still holds."""
     import gc
@@ -146,18 +133,20 @@ def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the workload, which other scripts that train it have as well."""
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    add_sizes(parser)
     parser.add_argument("--varied-prompts", action="store_true", help="lengths up to --prompt-tokens")
-    parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--micro-batch-tokens", type=int, help="default: what the plan chooses")
-    parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the options that the workload has by any trainer."""
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--cap-gib", type=float, help="memory of the card that this run stands for")
     parser.add_argument("--out", type=Path)
+    sizes = {"steps": 4, "rank": 32, "prompts": 16, "group": 8, "prompt-tokens": 128, "new-tokens": 512}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
 
 
 def varied(draw: random.Random, longest: int) -> int:
@@ -202,6 +191,40 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "memory.cap_gib": "null" if arguments.cap_gib is None else arguments.cap_gib,
     }
     return [f"{key}={value}" for key, value in values.items()] + arguments.set
+
+
+class SoFar:
+    """While the block runs, `out` gets `head` and the complete lines of `metrics` as `steps`, with `unfinished`."""
+
+    def __init__(self, head: dict[str, Any], metrics: Path, out: Path | None) -> None:
+        self._head, self._metrics, self._out = head, metrics, out
+        self._done, self._steps = threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> SoFar:
+        if self._out is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.write()
+
+    def write(self) -> None:
+        """Write the file anew if there are further steps."""
+        if self._out is None or not self._metrics.exists():
+            return
+        lines = self._metrics.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+        if len(lines) > self._steps:
+            self._steps = len(lines)
+            report = {**self._head, "unfinished": True, "steps": [json.loads(line) for line in lines]}
+            write(report, self._out)
+
+    def _watch(self) -> None:
+        while not self._done.wait(SO_FAR_S):
+            self.write()
 
 
 class PeakMemory:

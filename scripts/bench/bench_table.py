@@ -153,23 +153,6 @@ def peaks(result: Result) -> list[str]:
     return table(head, rows)
 
 
-def qat(result: Result) -> list[str]:
-    """Seconds, memory and mismatch of the first, the second and the last step, and the bytes after it."""
-    keys = ("time/step_s", "time/rollout_s", "time/train_s", "time/optimizer_s", "time/sync_s")
-    more = ("memory/peak_gib", "mismatch_kl")
-    steps = result["steps"]
-    chosen = [step for number, step in enumerate(steps) if number in (0, 1, len(steps) - 1)]
-    rows = [
-        [f"{step['step']}", *(f"{step[k]:.3g}" for k in keys), *(f"{step[k]:.3g}" for k in more)] for step in chosen
-    ]
-    lines = table(["step", "s", "rollout s", "training s", "optimizer s", "sync s", "peak GiB", "mismatch_kl"], rows)
-    if sync := result.get("sync"):
-        wrong, moved = len(sync["different"]), len(sync["moved"])
-        lines += ["", f"After the last step {wrong} of {sync['linears']} linears differ from the reference's bytes of"]
-        lines[-1] += f" their masters, and {moved} have moved. Driver's peak: {result['peak_driver_gib']} GiB."
-    return lines
-
-
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -178,7 +161,6 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {  # in the order 
     "attention": ("Attention of a decode step, a layer, {shape} shape", attention),
     "startup": ("Starting the engine, {shape} shape", startup),
     "peaks": ("GPU memory of training, resuming and evaluating, {shape} shape", peaks),
-    "qat": ("Training through the quantizer, {shape} shape", qat),
 }
 
 

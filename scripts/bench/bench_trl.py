@@ -17,7 +17,6 @@ not change the work that TRL does.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -28,8 +27,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl.config.names import PROJECTIONS
-from scripts.bench.bench_step import PeakMemory
-from scripts.bench.provenance import command, machine
+from scripts.bench.bench_step import PeakMemory, add_sizes
+from scripts.bench.provenance import command, machine, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,20 +39,12 @@ if TYPE_CHECKING:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    add_sizes(parser)
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--full", action="store_true", help="train all weights in BF16 with 8-bit AdamW, without LoRA")
     parser.add_argument("--tuned", action="store_true", help="no gradient checkpointing, and Liger's kernels and loss")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing with --tuned, too")
-    parser.add_argument("--cap-gib", type=float, help="memory of the card that this run stands for")
     parser.add_argument("--no-vllm", action="store_true", help="transformers' generate, to try this script on a CPU")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     started, error, steps = time.monotonic(), None, []
     share = capped(arguments.cap_gib)
@@ -80,10 +71,7 @@ def main() -> None:
     }
     if int(os.environ.get("RANK", 0)):
         return
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    print(write(report, arguments.out))
 
 
 def capped(cap_gib: float | None) -> float:

@@ -12,6 +12,7 @@
 #     kernels  100 s  tests of kernels, packing, layers, sampling, quantization
 #     pack     100 s  tests of packing weights
 #     qatsmall 460 s  training through the quantizer and distillation on the embedded model
+#     start    560 s  a frozen start of rank 32 at 7B: decode speed, a step, agreement
 #     quantize 560 s  `qerl quantize` of a 7B, and of a 32B by three of its layers
 #     qat      480 s  7B: steps of full-weight training through the quantizer
 #     qatfp8   360 s  the same with gradients in FP8, in BF16, and TRL's; 120 GiB of memory
@@ -23,13 +24,12 @@
 #     merge    340 s  merged folders in stock vLLM
 #     python   180 s  runs after one another in one Python process
 #     cli      260 s  commands on the embedded model
-#     sft      330 s  fine-tuning of a 7B: ours, TRL's QLoRA, and Unsloth where it is installed
 #     step     250 s  workload A: our step, TRL's step
 #     micro    250 s  workload A by tokens per micro-batch: the source of OVERHEAD_TOKENS in qerl/plan
 #     cap24     80 s  workload A under 24 GiB; nothing else should run
 #     agree    110 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
-#     turns    260 s  episodes of four turns at 7B beside the same tokens in one turn; tests of episodes
+#     episodes  60 s  tests of episodes
 #     linear   100 s  linears and attention of a 7B layer against their limits
 #     decode   450 s  decode speed at 7B in turns: ours with and without an adapter, vLLM's BF16 (merged, and with
 #                     LoRA) and Marlin; with one card 800 s
@@ -151,7 +151,7 @@ batch_kernels() {
         tests/qerl/model/test_logprobs.py tests/qerl/model/test_logprob_kernels.py \
         tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
         tests/qerl/cli/test_kernels.py tests/qerl/formats/cuda/test_ahead.py
-    tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_memory.py
+    tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_memory.py tests/qerl/engine/test_loaded_base.py
 }
 
 batch_pack() {
@@ -188,20 +188,6 @@ batch_qat() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b 460 bench_qat 7b-16 --steps 20
     script qat-7b-adapter 200 bench_step 7b --steps 3 --set noise.enabled=false
-}
-
-batch_sft() {
-    checkpoint qwen2.5-7b 7b
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    tests sft 60 tests/qerl/engine/test_loaded_base.py
-    script sft-7b-qerl 160 bench_sft 7b
-    script sft-7b-qerl-cap24 160 bench_sft 7b --set memory.cap_gib=24
-    script sft-7b-qerl-bf16 160 bench_sft 7b-16 --set model.format=bf16
-    script sft-7b-trl 200 bench_sft 7b-16 --by trl --steps 4
-    script sft-7b-trl-unchecked 200 bench_sft 7b-16 --by trl --steps 4 --no-checkpointing --micro-batch 4
-    if "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('unsloth') is None)"; then
-        script sft-7b-unsloth 200 bench_sft 7b-16 --by unsloth --steps 4
-    fi
 }
 
 batch_qatfp8() {
@@ -280,11 +266,7 @@ batch_startup() {
     script startup-7b 400 bench_startup 7b
 }
 
-batch_turns() {
-    checkpoint qwen2.5-7b 7b
-    script turns-7b 240 bench_turns 7b
-    run turns-tests 120 "$python" -m pytest -m gpu -n0 -q tests/qerl/episodes
-}
+batch_episodes() { tests episodes 120 tests/qerl/episodes; }
 
 batch_linear() {
     run linear-7b-rank32 240 "$python" scripts/bench/bench_linear.py --rank 32 --out "$out/linear-7b-rank32.json"

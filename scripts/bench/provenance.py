@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,17 +11,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "torch",
-    "triton",
-    "vllm",
-    "transformers",
-    "trl",
-    "peft",
-    "accelerate",
-    "humming-kernels",
-    "compressed-tensors",
-)
+PACKAGES = ("torch", "triton", "vllm", "transformers", "trl", "peft", "accelerate")
+PACKAGES += ("humming-kernels", "compressed-tensors")
 
 
 def machine() -> dict[str, object]:
@@ -41,6 +33,15 @@ def machine() -> dict[str, object]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     beside = os.environ.get("QERL_BESIDE")
     return {"gpu": gpu, "commit": commit(), "versions": found, **({"beside": beside} if beside else {})}
+
+
+def write(report: object, path: Path | None) -> str:
+    """The report as JSON, which the file `path` then has, if there is one."""
+    text = json.dumps(report, indent=1)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    return text
 
 
 def command() -> str:

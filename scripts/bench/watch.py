@@ -76,12 +76,12 @@ def packed_linears(engine: Any) -> dict[str, PackedLinear]:
     return {name: linear for name, linear in found.items() if isinstance(linear, PackedLinear)}
 
 
-def address(linear: PackedLinear) -> int:
-    """Where the codes lie that the engine multiplies by."""
-    if isinstance(linear, FP8Linear):
-        return linear.weight_codes.data_ptr()
-    words = linear.kernel_weight.words if hasattr(linear, "kernel_weight") else linear.weight_packed
-    return words.data_ptr()
+def address(linear: nn.Module) -> int:
+    """Where the codes lie, or the 16-bit weights, that the engine multiplies by."""
+    if hasattr(linear, "kernel_weight"):
+        return linear.kernel_weight.words.data_ptr()
+    held = next(name for name in ("weight_codes", "weight_packed", "weight") if hasattr(linear, name))
+    return getattr(linear, held).data_ptr()
 
 
 def different(linears: dict[str, PackedLinear], update: WeightsUpdate) -> list[str]:

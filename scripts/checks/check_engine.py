@@ -15,16 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine_checks.agreement import agreement, oracle, temperature
-from engine_checks.carried import carried_over
+from engine_checks.calls import carried_over, told_of_while
+from engine_checks.compare import agreement, oracle, temperature
 from engine_checks.context import Context
 from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
-from engine_checks.noise import noise
 from engine_checks.run import add_options, run, watch
 from engine_checks.sampling import limits, repeat, sampler, steps
 from engine_checks.sync import adapter, trained_norms, whole_weights
-from engine_checks.told import told, told_of_while
-from engine_checks.weights import dequantization, product
+from engine_checks.weights import dequantization, noise, product
 
 from qerl import formats
 from scripts.bench.provenance import require_card
@@ -72,7 +70,7 @@ CHECKS = [
     sampler,
     whole_weights,
 ]
-ON_REQUEST = [exhausted_cache, loading, told, told_of_while, carried_over, reopened]  # run only if --only names them
+ON_REQUEST = [exhausted_cache, loading, told_of_while, carried_over, reopened]  # run only if --only names them
 
 if __name__ == "__main__":
     main()

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
     add_options(parser, CHECKS)
     arguments = parser.parse_args()
-    arguments.calibrate_kv, arguments.start = False, None
+    arguments.calibrate_kv, arguments.start, arguments.kernel, arguments.kv_cache_dtype = False, None, "auto", "auto"
     require_card("vllm")
     watch(arguments.patience)  # while the engine opens
     run(ExpertContext(arguments), CHECKS, arguments, lambda name, found: LIMITS[name](found))

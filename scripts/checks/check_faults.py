@@ -80,23 +80,18 @@ def main() -> None:
         parser.error(f"--per-host {arguments.per_host} needs --hosts, and --ranks that it divides")
     if arguments.left is not None and not 0 < arguments.left <= arguments.ranks // arguments.per_host:
         parser.error(f"--left {arguments.left} has to be at least 1, and no more than there were before")
-    from scripts.bench.provenance import command, machine
+    from scripts.bench.provenance import command, machine, write
 
     found = {"command": command(), **machine(), **checked(arguments)}
-    note(arguments.out, found)
-    print(json.dumps(found, indent=1))
+    print(write(found, arguments.out))
     print(summary(found))
     sys.exit(0 if sound(found) else 1)
 
 
-def note(out: Path | None, found: dict[str, Any]) -> None:
-    """Write what was found, or is so far, in case that this is cut off."""
-    if out:
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-
-
 def checked(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The kills, the faults, and how the killed run ended."""
+    """The kills, the faults, and how the killed run ended; after each kill the file has what was found so far."""
+    from scripts.bench.provenance import write
+
     chosen, runs = random.Random(arguments.seed), arguments.runs
     arguments.base = "tiny" if arguments.qat else packed_base(runs)
     whole, killed = runs / "whole", runs / "killed"
@@ -106,7 +101,7 @@ def checked(arguments: argparse.Namespace) -> dict[str, Any]:
     kills = []
     for _ in range(arguments.kills):
         kills.append(one_kill(arguments, killed, steps, chosen))
-        note(arguments.out, {"unfinished": True, "exit_codes": {"not killed": alone}, "kills": kills})
+        write({"unfinished": True, "exit_codes": {"not killed": alone}, "kills": kills}, arguments.out)
     last = argparse.Namespace(
         **{**vars(arguments), "ranks": arguments.left * arguments.per_host if arguments.left else arguments.ranks}
     )

@@ -32,10 +32,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    text = json.dumps(checked(arguments), indent=1)
-    if arguments.out:
-        arguments.out.write_text(text, encoding="utf-8")
-    print(text)
+    from scripts.bench.provenance import write
+
+    print(write(checked(arguments), arguments.out))
 
 
 def checked(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=40.0, help="of our engine")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    from scripts.bench.provenance import command, machine, require_card
+    from scripts.bench.provenance import command, machine, require_card, write
 
     require_card("vllm")
     kernel, rows, sampled, scores = ours(arguments)
@@ -58,10 +57,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name, backend in (("emulation", "emulation"), ("stock", "auto")):
                 scores[name] = by_stock(arguments.model, backend, rows, Path(folder))
-    results = {name: distance(sampled, score) for name, score in scores.items()}
+    from engine_checks.compare import mismatch
+
+    results = {name: mismatch(sampled, score) for name, score in scores.items()}
     report = {"command": command(), **machine(), "kernel": kernel, "from_sampled": results}
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(report, arguments.out)
     print(f"{kernel}\n{'':12}{'kl':>12}{'mean |d|':>12}{'max |d|':>12}")
     for name, result in results.items():
         print(f"{name:12}{result['kl']:12.3g}{result['mean_abs']:12.3g}{result['max_abs']:12.3g}")
@@ -101,18 +101,6 @@ def by_stock(model: Path, backend: str, rows: list, folder: Path) -> list:
     if done.returncode:
         sys.exit(f"stock vLLM ({backend}) failed: {done.stderr[-3000:]}")
     return json.loads(out.read_text(encoding="utf-8"))
-
-
-def distance(sampled: list[list[float]], other: list[list[float]]) -> dict[str, Any]:
-    """How far logprobs of the same tokens are from those that were sampled with."""
-    import torch
-
-    one, two = (
-        torch.tensor([value for row in rows for value in row], dtype=torch.float64) for rows in (sampled, other)
-    )
-    log_ratio = two - one
-    kl = (log_ratio.exp() - log_ratio - 1).mean().item()
-    return {"kl": kl, "mean_abs": log_ratio.abs().mean().item(), "max_abs": log_ratio.abs().max().item()}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from qerl.formats.cuda.nvrtc import has_kernels
 from qerl.formats.nvfp4 import lora
-from scripts.bench import bench_linear, timing
+from scripts.bench import bench_linear, limits
 from scripts.bench.linear_ways import WAYS, Linear, add_as_engine_, linears, random_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,9 +168,9 @@ def test_what_is_printed():
 
 @pytest.mark.parametrize("layer_bytes", [1000, 10**7, 2**28, 10**9])
 def test_layers_that_take_turns_do_not_fit_into_the_cache_together(layer_bytes):
-    number = timing.cold_layers(layer_bytes)
-    assert number * layer_bytes > timing.CACHE_BYTES
-    assert (number - 1) * layer_bytes <= timing.CACHE_BYTES
+    number = limits.cold_layers(layer_bytes)
+    assert number * layer_bytes > limits.CACHE_BYTES
+    assert (number - 1) * layer_bytes <= limits.CACHE_BYTES
 
 
 @pytest.mark.gpu  # last passed on an H200 on 2026-11-22, vLLM 0.25.1

@@ -1,6 +1,7 @@
 """scripts/bench/bench_step.py makes a recipe that loads, for any number of steps."""
 
 import argparse
+import json
 
 import bench_step
 import pytest
@@ -54,3 +55,22 @@ def test_a_run_without_a_card_has_no_share(tmp_path):
     report = {"steps": [{"time/train_s": 1.0}]}
     bench_step.add_shares(report, config, None)
     assert report == {"matrix_tflops": None, "steps": [{"time/train_s": 1.0, "train_share_of_matrix_rate": None}]}
+
+
+def test_the_file_has_the_complete_steps_at_any_time_and_all_at_the_end(tmp_path):
+    metrics, out = tmp_path / "metrics.jsonl", tmp_path / "out.json"
+    with bench_step.SoFar({"command": "c"}, metrics, out) as so_far:
+        so_far.write()
+        assert not out.exists()
+        metrics.write_text('{"step": 1}\n{"step"')
+        so_far.write()
+        assert json.loads(out.read_text()) == {"command": "c", "unfinished": True, "steps": [{"step": 1}]}
+        metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    assert [step["step"] for step in json.loads(out.read_text())["steps"]] == [1, 2]
+
+
+def test_a_measurement_without_a_file_writes_none(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with bench_step.SoFar({}, tmp_path / "metrics.jsonl", None):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

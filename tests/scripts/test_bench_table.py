@@ -154,14 +154,3 @@ def test_a_file_without_a_card_is_shown_without_one():
 
 def write(folder, name, **content):
     (folder / f"{name}.json").write_text(json.dumps({"command": "x", "gpu": "H200", **content}), encoding="utf-8")
-
-
-def test_training_through_the_quantizer_has_a_table():
-    keys = ("time/step_s", "time/rollout_s", "time/train_s", "time/optimizer_s", "time/sync_s", "memory/peak_gib")
-    steps = [{"step": n, "mismatch_kl": n * 1e-4, **dict.fromkeys(keys, float(n))} for n in range(1, 5)]
-    sync = {"different": ["a"], "moved": [], "linears": 196}
-    rows = bench_table.qat({"steps": steps, "sync": sync, "peak_driver_gib": 77.5})
-    assert [row.split(" | ")[0] for row in rows[2:5]] == ["| 1", "| 2", "| 4"]
-    assert rows[4].endswith("| 4 | 0.0004 |")
-    assert "1 of 196 linears differ" in rows[-1]
-    assert bench_table.qat({"steps": steps[:1]})[2:] == [rows[2]]

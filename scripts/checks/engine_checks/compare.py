@@ -1,15 +1,18 @@
-"""Compares completions with one another, and their logprobs with those of the policy and of `score`."""
+"""Sampler, `score`, policy, and transformers in float32 give a token the same logprob."""
 
 from __future__ import annotations
+
+import gc
 
 import torch
 
 from engine_checks.context import Context
+from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers.engine import kv_in_8_bits
 
 
-def compare(context: Context, completions: list, temperature: float) -> dict:
-    prompts = context.prompts[: len(completions)]
+def compare(context: Context, completions: list, temperature: float, prompts: list | None = None) -> dict:
+    prompts = context.prompts[: len(completions)] if prompts is None else prompts
     sampled = [c.logprobs for c in completions]
     trained = policy_logprobs(context.policy, prompts, [c.token_ids for c in completions], temperature)
     scored = context.engine.score(prompts, [c.token_ids for c in completions], temperature)
@@ -17,19 +20,15 @@ def compare(context: Context, completions: list, temperature: float) -> dict:
 
 
 @torch.no_grad()
-def policy_logprobs(model, prompts: list, completions: list, temperature: float = 1.0) -> list[list[float]]:
-    """Of plain forward passes; keys and values are rounded if `model` has scales for them."""
-    with kv_in_8_bits(model):
-        return _logprobs(model, prompts, completions, temperature)
-
-
-def _logprobs(model, prompts: list, completions: list, temperature: float) -> list[list[float]]:
+def policy_logprobs(model, prompts: list, completions: list, temperature: float = 1.0, **more) -> list[list[float]]:
+    """Of plain forward passes, which get `more`; keys and values are rounded if `model` has scales for them."""
     rows = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        tokens = torch.tensor([[*prompt, *completion]], device="cuda")
-        logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
-        picked = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt) :, None])
-        rows.append(picked[:, 0].tolist())
+    with kv_in_8_bits(model):
+        for prompt, completion in zip(prompts, completions, strict=True):
+            tokens = torch.tensor([[*prompt, *completion]], device="cuda")
+            logits = model(input_ids=tokens, use_cache=False, **more).logits[0, len(prompt) - 1 : -1].float()
+            picked = torch.log_softmax(logits / temperature, -1).gather(1, tokens[0, len(prompt) :, None])
+            rows.append(picked[:, 0].tolist())
     return rows
 
 
@@ -49,3 +48,37 @@ def same(a: list, b: list) -> dict:
         "tokens": sum(x.token_ids == y.token_ids for x, y in zip(a, b, strict=True)) / len(a),
         "logprobs": sum(x.logprobs == y.logprobs for x, y in zip(a, b, strict=True)) / len(a),
     }
+
+
+def agreement(context: Context) -> dict:
+    """Sampling logprobs against those of the policy and of `score`."""
+    completions = context.engine.generate(context.prompts, context.sampling, seed=3)
+    return compare(context, completions, temperature=1.0) | {"lengths": sum(len(c.token_ids) for c in completions)}
+
+
+def temperature(context: Context) -> dict:
+    """The same at temperature 0.7 without top-k: logprobs are those of the distribution that was sampled from."""
+    sampling = SamplingParams(max_new_tokens=32, temperature=0.7)
+    completions = context.engine.generate(context.prompts[:8], sampling, seed=3)
+    return compare(context, completions, temperature=0.7)
+
+
+def oracle(context: Context) -> dict:
+    """Sampler, `score` and policy against transformers in float32 on the checkpoint's own tensors."""
+    from qerl.checkpoint.adapter import load_start_
+    from qerl.checkpoint.load import load_model
+
+    prompts = context.prompts[:8]
+    completions = context.engine.generate(prompts, context.sampling, seed=9)
+    tokens = [c.token_ids for c in completions]
+    policy = policy_logprobs(context.policy, prompts, tokens)
+    score = context.engine.score(prompts, tokens)
+    exact_model = load_model(context.arguments.model, context.arguments.format, "float32", "cuda")
+    if context.start is not None:
+        load_start_(exact_model, context.start)
+    exact = policy_logprobs(exact_model, prompts, tokens)
+    del exact_model
+    gc.collect()
+    torch.cuda.empty_cache()
+    sampled = [c.logprobs for c in completions]
+    return {"sampled": mismatch(sampled, exact), "policy": mismatch(policy, exact), "score": mismatch(score, exact)}

@@ -8,6 +8,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,8 @@ class Context:
             self.report["kv_scales"] = {layer: asdict(scales) for layer, scales in calibration.scales.items()}
         self.greedy = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=0.0)
 
-    def open(self) -> VLLMEngine:
+    def open(self, **more: Any) -> VLLMEngine:
+        """Open the engine; `more` are options that not every context has."""
         arguments = self.arguments
         options = EngineOptions(
             kernel=arguments.kernel,
@@ -64,6 +66,7 @@ class Context:
             cap_gib=arguments.cap_gib,
             memory=arguments.memory,
             max_sequences=128,
+            **more,
         )
         return VLLMEngine(arguments.model, arguments.format, options)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine_checks.compare import mismatch, same
+from engine_checks.compare import mismatch, policy_logprobs, same
 from engine_checks.context import Context
 from engine_checks.memory import storages
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.shards import read_json
 from qerl.engine.interface import UNRECORDED, SamplingParams, of_length
-from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.engine.vllm.engine import VLLMEngine
 from qerl.model.experts import Replay
@@ -29,19 +28,9 @@ class ExpertContext(Context):
     """An engine that records experts, with an adapter on them."""
 
     def open(self) -> VLLMEngine:
-        arguments = self.arguments
-        options = EngineOptions(
-            deterministic=arguments.deterministic,
-            max_context=1024,
-            max_rank=arguments.rank,
-            experts=arguments.experts,
-            expert_rank=0 if arguments.experts == "none" else arguments.expert_rank,
-            records_experts=True,
-            cap_gib=arguments.cap_gib,
-            memory=arguments.memory,
-            max_sequences=128,
-        )
-        return VLLMEngine(arguments.model, arguments.format, options)
+        kind = self.arguments.experts
+        rank = 0 if kind == "none" else self.arguments.expert_rank
+        return super().open(experts=kind, expert_rank=rank, records_experts=True)
 
 
 def one_copy(context: Context) -> dict:
@@ -195,23 +184,14 @@ def agreement(context: Context, completions: list) -> dict:
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = [*prompt, *completion.token_ids]
         replay = Replay.of(of_length(completion.experts, len(tokens)), torch.device("cuda"))
-        replayed.append(logprobs(context.policy, tokens, len(prompt), replay))
-        own.append(logprobs(context.policy, tokens, len(prompt), None))
+        replayed += policy_logprobs(context.policy, [prompt], [completion.token_ids], replay=replay)
+        own += policy_logprobs(context.policy, [prompt], [completion.token_ids])
         changed, choices = changed + float(replay.changed.sum()), choices + replay.choices
     return {
         "with_replay": mismatch(sampled, replayed),
         "without_replay": mismatch(sampled, own),
         "router_changed": changed / choices,
     }
-
-
-@torch.no_grad()
-def logprobs(model: nn.Module, tokens: list[int], prompt: int, replay: Replay | None) -> list[float]:
-    """The trainer's logprobs of what follows the first `prompt` tokens."""
-    ids = torch.tensor([tokens], device="cuda")
-    more = {} if replay is None else {"replay": replay}
-    logits = model(input_ids=ids, use_cache=False, **more).logits[0, prompt - 1 : -1].float()
-    return torch.log_softmax(logits, -1).gather(1, ids[0, prompt:, None])[:, 0].tolist()
 
 
 @contextmanager

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from engine_checks.compare import mismatch, policy_logprobs, same
+from engine_checks.compare import compare, policy_logprobs, same
 from engine_checks.context import Context
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
+
+VLLM_TYPES = ("LLMEngine", "EngineCore", "QerlWorker", "GPUModelRunner", "CUDAGraphWrapper", "AdapterLinearMethod")
 
 
 def loading(context: Context) -> dict:
@@ -162,7 +165,7 @@ def exhausted_cache(context: Context) -> dict:
     logging.getLogger("qerl.engine.vllm.engine").addHandler(handler)
     completions = engine.generate(prompts, sampling, seed=3)
     stopped = sum(completion.finish_reason == "stop" for completion in completions)
-    short = _compare_some(context, prompts[:16], completions[:16])
+    short = compare(context, completions[:16], 1.0, prompts[:16])["policy"]
     tokens = sum(len(prompt) + len(c.token_ids) for prompt, c in zip(prompts, completions, strict=True))
     return {
         "cache_tokens": engine.cache_tokens,
@@ -175,37 +178,47 @@ def exhausted_cache(context: Context) -> dict:
     }
 
 
-def _compare_some(context: Context, prompts: list, completions: list) -> dict:
-    trained = policy_logprobs(context.policy, prompts, [completion.token_ids for completion in completions])
-    return mismatch([completion.logprobs for completion in completions], trained)
-
-
 def reopened(context: Context) -> dict:
     """Closed engines give their memory back, and the process can open others, as an evaluation of several bases does.
 
     The first is closed awake, the second asleep, then an opening fails half way, and the third is closed twice.
     """
-    from engine_checks import held
-
     openings, closings = [], []
     before = context.engine.generate(context.prompts[:8], context.greedy)
     for asleep in (False, True):
-        openings.append(held.report())
+        openings.append(_held())
         context.policy = None
         if asleep:
             context.engine.sleep()
         context.engine.close()
-        closings.append(held.report())
+        closings.append(_held())
         refusal = _fail_half_way(context) if asleep else ""
         context.engine = context.open()
         context.policy = context.engine.policy_model()
         after = context.engine.generate(context.prompts[:8], context.greedy)
-    openings.append(held.report())
+    openings.append(_held())
     context.policy = None
     context.engine.close()
     context.engine.close()
-    closings.append(held.report())
+    closings.append(_held())
     return {"openings": openings, "closings": closings, "refusal": refusal, "same": same(before, after)}
+
+
+def _held() -> dict:
+    """What this process and the card hold: GiB, vLLM's pool for sleep by tag, and how many of vLLM's objects live."""
+    from qerl.engine.vllm.worker import allocator
+
+    pool: Counter[str] = Counter()
+    for data in allocator().pointer_to_data.values():
+        pool[data.tag + (" asleep" if data.is_asleep else "")] += data.handle[1]
+    alive = Counter(type(thing).__name__ for thing in gc.get_objects())
+    return {
+        "used_gib": _used_gib(),
+        "allocated_gib": torch.cuda.memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.memory_reserved() / 2**30,
+        "cumem_gib": {tag: size / 2**30 for tag, size in pool.items()},
+        "alive": {name: alive[name] for name in VLLM_TYPES if alive[name]},
+    }
 
 
 def _fail_half_way(context: Context) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
+
+from scripts.bench.provenance import write
 
 Check = Callable[[Any], dict[str, Any]]
 
@@ -51,8 +52,7 @@ def run(
         if not good:
             report["failed"].append(name)
         report["seconds"][name] = round(time.monotonic() - started, 2)
-        if arguments.out:  # after each, in case that the next one hangs
-            arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    print(json.dumps(report, indent=1))
+        write(report, arguments.out)  # after each, in case that the next one hangs
+    print(write(report, arguments.out))
     print("failed:", ", ".join(report["failed"]) or "nothing", file=sys.stderr)
     sys.exit(1 if report["failed"] else 0)

@@ -9,6 +9,7 @@ import torch
 from engine_checks.compare import compare, same
 from engine_checks.context import Context
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
+from scripts.bench.watch import address
 
 ALPHA = 16.0
 
@@ -123,7 +124,7 @@ def whole_weights(context: Context) -> dict:
     dense = {name: _dense(linear).cpu() for name, linear in linears.items()}
     generator = torch.Generator().manual_seed(13)
     changed = {name: _nudged(matrix, generator) for name, matrix in dense.items()}
-    addresses = {name: _address(linear) for name, linear in linears.items()}
+    addresses = {name: address(linear) for name, linear in linears.items()}
     torch.cuda.synchronize()
     started = time.perf_counter()
     try:
@@ -133,7 +134,7 @@ def whole_weights(context: Context) -> dict:
     result = {"count": count, "expected": len(linears), "sync_s": time.perf_counter() - started}
     wanted = {name: _rounded(linear, changed[name]) for name, linear in linears.items()}
     result["different"] = [name for name in linears if not torch.equal(_dense(linears[name]).cpu(), wanted[name])]
-    result["moved"] = [name for name in linears if _address(linears[name]) != addresses[name]]
+    result["moved"] = [name for name in linears if address(linears[name]) != addresses[name]]
     completions = context.engine.generate(context.prompts, context.sampling, seed=3)
     result |= compare(context, completions, 1.0) | {"same_as_before": same(before, completions)}
     deliver(WeightsUpdate(dense), context.engine)
@@ -174,12 +175,3 @@ def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.to(linear.weight.dtype).float()
     packed = reference.quantize(matrix, torch.tensor([linear.kernel_weight.global_scale]))
     return reference.dequantize(*packed, torch.float32)
-
-
-def _address(linear: torch.nn.Linear) -> int:
-    from qerl.formats.fp8.linear import FP8Linear
-    from qerl.formats.nvfp4.kernel_layout import KernelLinear
-
-    if isinstance(linear, FP8Linear):
-        return linear.weight_codes.data_ptr()
-    return (linear.kernel_weight.words if isinstance(linear, KernelLinear) else linear.weight).data_ptr()

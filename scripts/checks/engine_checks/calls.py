@@ -1,14 +1,16 @@
-"""A call that ends when there is enough: what it leaves goes on in the next one, after a sleep, and is whole."""
+"""Calls that report completions as they end, and calls that end when there is enough."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine_checks.compare import mismatch, same
 from engine_checks.context import Context
 from qerl.engine.interface import Completion, Request, SamplingParams, Source, joined
 
+TOLD_LENGTHS = (40, 3, 24, 9)
 LENGTHS = (40, 3, 24, 9, 200, 5)
 
 
@@ -70,3 +72,59 @@ def carried_over(context: Context) -> dict:
         "score": mismatch([done[index].logprobs for index in indices], scored),
         "same_afterwards": same(plain, engine.generate(prompts[:4], SamplingParams(16), seed=1)),
     }
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def told_of_while(context: Context) -> dict:
+    """Completions reported while others are still decoded, the same call without reports, and a caller that raises."""
+    engine, prompts = context.engine, context.prompts[: len(TOLD_LENGTHS)]
+    sampling = [SamplingParams(length, temperature=0.0) for length in TOLD_LENGTHS]
+    plain = engine.generate(prompts, sampling, seed=1)
+    told: list[tuple[int, Completion, int]] = []
+    done = engine.generate(
+        prompts, sampling, seed=1, finished=lambda index, completion: told.append((index, completion, _left(engine)))
+    )
+    scored = engine.score(prompts, [completion.token_ids for completion in done])
+    raised = _raising(context, sampling)
+    return {
+        "lengths": [len(completion.token_ids) for completion in done],
+        "order": [index for index, *_ in told],
+        "left": [left for *_, left in told],
+        "told_is_returned": all(completion is done[index] for index, completion, _ in told),
+        "same": same(plain, done),
+        "score": mismatch([completion.logprobs for completion in done], scored),
+        "raising": raised,
+        "same_afterwards": same(plain, engine.generate(prompts, sampling, seed=1)),
+    }
+
+
+def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
+    """A caller that raises when the first completion has ended, and the results and scores of the next call."""
+    engine, prompts = context.engine, context.prompts[: len(sampling)]
+
+    def refuse(index: int, completion: Completion) -> None:
+        raise _RefusedError
+
+    try:
+        engine.generate(prompts, sampling, seed=1, finished=refuse)
+        raised = False
+    except _RefusedError:
+        raised = True
+    left = _left(engine)
+    told: list[int] = []
+    after = engine.generate(prompts[1:3], sampling[1:3], seed=1, finished=lambda index, completion: told.append(index))
+    scored = engine.score(prompts[1:3], [completion.token_ids for completion in after])
+    return {
+        "raised": raised,
+        "left": left,
+        "lengths_after": [len(completion.token_ids) for completion in after],
+        "told_after": told,
+        "score": mismatch([completion.logprobs for completion in after], scored),
+    }
+
+
+def _left(engine: Any) -> int:
+    return engine.llm.llm_engine.get_num_unfinished_requests()
