@@ -13,12 +13,13 @@ from qerl.base.errors import DataError, EngineError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.folder import CHECKSUMS
 from qerl.checkpoint.resolve import resolve_model
-from qerl.config.recipe import load_config
+from qerl.config.recipe import load_config, load_recipe
+from qerl.engine.options import EngineOptions
 from qerl.engine.transformers.engine import TransformersEngine
 from tests.helpers.killed import killed_in
 from tests.helpers.run_process import forked
 from tests.helpers.small_run import numbers, same_adapters, small_config
-from training.run import resume, start
+from training.run import engine_options, resume, start
 from training.run_dir.checkpoint import checkpoints, newest_checkpoint
 from training.run_dir.log import read_metrics
 
@@ -220,3 +221,17 @@ def write_loaded(out):
     from tests.helpers.preloaded import OF_A_RUN
 
     out.write_text(" ".join(OF_A_RUN))
+
+
+# --- what a recipe asks of the engine
+RECIPE = {"rollout.engine": "vllm", "model.trust_remote_code": True, "rollout.kernel": "marlin", "rollout.memory": 0.5}
+RECIPE |= {"memory.cap_gib": 24.0, "rollout.kv_cache_dtype": "fp8", "adapter.rank": 16, "run.seed": 7}
+
+
+def test_what_a_recipe_asks_of_the_engine_reaches_it():
+    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=200"]
+    config = load_recipe("dapo_7b", [f"{key}={value}" for key, value in RECIPE.items()] + lengths)
+    asked = {"engine": "vllm", "trust_remote_code": True, "kernel": "marlin", "memory": 0.5, "cap_gib": 24.0, "seed": 7}
+    asked |= {"kv_cache_dtype": "fp8", "max_context": 300, "max_rank": 16, "expert_rank": 16, "records_experts": True}
+    sequences = config.rollout.prompts_per_step * config.rollout.group_size
+    assert engine_options(config, 5) == EngineOptions(trainer_bytes=5, batch_size=sequences, **asked)

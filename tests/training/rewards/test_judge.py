@@ -173,10 +173,7 @@ def test_a_key_reaches_the_judge_and_nothing_else(tmp_path, monkeypatch, caplog)
         ({"url": "http://h/v1", "range": [1, 1]}, "it is no lowest and highest score; write [0, 10]"),
         ({"url": "http://h/v1", "scores": {"yes": "1"}}, "it gives no number for a word"),
         ({"url": "http://h/v1", "body": {"stream": True}}, "it sets what qerl sets"),
-        (
-            {"url": "http://h/v1", "body": {"extra": [{"api_key": KEY}]}},
-            "args.body.extra.0.api_key is not shown: a key",
-        ),
+        ({"url": "http://h/v1", "body": {"extra": [{"api_key": KEY}]}}, "args.body.extra.0.api_key is not shown"),
         ({"url": "http://h/v1", "body": {"user": KEY}}, "args.body.user is not shown: a key there would be written"),
         ({"url": "http://h/v1", "concurrency": 0}, "args.concurrency is 0: no request would be sent"),
         ({"url": "http://h/v1", "timeout_s": 0}, "args.timeout_s is 0: write a number of seconds above 0"),

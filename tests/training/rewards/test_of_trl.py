@@ -2,19 +2,16 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 import qerl
 from qerl.base.errors import ConfigError, RewardError
-from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import EPISODE_COLUMNS
 from qerl.base.program import given
 from qerl.config.recipe import save_config
 from qerl.config.schema import RewardConfig
-from qerl.data.grading.grade import grade_many
 from qerl.data.tasks import Example, get_task, with_grader
 from tests.helpers.small_run import small_config
 from training.rewards.rewards import build_rewards, fixed_columns
@@ -129,14 +126,6 @@ def test_what_does_not_fit_is_said(reward, rows, line, recipe, tmp_path):
 def test_rewards_that_come_with_trl(recipe, tmp_path):
     run = qerl.train(recipe, reward="trl.rewards:accuracy_reward", data=ROWS, out=tmp_path / "run", steps=1)
     assert "rewards/accuracy_reward" in run.metrics
-
-
-def test_a_grader_cannot_leave_a_completion_out(tmp_path):
-    """None leaves a reward out of a sum; whether a completion is right has to be said."""
-    (tmp_path / "grader.py").write_text("def grade(completion): return None\n")
-    task = replace(get_task("own"), grader=str(tmp_path / "grader.py"))
-    with pytest.raises(ReturnedError, match="returned None, and a grade is a number"):
-        grade_many(task, ["a"], ["b"])
 
 
 @pytest.mark.parametrize("conversational", [True, False])

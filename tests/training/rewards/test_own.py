@@ -9,16 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from qerl.base.errors import ConfigError, RewardError
+from qerl.base.errors import ConfigError, DataError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
-from qerl.data.tasks import Example, get_task
+from qerl.data.tasks import Example, get_task, with_grader
 from tests.helpers.processes import is_gone, until_gone
-from tests.helpers.small_run import small_config
+from training.preflight.checks import check_config
 from training.rewards.grading import Grader
 from training.rewards.rewards import FAILED, build_rewards, fixed_columns
-from training.run import resume, start
-from training.run_dir.log import read_metrics
 
 EXAMPLES = [Example("2+16?", "18", "a"), Example("1+2?", "3", "b")]
 FIXED = fixed_columns(get_task("gsm8k"), 100)
@@ -36,9 +34,9 @@ def build(tmp_path, *wanted):
     return build_rewards(wanted, FIXED, EXAMPLES, tmp_path / "run")
 
 
-def call(function, completions=("good", "", "fine")):
-    count = len(completions)
-    return function(list(completions), [0] * count, prompts=["p"] * count, completion_ids=[[1]] * count)
+def call(function, completions=("good", "", "fine"), row=None):
+    ids, row = [[1] * len(text) for text in completions], row or [0] * len(completions)
+    return function(list(completions), row, prompts=["p"] * len(row), completion_ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +194,47 @@ def test_a_time_limit_is_for_own_functions_only():
     assert load_recipe("tiny", ["rewards=[{name: 'x.py:f', timeout_s: 5.0}]"]).rewards[0].timeout_s == 5
 
 
-def test_a_run_whose_reward_ended_its_process_can_be_resumed(nvfp4_base, tmp_path):
-    flag = tmp_path / "flag"
-    body = f"columns['step'] == 2 and os.path.exists({str(flag)!r}) and os._exit(0)"
-    body += "; return [random.random() for _ in completions]"
-    name = own(tmp_path, body, "mine").name
-    settings = (f"rewards=[{{name: '{name}', timeout_s: 60.0}}]", "run.save_every=1")
-    whole = start(small_config(nvfp4_base, tmp_path, *settings, steps=3, out="whole"), "tiny").run_dir
-    flag.touch()
-    with pytest.raises(RewardError, match="ended its process"):
-        start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny")
-    flag.unlink()
-    run_dir = resume(tmp_path / "run").run_dir
-    rewards = [[row["reward"] for row in read_metrics(folder)] for folder in (whole, run_dir)]
-    assert rewards[0] == rewards[1]
-    assert len(rewards[0]) == 3
+# --- a grader of one's own, whose failures are those of a reward
+ROWS = [Example("a?", "a", "1", {"level": 0.5}), Example("b?", "b", "2", {"level": 1.0})]
+
+
+def graded_by(tmp_path, body, *names):
+    (tmp_path / "grader.py").write_text(f"def grade(completion, answer, level):\n    {body}\n")
+    task = with_grader(get_task("own"), str(tmp_path / "grader.py"))
+    wanted = [RewardConfig(name=name) for name in names]
+    return build_rewards(wanted, fixed_columns(task, 100), ROWS, tmp_path / "run").functions
+
+
+def test_the_rewards_that_grade_use_the_grader(tmp_path):
+    accuracy, length = graded_by(tmp_path, "return level * (answer in completion)", "accuracy", "length")
+    assert call(accuracy, ["a", "xa", "b", "x"], [0, 0, 1, 1]) == [0.5, 0.5, 1, 0]
+    assert call(length, ["a", "xa", "b", "xx"], [0, 0, 1, 1]) == [0.5, -0.5, 0.5, -0.5]
+    assert accuracy.waits
+    assert length.waits
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / (completion != 'b')", r"^grader grader.py raised ZeroDivisionError.*\(grader\.py, line 2\)"),
+        ("return 1 - 2 * (completion == 'b')", r"^grader grader.py returned -1\.0, and a grade is a number from 0"),
+    ],
+)
+def test_a_grader_that_fails_stops_the_run_with_the_completion_saved(body, message, tmp_path):
+    (accuracy,) = graded_by(tmp_path, body, "accuracy")
+    with pytest.raises(RewardError, match=message):
+        call(accuracy, ["a", "b"], [0, 1])
+    rows = json.loads((tmp_path / "run" / FAILED).read_text())["completions"]
+    assert [row["completions"] for row in rows] == ["b"]
+
+
+def test_a_run_without_answers_or_without_its_grader_is_refused_before_anything_is_loaded(tmp_path):
+    task = get_task("own")
+    with pytest.raises(DataError, match="2 of 2 rows have no answer"):
+        build_rewards([RewardConfig(name="accuracy")], fixed_columns(task, 9), [Example("a", "", "1")] * 2, tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    given = {"task": "own", "data": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(ConfigError, match=r"grader file 'no\.py' does not exist here"):
+        check_config(load_recipe("tiny", **given, grader="no.py"))
+    with pytest.raises(DataError, match=r"task own has no such rows of its own: pass yours with --data FILE"):
+        check_config(load_recipe("tiny", task="own"))

@@ -141,10 +141,8 @@ def test_a_function_of_the_user_gets_the_columns_it_names(tmp_path):
     (function,), logged = build(tmp_path, reward).functions, {}
     assert function.__name__ == "reward"
     columns = {"prompts": ["p", "p"], "completion_ids": [[1], [1]], "row": [0, 1], "step": 7}
-    expected = [7 + 10 + 3 + 1, 7 + 10 + 0 + 0]
-    assert (
-        function(["18", "x"], **columns) == function(["18", "x"], log_metric=logged.__setitem__, **columns) == expected
-    )
+    values = function(["18", "x"], **columns)
+    assert values == [7 + 10 + 3 + 1, 7 + 10 + 0 + 0] == function(["18", "x"], **columns, log_metric=logged.__setitem__)
     assert logged == {"count": 2}
 
 
@@ -260,16 +258,8 @@ ALL = ["good", "", "fine"]
         ("return (1 / len(c) for c in completions)", "raised ZeroDivisionError", [""]),
         ("return [float('nan') if not c else 1.0 for c in completions]", "returned nan", [""]),
         ("return ['1' for c in completions]", "returned '1'", ["good"]),
-        (
-            "return [10**400 if not c else 1.0 for c in completions]",
-            r"returned 10+\.\.\.0+, which is not a finite",
-            [""],
-        ),
-        (
-            "return [1e30 if not c else 1.0 for c in completions]",
-            r"returned 1e\+30, which is not a finite number",
-            [""],
-        ),
+        ("return [10**400 if not c else 1.0 for c in completions]", r"returned 10+\.\.\.0+, which is not", [""]),
+        ("return [1e30 if not c else 1.0 for c in completions]", r"returned 1e\+30, which is not a finite", [""]),
         (r"raise ValueError('half \ud800')", "raised ValueError: half", ["good"]),
         ("columns['log_metric']('length', 'long')", "raised ValueError: could not convert", ["good"]),
         ("completions.clear(); columns['row'].clear()", "returned None for 3", ALL),

@@ -1,7 +1,6 @@
 """Checkpoints on disks that are full or have lost data: which one is found, and what a full disk costs."""
 
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -19,32 +18,14 @@ from training.run_dir.checkpoint import FILES, checkpoint_step, checkpoints, new
 from training.run_dir.log import RunLog, read_metrics
 
 
-@pytest.fixture(scope="module")
-def finished(nvfp4_base, tmp_path_factory):
-    """A run of 6 steps with the checkpoints 2, 4 and 6, whose files the group may read and nobody else."""
-    folder = tmp_path_factory.mktemp("finished")
-    before = os.umask(0o027)
-    try:
-        return start(small_config(nvfp4_base, folder, "run.keep_checkpoints=3"), "tiny").run_dir
-    finally:
-        os.umask(before)
-
-
 def bytes_of(run_dir):
     """Of its last checkpoint."""
     return sum(file.stat().st_size for file in (run_dir / "checkpoints" / "step-000006").iterdir())
 
 
 @pytest.fixture
-def copy(finished, tmp_path):
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def test_each_file_of_a_run_has_the_mode_of_the_umask(finished):
-    paths = list(finished.rglob("*"))
-    assert len(paths) > 30
-    wrong = [path for path in paths if path.stat().st_mode & 0o777 != (0o750 if path.is_dir() else 0o640)]
-    assert [path.relative_to(finished).as_posix() for path in wrong] == []
+def copy(whole_run, tmp_path):
+    return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
 def cut(path):
@@ -85,16 +66,16 @@ def test_damage_is_found_and_named(copy, caplog, case):
 
 def test_checkpoints_are_ordered_by_their_step_and_other_folders_left_alone(copy):
     for name in ("step-000006.bak", "step-best", ".step-000008.partial", "step-1000000", "step-999999"):
-        shutil.copytree(copy / "checkpoints" / "step-000002", copy / "checkpoints" / name)
-    assert [checkpoint_step(path) for path in checkpoints(copy)] == [2, 4, 6, 999_999, 1_000_000]
+        shutil.copytree(copy / "checkpoints" / "step-000004", copy / "checkpoints" / name)
+    assert [checkpoint_step(path) for path in checkpoints(copy)] == [4, 6, 999_999, 1_000_000]
     assert newest_checkpoint(copy).name == "step-1000000"
 
 
-def test_without_a_good_checkpoint_the_run_begins_again(copy, finished):
+def test_without_a_good_checkpoint_the_run_begins_again(copy, whole_run):
     for path in checkpoints(copy):
         cut(path / "adapter_model.safetensors")
     shutil.rmtree(copy / "adapter")
-    assert numbers(resume(copy).run_dir) == numbers(finished)
+    assert numbers(resume(copy).run_dir) == numbers(whole_run)
 
 
 @contextmanager
@@ -108,9 +89,9 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(finished, nvfp4_base, tmp_path, monkeypatch):
+def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(whole_run, nvfp4_base, tmp_path, monkeypatch):
     """Half of the adapter fits. What torch says of half of an optimizer's state is below."""
-    size = (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size // 2
+    size = (whole_run / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size // 2
     until_it_failed, save = ExitStack(), AdapterPolicy.save
 
     def limited(policy, folder):
@@ -124,7 +105,7 @@ def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(finished, nvfp
             start(small_config(nvfp4_base, tmp_path), "tiny")
     run_dir = tmp_path / "run"
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000002"]
-    assert numbers(resume(run_dir).run_dir) == numbers(finished)
+    assert numbers(resume(run_dir).run_dir) == numbers(whole_run)
 
 
 def test_metrics_that_cannot_be_written_give_one_line(tmp_path):
@@ -157,20 +138,20 @@ def small_disk(folder, size):
 
 
 @needs_a_disk
-def test_a_full_disk_costs_no_step_while_an_older_checkpoint_can_be_deleted(finished, nvfp4_base, tmp_path, caplog):
+def test_a_full_disk_costs_no_step_while_an_older_checkpoint_can_be_deleted(whole_run, nvfp4_base, tmp_path, caplog):
     """A real disk with room for two and a half checkpoints, for a run that would keep three."""
-    used = bytes_of(finished)
+    used = bytes_of(whole_run)
     with small_disk(tmp_path, int(2.5 * used) + 100_000) as disk:
         result = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3", out=disk / "run"), "tiny")
         assert "step-000002 deleted to make room" in caplog.text
         assert [checkpoint_step(path) for path in checkpoints(result.run_dir)] == [4, 6]
-        assert numbers(result.run_dir) == numbers(finished)
+        assert numbers(result.run_dir) == numbers(whole_run)
     assert not (tmp_path / "run").exists()  # nothing was written to another disk
 
 
 @needs_a_disk
-def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_written(finished, nvfp4_base, tmp_path):
-    used = bytes_of(finished)
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_written(whole_run, nvfp4_base, tmp_path):
+    used = bytes_of(whole_run)
     with small_disk(tmp_path, int(0.3 * used)) as disk:
         config = small_config(nvfp4_base, tmp_path, out=disk / "run")
         with pytest.raises(CheckpointError, match=r"takes [\d.]+ MiB, and the disk of .* has [\d.]+ MiB left: free"):

@@ -55,14 +55,6 @@ def test_a_terminal_shows_the_phase_the_numbers_and_completions(tmp_path):
     assert re.search(r"accuracy 1 .* so 2", text)
 
 
-def test_there_is_no_display_if_the_terminal_cannot_redraw(tmp_path):
-    dumb = Console(file=io.StringIO(), force_terminal=True, width=140, _environ={"TERM": "dumb"})
-    with RunLog(tmp_path, 5, dumb) as log:
-        log.phase("grading")
-        log.write_step(3, ROW)
-    assert dumb.file.getvalue() == "step 3/5  reward 0.250  sigma 1.0e-02  s/step 4.0\n"
-
-
 def test_a_long_completion_keeps_its_end():
     table = completions_table(1, [{"prompt": "p", "completion": "a" * 999 + "42", "rewards": {}}] * 9)
     assert table.row_count == 3

@@ -25,18 +25,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 REPORTS = ("logging.report_to=[wandb, trackio, tensorboard]", "logging.completions_every=1", "noise.enabled=false")
 
 
-@pytest.fixture
-def no_key(monkeypatch, tmp_path):
-    """wandb without a key, in a home and a folder of its own."""
+@installed
+def test_wandb_without_a_key_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch):
+    import wandb
+
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
     monkeypatch.chdir(tmp_path)
-    if importlib.util.find_spec("wandb"):
-        import wandb
-
-        wandb.teardown()  # it reads its environment once
+    wandb.teardown()  # it reads its environment once
+    with pytest.raises(ConfigError, match=r"wandb, which has no key here: run `wandb login`, set WANDB_API_KEY, or"):
+        check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
+    host = wandb.setup().settings.base_url.removeprefix("https://")
+    (tmp_path / "netrc").write_text(f"machine {host} login user password {40 * 'a'}\n")
+    check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +101,6 @@ def test_trackio_has_the_metrics_the_recipe_and_completions(reported):
 
 
 @installed
-def test_wandb_without_a_key_is_one_line_before_anything_is_loaded(no_key, tmp_path):
-    with pytest.raises(ConfigError, match=r"wandb, which has no key here: run `wandb login`, set WANDB_API_KEY, or"):
-        check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
-    import wandb
-
-    host = wandb.setup().settings.base_url.removeprefix("https://")
-    (tmp_path / "netrc").write_text(f"machine {host} login user password {40 * 'a'}\n")
-    check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
-
-
-@installed
 def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_blocks_the_next_try(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise OSError("no network\nat all")
@@ -137,9 +129,7 @@ def test_tables_are_bounded_and_have_the_rewards_of_all_sources_as_columns():
 
 
 def test_the_recipe_goes_there_without_secrets():
-    args = (
-        "{api_key: abcdef, deep: {password: p, n: 3, list: ['Bearer xyz', plain]}, max_tokens: 5, token_env: '${KEY}'}"
-    )
+    args = "{api_key: abc, deep: {password: p, n: 3, list: ['Bearer xyz', plain]}, max_tokens: 5, token_env: '${KEY}'}"
     recipe = load_recipe("tiny", [f"rewards=[{{name: 'a.py:f', args: {args}}}, {{name: accuracy}}]"])
     shown = without_secrets(recipe.model_dump(mode="json"))
     assert shown["rewards"][0]["args"] == {
