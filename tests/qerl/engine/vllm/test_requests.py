@@ -223,6 +223,17 @@ def opened(monkeypatch, tmp_path):
     return SimpleNamespace(llm=llm, engine=opened_engine(monkeypatch, tmp_path, llm, model), model=model, seeds=seeds)
 
 
+def test_many_requests_go_to_vllm_in_parts_and_those_that_wait_are_not_lost_when_a_call_ends(monkeypatch, opened):
+    monkeypatch.setattr(requests, "AT_ONCE", 2)
+    llm, ended = opened.llm, []
+    asked = [[1], [5], [1], [2], [1]]
+    assert run(llm, asked, lambda index, length: ended.append((index, llm.count))) == [1, 5, 1, 2, 1]
+    assert ended[0] == (0, 2)  # when the first ends vLLM has two requests
+    given = [[(index, [9, 5], None) for index in range(5)], [], None]
+    left = serve(llm, lambda idle: given.pop(0), lambda done: None)
+    assert {index: len(part.token_ids) for index, part in left.items()} == {0: 2, 1: 2, 2: 1, 3: 1, 4: 0}
+
+
 def test_the_engine_reports_each_completion_that_it_returns_and_scores_as_before(opened, monkeypatch):
     """It reports the very object that it returns, made once from vLLM's output."""
     made, told, engine = [], [], opened.engine
