@@ -67,6 +67,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
     parser.add_argument("--no-replay", action="store_true", help="do not record which experts are chosen (qerl)")
+    parser.add_argument("--decode-steps", type=int, help="at most so many per call of vLLM's scheduler (qerl)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8: with scale 1, which is as fast as any (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -228,6 +229,10 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
+    if arguments.decode_steps:
+        from qerl.engine.vllm.multi_step import allow_steps_
+
+        allow_steps_(engine.llm, arguments.decode_steps)
     if options.kv_cache_dtype == "fp8":
         engine.set_kv_scales({layer: KVScales(1.0, 1.0, 1.0) for layer in range(read_sizes(arguments.model).layers)})
     if arguments.rank:
