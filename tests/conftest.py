@@ -12,40 +12,13 @@ import torch
 from tests.helpers.bases import write_base
 from tests.helpers.card import skip_without_card
 
-SLOW = (  # files that begin first, the slowest of all before the others, so that no process is left alone at the end
-    "test_ranks.py",
-    "test_shards.py",
-    "test_run.py",
-    "test_docs.py",
-    "test_stop.py",
-    "test_cli.py",
-    "test_sft_run.py",
-    "test_errors_table.py",
-    "test_telemetry.py",
-    "test_devices.py",
-    "test_fuzz.py",
-    "test_parallel.py",
-    "test_prolong.py",
-    "test_sources.py",
-    "test_killed_anywhere.py",
-    "test_calibrated.py",
-    "test_sandbox.py",
-    "test_validation_run.py",
-    "test_merge.py",
-    "test_dynamic_sampling_run.py",
-    "test_own.py",
-    "test_grading.py",
-    "test_episodes_run.py",
-    "test_distillation.py",
-    "test_carry_over.py",
-    "test_metrics_page.py",
-    "test_experts_run.py",
-    "test_experts_path.py",
-    "test_checkpoint.py",
-    "test_next_step.py",
-    "test_notebook.py",
-    "test_python_page.py",
-)
+# files that begin first, the slowest of all before the others, so that no process is left alone at the end
+SLOW = [
+    *("test_ranks.py", "test_portable.py", "test_trial_adapter.py", "test_adapter_start.py", "test_qat.py"),
+    *("test_run.py", "test_docs.py", "test_one_pass.py", "test_cli.py", "test_episodes_run.py", "test_carry_over.py"),
+    *("test_merge.py", "test_telemetry.py", "test_devices.py", "test_fuzz.py", "test_parallel.py", "test_grading.py"),
+    *("test_notebook.py", "test_python_page.py", "test_errors_table.py", "test_next_step.py", "test_episodes.py"),
+]
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -216,24 +216,6 @@ def test_nobody_asks_which_format_it_is():
     assert found == set()
 
 
-def test_questions_about_formats_are_found():
-    asked = """
-isinstance(linear, FP8Linear)
-isinstance(linear, (nn.Linear, linears.NVFP4Linear))
-source.format.name == to.name
-to.name != formats.NVFP4.name
-source.format == to
-isinstance(linear, PackedLinear)
-"""
-    found = list(questions_about_formats(ast.walk(ast.parse(asked))))
-    assert sorted(found) == sorted(asked.strip().splitlines()[:4])
-
-
-def test_the_search_for_names_finds_them():
-    module = ast.parse('"""nvfp4"""\nif kind == "nvfp4":\n    say(f"write {x}, bf16", help="nvfp4 or bf16")')
-    assert strings(list(ast.walk(module))) == ["nvfp4", "write ", ", bf16"]
-
-
 def test_a_recipe_does_not_travel():
     """Below training, parts take the values that they need, type imports included."""
     knowing = ("training/", "qerl/config/", "qerl/api/", "qerl/cli/")

@@ -102,18 +102,6 @@ def test_each_recording_is_shown_on_a_page():
     assert shown == {path.stem for path in RECORDINGS}
 
 
-def test_normalised_takes_the_folder_and_the_speed_and_keeps_a_border():
-    normalised = script("record_docs").normalised
-    given = "│ made │ /tmp/x/runs/a │\n│ time │ 12.5 s        │\nstep 1  s/step 1.25\n  seconds    2.1   10\n  3 tokens"
-    assert normalised(given, Path("/tmp/x")).split("\n") == [
-        "│ made │ runs/a        │",
-        "│ time │ N s           │",
-        "step 1  s/step N",
-        "  seconds      N    N",
-        "  3 tokens",
-    ]
-
-
 def test_each_heading_of_troubleshooting_is_a_part_of_an_error():
     errors = script("docs_errors")
     texts = [message.text for message in errors.messages()]
@@ -192,14 +180,9 @@ def test_each_algorithm_on_the_page_of_the_loss_is_a_recipe():
         load_recipe("tiny", [f"{key}={value}" for key, value in keys])
 
 
-def test_the_readme_is_short():
-    """Code, tables and their marks counted."""
-    assert len(README.read_text(encoding="utf-8").split()) <= WORDS
-
-
-def test_a_manual_is_short():
-    """Code, tables and their marks counted."""
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("*.md")}
+def test_the_readme_and_manuals_are_short():
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (README, *DOCS.glob("*.md"))}
+    assert words.pop("README.md") <= WORDS
     assert {name: count for name, count in words.items() if count > MANUAL and name not in REFERENCES} == {}
 
 
@@ -306,7 +289,6 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
     assert "noise.sigma_start" in (tmp_path / "recipe-keys.html").read_text(encoding="utf-8")
     check_commands((tmp_path / "commands.html").read_text(encoding="utf-8"))
     check_copies((tmp_path / "quickstart.html").read_text(encoding="utf-8"))
-    check_phone(tmp_path)
 
 
 def check_commands(page):
@@ -329,14 +311,3 @@ def check_copies(page):
     assert "qerl train --recipe tiny --steps 12 --set run.save_every=6 --out runs/demo" in copied
     assert any("step 12/12" in text for text in printed)
     assert not any(re.search(r"^\$ |step 12/12|[│┃]", text, re.MULTILINE) for text in copied)
-
-
-def check_phone(site):
-    """On a narrow screen each key is a block of its own, and each page leads to its neighbours."""
-    keys, styles = ((site / name).read_text(encoding="utf-8") for name in ("recipe-keys.html", "extra.css"))
-    assert keys.count('<div class="keys">') == len({row.key.split(".")[0] for row in describe_config()})
-    narrow = styles.partition("@media screen and (max-width")[2]
-    assert re.search(r"\.keys td:not\(\[class\]\) \{[^}]*display: block", narrow)
-    assert 'name="viewport" content="width=device-width' in keys
-    assert "md-footer__link--prev" in keys
-    assert "md-footer__link--next" in keys

@@ -15,26 +15,14 @@ from qerl.checkpoint.output import list_files
 from qerl.config.recipe import load_recipe, save_config
 from tests.helpers.bases import write_base
 from tests.helpers.eval_factory import make_adapter
-from tests.helpers.fuzz import KINDS, damage
-from tests.helpers.report_factory import ROWS, full_run, sample
+from tests.helpers.fuzz import FILES, KINDS, damage
+from tests.helpers.report_factory import ROWS, full_run, sample, write_evaluation
 from tests.helpers.row_files import write
 from tests.helpers.run_process import forked
 
 pytestmark = pytest.mark.timeout(36000)
 COUNT = int(os.environ.get("QERL_TEST_MUTATIONS", "2"))
 SEED = os.environ.get("QERL_TEST_SEED", "0")
-IDENTITY = {"task": "arith", "questions": 4, "data": "d", "samples": 1, "temperature": 0, "top_p": 1, "seed": 0}
-
-
-def write_evaluation(folder):
-    folder.mkdir(parents=True)
-    shares = {"accuracy": {"value": 0.5, "low": 0.1, "high": 0.9}, "truncated_share": 0.0, "no_answer_share": 0.0}
-    result = {"task": "arith", "model": "tiny", "samples": 1, "completions": 4, "questions": 4, **shares}
-    (folder / "result.json").write_text(json.dumps(result | {"identity": IDENTITY}))
-    (folder / "settings.json").write_text(json.dumps({"identity": {"task": "arith"}, "engine": {"kernel": "x"}}))
-    row = {"sample": 0, "question": "3+4?", "answer": "7", "completion": "#### 7", "truncated": False, "correct": True}
-    rows = [{**row, "row": number, "id": str(number)} for number in range(4)]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,9 @@ def write_corpus(folder):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (run / "warnings.jsonl").write_text(json.dumps({"step": 3, "kind": "no_variance", "text": "all alike"}) + "\n")
     for name in ("before", "after"):
-        write_evaluation(run / "eval" / name)
+        folder_of_it = write_evaluation(run / "eval" / name, [True] * 4)
+        settings = {"identity": {"task": "arith"}, "engine": {"kernel": "x"}}
+        (folder_of_it / "settings.json").write_text(json.dumps(settings))
     checkpoint = make_adapter(run / "checkpoints" / "step-000004", base, random_b=True)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (checkpoint / name).write_bytes(b"state")
@@ -65,9 +55,8 @@ def write_corpus(folder):
     list_files(folder / "written")
     (folder / "data").mkdir()
     rows = [{"question": f"What is {n}+1?", "answer": str(n + 1), "completion": f"#### {n}"} for n in range(5)]
-    for kind in KINDS:
-        if kind.startswith("rows in "):
-            write(folder / "data" / kind.removeprefix("rows in "), rows)
+    for name in FILES["rows"][2].split():
+        write(folder / "data" / name, rows)
     return folder
 
 

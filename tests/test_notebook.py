@@ -1,4 +1,4 @@
-"""The notebook, its cells run as they stand from top to bottom, with fewer steps, rows and questions."""
+"""The notebook, its cells run as they stand from top to bottom, on fewer steps and questions and a rounded base."""
 
 import ast
 import json
@@ -8,6 +8,7 @@ import pytest
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "first_run.ipynb"
 FEWER = {
+    "quantize(MODEL, ": "quantize(MODEL, method='rtn', calibration='none', ",
     "STEPS, QUESTIONS = 30, 100": "STEPS, QUESTIONS = 1, 2",
     '"run.steps": STEPS,': '"run.steps": STEPS, "data.limit": 24,',
 }

@@ -78,7 +78,6 @@ def strange_privates(module, all_members):
 
 
 def test_no_module_uses_private_names_of_another():
-    """Nor do tests, which ask what the public ones do."""
     all_members = set().union(*(members(nodes(path)) for path in SOURCES))
     found = {name_of(path): strange_privates(nodes(path), all_members) for path in SOURCES}
     assert {name: uses for name, uses in found.items() if uses} == {}
@@ -88,9 +87,7 @@ def test_no_module_uses_private_names_of_another():
     ("source", "found"),
     [
         ("from qerl.plan.plan import _trainer", ["1: import of _trainer"]),
-        ("from . import _hidden", ["1: import of _hidden"]),
         ("from qerl.plan import plan\nplan._trainer()", ["2: plan._trainer"]),
-        ("import qerl.plan.plan\nqerl.plan.plan._trainer()", ["2: qerl.plan.plan._trainer"]),
         ("def f(engine):\n    return engine._llm", ["2: engine._llm"]),
         ("def test(patch):\n    patch.setattr(Engine, '_llm', None)", ["2: Engine._llm"]),
         ("from qerl.plan import plan\ndef test(patch):\n    patch.setattr(plan, '_f', 0)", ["3: plan._f"]),
@@ -98,8 +95,6 @@ def test_no_module_uses_private_names_of_another():
         ("import torch\ndef test(patch):\n    patch.setattr(torch, '_f', 0)", []),
         ("class Engine:\n    def f(self):\n        return self._llm", []),
         ("class Value:\n    _llm: int\n    def __eq__(self, other):\n        return self._llm == other._llm", []),
-        ("import os\nos._exit(0)", []),
-        ("from torch import _C", []),
     ],
 )
 def test_what_counts_as_private_to_another(source, found):

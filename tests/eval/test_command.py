@@ -1,6 +1,7 @@
 """The options of evaluation: equal for both commands, quick to import, and with one line for each mistake."""
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,12 +16,6 @@ from qerl.cli.evaluate import evaluate, main, task_app
 from qerl.cli.options import command_of
 
 TASKS = ("gsm8k", "math500", "amc23", "aime24", "aime25", "arith")
-
-
-def run_module(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=240
-    )
 
 
 def help_of(app, *arguments):
@@ -41,10 +36,12 @@ def test_help_needs_no_torch():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_each_task_has_its_module(task):
-    done = run_module(f"eval.{task}", "--help", cwd=None)
-    assert done.returncode == 0
-    assert f"Usage: python -m eval.{task}" in done.stdout
+def test_each_task_has_its_module(task, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"eval/{task}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"eval.{task}", run_name="__main__")
+    assert ended.value.code == 0
+    assert f"Usage: python -m eval.{task}" in capsys.readouterr().out
 
 
 def test_both_commands_have_the_same_options():
@@ -61,10 +58,8 @@ def test_both_commands_have_the_same_options():
     ("arguments", "message"),
     [
         (["--load", "int4"], "'int4' is not one of"),
-        (["--engine", "tgi"], "'tgi' is not one of"),
         (["--limit", "0"], "--limit 0 is not possible: write 1 or more"),
         (["--samples", "0"], "--samples 0 is not possible: write 1 or more"),
-        (["--batch-size", "-1"], "--batch-size -1 is not possible: write 1 or more"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 is not possible: write 1 or more"),
         (["--seed", "-1"], "--seed -1 is not possible: write 0 or more"),
         (["--temperature", "-0.5"], "--temperature -0.5 is not possible: write 0 (greedy)"),
@@ -77,11 +72,8 @@ def test_both_commands_have_the_same_options():
         (["--sampled", "--temperature", "0"], "contradict each other"),
         (["--sampled", "--samples", "2", "--pass-k", "4"], "--pass-k 4 needs 1 to --samples (2)"),
         (["--sampled", "--samples", "2", "--pass-k", "1,x"], "--pass-k '1,x' is not a list of numbers"),
-        (["--columns", "question"], "--columns 'question' is not of the form"),
         (["--prompt-template", "Solve it."], "has no {question}"),
-        (["--model", "no/such/folder"], "no/such/folder"),
         ([], "no --model was given"),
-        (["--modle", "x"], "--model"),
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
@@ -112,10 +104,7 @@ def test_sampled_sets_the_values_that_are_not_given(given, temperature, top_p):
     assert replace(settings, limit=None) == settings
 
 
-def test_the_numbers_of_pass_k_are_parsed():
-    assert parse_pass_k("8,1, 4,1") == (1, 4, 8)
-
-
 def test_settings_refuse_values_that_the_command_line_cannot_express():
+    assert parse_pass_k("8,1, 4,1") == (1, 4, 8)
     with pytest.raises(ConfigError, match="--load 'int4' is not known: write auto, nvfp4, fp8_block, bf16"):
         EvalSettings(task="gsm8k", load="int4")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 
 import numpy as np
 import pytest
@@ -43,19 +42,12 @@ def test_the_sign_test_counts_outcomes(wins):
     assert sign_test(wins, 6 - wins) == pytest.approx(sum(outcomes) / 64)
 
 
-def test_without_a_discordant_pair_there_is_no_verdict():
-    assert sign_test(0, 0) == 1
-    assert mcnemar([1, 0], [1, 0]).verdict == "cannot tell"
-
-
-def test_newcombe_gives_the_published_interval():
-    """Newcombe 1998, table II: 36, 12, 2, 0 with method 10."""
-    assert newcombe(36, 12, 2, 0) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
-
-
-def test_newcombe_corrects_for_continuity_where_the_pairs_agree():
-    """Newcombe 1998, table II: 20, 12, 2, 16, where phi is (20 * 16 - 12 * 2 - 25) / sqrt(32 * 18 * 22 * 28)."""
-    assert newcombe(20, 12, 2, 16) == (pytest.approx(0.0562, abs=5e-5), pytest.approx(0.3290, abs=3e-4))
+@pytest.mark.parametrize(
+    ("counts", "low", "high"), [((36, 12, 2, 0), 0.0569, 0.3404), ((20, 12, 2, 16), 0.0562, 0.3290)]
+)
+def test_newcombe_gives_the_published_interval(counts, low, high):
+    """Newcombe 1998, table II, method 10; phi in row 2: (20 * 16 - 12 * 2 - 25) / sqrt(32 * 18 * 22 * 28)."""
+    assert newcombe(*counts) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=3e-4))
 
 
 @pytest.mark.parametrize(
@@ -84,21 +76,6 @@ def test_the_direction_is_second_minus_first():
     assert (better.difference, better.verdict, worse.difference, worse.verdict) == (0.25, "better", -0.25, "worse")
     assert 0 < better.low < 0.25 < better.high
     assert (better.low, better.high) == (pytest.approx(-worse.high), pytest.approx(-worse.low))
-
-
-def test_the_interval_of_differences_is_the_normal_one_where_that_is_valid():
-    rng = random.Random(0)
-    first = [rng.randint(0, 8) / 8 for _ in range(1319)]
-    second = [rng.randint(0, 8) / 8 for _ in range(1319)]
-    found = sign_flips(first, second)
-    values = [b - a for a, b in zip(first, second, strict=True)]
-    mean = sum(values) / 1319
-    error = (sum((value - mean) ** 2 for value in values) / 1318 / 1319) ** 0.5
-    assert found.difference == pytest.approx(mean)
-    assert (found.low, found.high) == (
-        pytest.approx(mean - 1.96 * error, abs=0.2 * error),
-        pytest.approx(mean + 1.96 * error, abs=0.2 * error),
-    )
 
 
 def test_the_interval_of_equal_results_has_a_width():
@@ -144,16 +121,6 @@ def test_sign_flips_on_few_questions_are_counted():
     assert sign_flips([0.0] * 5, [0.5] * 5).verdict == "cannot tell"  # 2/32 is above 0.05
 
 
-def test_equal_models_are_told_apart_in_at_most_one_of_twenty_cases():
-    rng = random.Random(1)
-    told = 0
-    for _ in range(400):
-        difficulty = [rng.random() for _ in range(60)]
-        first, second = ([float(rng.random() < d) for d in difficulty] for _ in range(2))
-        told += mcnemar(first, second).verdict != "cannot tell"
-    assert told / 400 < 0.06
-
-
 def test_folders_are_compared_and_the_command_prints_the_result(tmp_path):
     first = write(tmp_path / "a", ["."] * 10 + ["x"] * 30)
     second = write(tmp_path / "b", ["x"] * 40, seed=1)
@@ -179,11 +146,7 @@ def test_several_samples_per_question_are_resampled_by_question(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "math500"}, "task gsm8k, now math500"),
-        ({"data": "other"}, "data d, now other"),
         ({"max_new_tokens": 9}, "max_new_tokens 8, now 9"),
-        ({"temperature": 0.6}, "temperature 0, now 0.6"),
-        ({"top_p": 0.9}, "top_p 1.0, now 0.9"),
         *(({name: "other"}, f"{name} .*, now other") for name in SAME if name not in ("questions", "samples")),
     ],
 )
@@ -205,7 +168,6 @@ def test_an_unfinished_evaluation_is_refused(tmp_path):
 
 
 def test_a_path_that_holds_no_evaluation_is_named_with_what_is_there(tmp_path):
-    """The path is a run instead of one of its evaluations, or has a typing error."""
     first = write(tmp_path / "gsm8k-1a2b", ["x"] * 4)
     assert compare(first, first).questions == compare(first / "result.json", first).questions == 4
     (tmp_path / "run" / "eval").mkdir(parents=True)

@@ -41,16 +41,6 @@ def test_one_of_the_user_s_own_has_to_be_named_and_then_keeps_its_settings(run_w
     assert (named.max_turns, named.args) == (3, {"top": 9})
 
 
-def test_tools_of_the_user_s_own_have_to_be_named_too(run_with):
-    trained = run_with("{tools: ['tools.py:population', calculator]}")
-    with pytest.raises(ConfigError, match=r"add --tools tools\.py:population,calculator, or"):
-        find_environment(EvalSettings("arith"), trained)
-    assert find_environment(EvalSettings("arith", tools=("tools.py:population", "calculator")), trained).tools == (
-        "tools.py:population",
-        "calculator",
-    )
-
-
 def test_a_model_that_is_no_run_has_the_environment_that_is_named():
     assert find_environment(EvalSettings("arith"), None) is None
     assert find_environment(EvalSettings("arith", environment="http://localhost:1"), None).name == "http://localhost:1"

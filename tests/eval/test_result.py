@@ -85,11 +85,6 @@ def test_tokens_add_up_and_the_seconds_of_a_batch_count_once():
     assert (summary.prompt_tokens, summary.completion_tokens, summary.seconds) == (40, 24, 2.5)
 
 
-def test_order_of_the_rows_does_not_matter():
-    crafted = rows("xx..", ".x..", "xxxx")
-    assert summarize(crafted[::-1], (1, 3)) == summarize(crafted, (1, 3))
-
-
 def test_uneven_samples_are_refused():
     with pytest.raises(ValueError, match=r"questions with \[1, 2\] samples"):
         summarize(rows("xx", "x"))

@@ -36,19 +36,10 @@ def make_checkpoint(folder, layout="qwen2", layers=2, dtype="bfloat16", max_shar
     import transformers
 
     defaults = {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": layout == "qwen3",
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        **EXPERTS.get(layout, {}),
-    }
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+        "tie_word_embeddings": layout == "qwen3", "eos_token_id": 2, "pad_token_id": 0, **EXPERTS.get(layout, {}),
+    }  # fmt: skip
     settings = getattr(transformers, f"{CLASSES.get(layout, layout.capitalize())}Config")(**{**defaults, **config})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))

@@ -30,13 +30,9 @@ def random_factors(kind, dtype=torch.float32, scale=0.3, rank=RANK):
     """Factors that the experts share on the outside ("shared"), or that each has ("per_expert"); None for "none"."""
     shapes = {
         "shared": ((rank, HIDDEN), (EXPERTS, 2 * WIDTH, rank), (EXPERTS, rank, WIDTH), (HIDDEN, rank)),
-        "per_expert": (
-            (EXPERTS, rank, HIDDEN),
-            (EXPERTS, 2 * WIDTH, rank),
-            (EXPERTS, rank, WIDTH),
-            (EXPERTS, HIDDEN, rank),
-        ),
-    }
+        "per_expert": ((EXPERTS, rank, HIDDEN), (EXPERTS, 2 * WIDTH, rank), (EXPERTS, rank, WIDTH),
+            (EXPERTS, HIDDEN, rank)),
+    }  # fmt: skip
     if kind == "none":
         return None
     return ExpertFactors(*((scale * torch.randn(shape, dtype=dtype)).requires_grad_() for shape in shapes[kind]), 0.7)

@@ -58,6 +58,26 @@ def shown(run, *compared):
         curves([found]).savefig(run / "curves.png")
 
 
+def continued(place):
+    """What `qerl eval` reads of an evaluation that it continues."""
+    from eval.result import open_store, read_settings
+
+    read_settings(place)
+    with open_store(place, {"task": "arith"}, False) as store:
+        store.resume([[(0, 0), (1, 0)], [(2, 0), (3, 0)]])
+
+
+def of_tokenizer(model):
+    from transformers import PreTrainedConfig
+
+    from qerl.checkpoint.load import end_token_ids, load_tokenizer
+    from qerl.data.tasks import render_prompt
+
+    tokenizer = load_tokenizer(model)
+    end_token_ids(model, PreTrainedConfig(), tokenizer)
+    render_prompt(tokenizer, [{"role": "system", "content": "a"}, {"role": "user", "content": "3+4?"}])
+
+
 def read_model(folder):
     from qerl.checkpoint.load import load_model
     from qerl.checkpoint.source import read_source
@@ -71,17 +91,7 @@ def read_model(folder):
 
 
 def read_tokenizer(folder):
-    from transformers import PreTrainedConfig
-
-    from qerl.checkpoint.load import end_token_ids, load_tokenizer
-    from qerl.data.tasks import render_prompt
-
-    def all_of_it():
-        tokenizer = load_tokenizer(folder / "model")
-        end_token_ids(folder / "model", PreTrainedConfig(), tokenizer)
-        render_prompt(tokenizer, [{"role": "system", "content": "a"}, {"role": "user", "content": "3+4?"}])
-
-    yield all_of_it
+    yield lambda: of_tokenizer(folder / "model")
 
 
 def read_recipe(folder):
@@ -91,8 +101,6 @@ def read_recipe(folder):
 
 
 def read_run(folder):
-    from qerl.checkpoint.adapter import read_fitting_adapter
-    from qerl.checkpoint.resolve import resolve_model
     from qerl.config.recipe import load_config
     from training.preflight.checks import check_resumed
     from training.run_dir.folder import read_about
@@ -100,34 +108,26 @@ def read_run(folder):
 
     run = folder / "run"
     yield lambda: command("compare", run / "eval" / "before", run / "eval" / "after")
-    yield lambda: resolve_model(str(run))
-    yield lambda: read_fitting_adapter(resolve_model(str(run)).adapter, str(folder / "model"))
+    yield from read_adapter(folder, run)
     yield lambda: (load_config(run / "config.yaml"), read_about(run), check_resumed(run))
     yield lambda: shown(run)
     yield lambda: RunLog(run, 5).start_at(3)
 
 
 def read_evaluation(folder):
-    from eval.result import open_store, read_settings
-
-    place = folder / "run" / "eval" / "after"
-
-    def continued():
-        read_settings(place)
-        with open_store(place, {"task": "arith"}, False) as store:
-            store.resume([[(0, 0), (1, 0)], [(2, 0), (3, 0)]])
-
-    yield continued
-    yield lambda: shown(folder / "run", folder / "run" / "eval" / "before", place)
-    yield lambda: command("compare", folder / "run" / "eval" / "before", place)
+    before, after = (folder / "run" / "eval" / name for name in ("before", "after"))
+    yield lambda: continued(after)
+    yield lambda: shown(folder / "run", before, after)
+    yield lambda: command("compare", before, after)
 
 
-def read_adapter(folder):
+def read_adapter(folder, named=None):
     from qerl.checkpoint.adapter import read_fitting_adapter
     from qerl.checkpoint.resolve import resolve_model
 
-    yield lambda: resolve_model(str(folder / "adapter"))
-    yield lambda: read_fitting_adapter(folder / "adapter", str(folder / "model"))
+    named = str(named or folder / "adapter")
+    yield lambda: resolve_model(named)
+    yield lambda: read_fitting_adapter(resolve_model(named).adapter, str(folder / "model"))
 
 
 def read_written(folder):
@@ -146,36 +146,26 @@ def read_rows(folder):
     yield lambda: command("grade", "--task", "arith", file)
 
 
-CHECKPOINT = "run/checkpoints/step-000004/"
+FILES = {  # what a group of files is called -> its folder in the corpus, its readers, the files
+    "model": ("model", read_model, "config.json model.safetensors.index.json model-00001-of-00003.safetensors"),
+    "tokenizer": (
+        "model", read_tokenizer, "tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json",
+    ),
+    "recipe": ("", read_recipe, "recipe.yaml"),
+    "run": ("run", read_run, "config.yaml run.json metrics.jsonl warnings.jsonl completions/step-000004.jsonl"),
+    "checkpoint": (
+        "run/checkpoints/step-000004", read_run,
+        "checksums.json adapter_config.json adapter_model.safetensors trainer_state.json",
+    ),
+    "evaluation": ("run/eval/after", read_evaluation, "settings.json result.json completions.jsonl"),
+    "adapter": ("adapter", read_adapter, "adapter_config.json adapter_model.safetensors"),
+    "quantized": ("written", read_written, "quantize_report.json"),
+    "rows": ("data", read_rows, "rows.jsonl rows.json rows.csv rows.tsv rows.parquet rows.jsonl.gz"),
+}  # fmt: skip
 KINDS = {  # kind of file -> file in the corpus, its readers
-    **{f"{name} of a model": (f"model/{name}", read_model) for name in ("config.json", "model.safetensors.index.json")},
-    "weights": ("model/model-00001-of-00003.safetensors", read_model),
-    **{
-        f"{name} of a tokenizer": (f"model/{name}", read_tokenizer)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-    },
-    "recipe": ("recipe.yaml", read_recipe),
-    **{
-        f"{name} of a run": (f"run/{name}", read_run)
-        for name in ("config.yaml", "run.json", "metrics.jsonl", "warnings.jsonl", "completions/step-000004.jsonl")
-    },
-    **{
-        f"{name} of a checkpoint": (CHECKPOINT + name, read_run)
-        for name in ("checksums.json", "adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
-    },
-    **{
-        f"{name} of an evaluation": (f"run/eval/after/{name}", read_evaluation)
-        for name in ("settings.json", "result.json", "completions.jsonl")
-    },
-    **{
-        f"{name} of an adapter": (f"adapter/{name}", read_adapter)
-        for name in ("adapter_config.json", "adapter_model.safetensors")
-    },
-    "report of quantize": ("written/quantize_report.json", read_written),
-    **{
-        f"rows in {name}": (f"data/{name}", read_rows)
-        for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.tsv", "rows.parquet", "rows.jsonl.gz")
-    },
+    f"{group}: {name}": (f"{folder}/{name}".lstrip("/"), readers)
+    for group, (folder, readers, names) in FILES.items()
+    for name in names.split()
 }
 
 

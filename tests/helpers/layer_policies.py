@@ -14,16 +14,9 @@ TOKENS = torch.randint(32, (2, 11), generator=torch.Generator().manual_seed(0))
 
 def tiny_model(family, dtype=torch.float32, **changes):
     sizes = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.1,
-        "pad_token_id": 0,
-    }
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1, "pad_token_id": 0,
+    }  # fmt: skip
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | changes)), dtype=dtype)
     with torch.no_grad():

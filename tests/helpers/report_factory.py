@@ -49,3 +49,19 @@ def full_run(folder, samples=(), config=CONFIG):
     lines = [json.dumps(row) + "\n" for row in samples]
     (run / "completions" / "step-000004.jsonl").write_text("".join(lines))
     return run
+
+
+IDENTITY = {"task": "arith", "questions": 4, "data": "d", "samples": 1, "temperature": 0, "top_p": 1, "seed": 0}
+
+
+def write_evaluation(folder, correct, text="#### 7", **result):
+    """An evaluation as `qerl eval` writes it, with one question for each mark in `correct`; returns the folder."""
+    folder.mkdir(parents=True)
+    found = {"task": "arith", "model": "tiny", "samples": 1, "completions": len(correct), "questions": len(correct)}
+    found["accuracy"] = {"value": sum(correct) / len(correct), "low": 0.05, "high": 0.95}
+    found |= {"truncated_share": 0.25, "no_answer_share": 0.0, "identity": IDENTITY}
+    (folder / "result.json").write_text(json.dumps(found | result))
+    row = {"sample": 0, "question": "What is 3 + 4?", "answer": "7", "completion": text, "truncated": False}
+    rows = [{**row, "row": number, "id": str(number), "correct": mark} for number, mark in enumerate(correct)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

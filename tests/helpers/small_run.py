@@ -16,19 +16,10 @@ REWARD = Path(__file__).with_name("digits.py")
 ROWS = 48
 SETTINGS = (
     "adapter.start=none",  # most bases here have none, which would be said each time
-    "rollout.prompts_per_step=2",
-    "rollout.group_size=4",
-    "rollout.max_new_tokens=8",
-    "run.micro_batch_tokens=56",
-    "run.save_every=2",
-    "noise.num_stages=3",
-    "noise.sigma_start=0.05",
-    "noise.sigma_end=0.01",
-    "data.limit=12",
-    "loss.mask_truncated=false",
-    "optim.warmup_ratio=0",
-    "logging.completions_every=2",
-)
+    "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "run.micro_batch_tokens=56",
+    "run.save_every=2", "noise.num_stages=3", "noise.sigma_start=0.05", "noise.sigma_end=0.01", "data.limit=12",
+    "loss.mask_truncated=false", "optim.warmup_ratio=0", "logging.completions_every=2",
+)  # fmt: skip
 
 
 def small_config(base, folder, *overrides, steps=6, out="run"):

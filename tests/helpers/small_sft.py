@@ -14,14 +14,9 @@ TALKS = [
     for a, b in ((3, 4), (5, 9), (12, 7), (8, 8), (20, 1), (6, 6), (2, 3), (15, 4))
 ]
 SETTINGS = (
-    "data.task=own",
-    "data.limit=null",
-    "sft.rows_per_step=4",
-    "run.micro_batch_tokens=64",
-    "run.save_every=2",
-    "optim.warmup_ratio=0",
-    "validation.every=null",
-)
+    "data.task=own", "data.limit=null", "sft.rows_per_step=4", "run.micro_batch_tokens=64", "run.save_every=2",
+    "optim.warmup_ratio=0", "validation.every=null",
+)  # fmt: skip
 
 
 def write_rows(path, rows):

@@ -157,7 +157,6 @@ def check_noise(model, family):
 
 
 def with_pictures(family):
-    """A model for pictures and text."""
     name, text, pictures = TEXT_PARTS[family]
     config = AutoConfig.for_model(family)
     text_config = type(config.text_config)(**SIZES, **text)
@@ -171,7 +170,6 @@ def with_pictures(family):
     ids=["measured", "gptq", "static"],
 )
 def test_rows_go_through_a_text_part_as_through_the_text_model(options, tmp_path):
-    """The same bytes as from a text model with these weights, and nothing is left beside them."""
     whole = with_pictures("qwen3_vl")
     model = text_model("qwen3")
     model.model.load_state_dict(whole.model.language_model.state_dict())

@@ -13,6 +13,7 @@ from quantize.run import quantize_checkpoint, quantized
 from quantize.start import make_start
 from tests.helpers.checkpoint_factory import make_checkpoint
 from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.model_folders import hub_snapshot
 
 RANK = 8
 
@@ -114,16 +115,13 @@ def test_the_hubs_cache_is_never_written_to(source, bare, rows, tmp_path, monkey
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    repo = tmp_path / "cache" / "models--some--Model-NVFP4"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("abc")
-    shutil.copytree(bare, repo / "snapshots" / "abc")
-    for named in ("some/Model-NVFP4", str(repo / "snapshots" / "abc")):
+    cached = hub_snapshot(tmp_path / "cache", "some/Model-NVFP4", lambda folder: shutil.copytree(bare, folder))
+    for named in ("some/Model-NVFP4", str(cached)):
         with pytest.raises(CheckpointError, match=r"is in the hub's cache, .* write --out FOLDER as well"):
             make_start(named, str(source), None, options(rows))
     report = make_start("some/Model-NVFP4", str(source), tmp_path / "start", options(rows))
     assert (report.base, report.out) == ("some/Model-NVFP4", tmp_path / "start")
-    assert not (repo / "snapshots" / "abc" / START).exists()
+    assert not (cached / START).exists()
 
 
 @pytest.mark.parametrize(

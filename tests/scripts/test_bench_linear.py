@@ -3,18 +3,12 @@
 With `-m gpu` a test measures a small layer.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from qerl.formats.cuda.nvrtc import has_kernels
-from qerl.formats.nvfp4 import lora
 from scripts.bench import bench_linear, limits
-from scripts.bench.linear_ways import WAYS, Linear, add_as_engine_, linears, random_adapter
-
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
 
 SMALL = Linear("qkv", (256, 64, 64), 512, 16)
 LIMITS = {"gb_per_s": 4000.0, "tflops": 700.0}
@@ -47,23 +41,6 @@ def test_memory_is_the_limit_for_few_tokens_and_arithmetic_for_many(tokens, us, 
     assert gate_up.limit("bf16", tokens, False, LIMITS) == (pytest.approx(us, rel=2e-3), of)
 
 
-def test_random_layers_have_bases_and_adapters_of_similar_size_and_b_has_blocks():
-    torch.manual_seed(0)
-    adapter = random_adapter(SMALL, "cpu")
-    assert adapter.fits_kernels
-    assert [int(adapter.b[:, 16 * part : 16 * part + 16].abs().sum(1).gt(0).sum()) for part in range(3)] == [
-        256,
-        64,
-        64,
-    ]
-    x = torch.randn(16, 512).bfloat16()
-    for way in ("fused", "bf16"):
-        base = WAYS[way].twin(WAYS[way].make(SMALL, 16, "cpu"), x)
-        added = lora.reference_add(base, x, adapter) - base
-        assert 0.2 < base.std() < 1.0
-        assert 0.3 < added.std() / base.std() < 3
-
-
 @pytest.mark.parametrize("adapted", [False, True])
 def test_the_bf16_way_is_compared_with_its_twin(adapted):
     torch.manual_seed(0)
@@ -72,14 +49,6 @@ def test_the_bf16_way_is_compared_with_its_twin(adapted):
     row = bench_linear.compared("bf16", weight, x, adapter if adapted else None)
     assert 1e-4 < row["error"] < 5e-3
     assert row["repeats"] is True
-
-
-def test_an_adapter_that_the_kernels_do_not_support_is_added_by_two_products():
-    torch.manual_seed(0)
-    x, out, adapter = torch.randn(4, 512).bfloat16(), torch.randn(4, 384).bfloat16(), random_adapter(SMALL, "cpu")
-    expected = lora.reference_add(out, x, adapter)
-    assert (add_as_engine_(out.clone(), x, adapter).double() - expected).norm() < 5e-3 * expected.norm()
-    assert add_as_engine_(out, x, None) is out
 
 
 @pytest.mark.parametrize(
@@ -95,19 +64,6 @@ def test_impossible_arguments_are_refused(words, said, capsys):
     with pytest.raises(SystemExit):
         bench_linear.options(words)
     assert said in capsys.readouterr().err
-
-
-def test_the_defaults_are_a_7b_model_with_rank_32():
-    arguments = bench_linear.options([])
-    assert (arguments.shape, arguments.rank) == ("qwen2.5-7b", 32)
-    assert arguments.tokens == [1, 8, 16, 32, 64, 96, 128, 192, 256]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
-def test_without_a_card_it_says_so(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench_linear.py"])
-    with pytest.raises(SystemExit, match="CUDA card"):
-        bench_linear.main()
 
 
 def row(linear, tokens, way, adapter, us, **changes):
@@ -148,22 +104,6 @@ def test_a_layer_is_summed_over_the_engines_ways_and_over_the_fastest_correct_on
     assert sums[256, "fastest"]["ways"] == {"qkv": "fused", "down": "decoded"}
     assert sums[256, "fastest"]["us"] == 21 + 99
     assert sums[256, "fastest"]["without_lora_us"] == 15 + 90
-
-
-def test_on_a_card_without_our_kernels_only_what_is_measured_is_summed():
-    """The default there is Marlin, which this does not measure."""
-    rows = [r for r in results() if r["way"] != "fused"]
-    sums = bench_linear.layer_sums(rows)
-    assert [(s["tokens"], s["choice"]) for s in sums] == [(8, "humming"), (256, "fastest")]
-    assert sums[1]["ways"] == {"qkv": "decoded", "down": "decoded"}
-
-
-def test_what_is_printed():
-    text = bench_linear.result_line(row("qkv", 8, "fused", True, 12.0, repeats=False))
-    assert " ".join(text.split()) == "qkv 8 fused + lora 12.0 us 0.25 of bytes error 0.0020 differs"
-    line = bench_linear.sum_line(bench_linear.layer_sums(results())[0])
-    assert "36.0 us" in line
-    assert "2.50 times as fast as BF16 + LoRA (90.0 us), LoRA costs 20%; fused, fused" in line
 
 
 @pytest.mark.parametrize("layer_bytes", [1000, 10**7, 2**28, 10**9])

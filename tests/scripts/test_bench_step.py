@@ -27,13 +27,6 @@ def test_no_group_of_completions_is_without_a_signal():
     assert all(len(set(names["drawn"](group))) == 8 for group in groups)
 
 
-def test_values_set_by_hand_win(tmp_path):
-    parser = argparse.ArgumentParser()
-    bench_step.add_options(parser)
-    asked = parser.parse_args(["--model", "somewhere", "--steps", "3", "--set", "noise.enabled=false"])
-    assert not load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path)).noise.enabled
-
-
 def test_each_step_gets_its_share_of_the_rate_measured_after_it(tmp_path):
     parser = argparse.ArgumentParser()
     bench_step.add_options(parser)
@@ -50,13 +43,6 @@ def test_each_step_gets_its_share_of_the_rate_measured_after_it(tmp_path):
     assert found == [round(needed / 4 / 800e12, 4), round(needed / 8 / 800e12, 4)]
 
 
-def test_a_run_without_a_card_has_no_share(tmp_path):
-    config = load_recipe("dapo_7b", ["model.base=Qwen/Qwen2.5-7B"])
-    report = {"steps": [{"time/train_s": 1.0}]}
-    bench_step.add_shares(report, config, None)
-    assert report == {"matrix_tflops": None, "steps": [{"time/train_s": 1.0, "train_share_of_matrix_rate": None}]}
-
-
 def test_the_file_has_the_complete_steps_at_any_time_and_all_at_the_end(tmp_path):
     metrics, out = tmp_path / "metrics.jsonl", tmp_path / "out.json"
     with bench_step.SoFar({"command": "c"}, metrics, out) as so_far:
@@ -67,10 +53,3 @@ def test_the_file_has_the_complete_steps_at_any_time_and_all_at_the_end(tmp_path
         assert json.loads(out.read_text()) == {"command": "c", "unfinished": True, "steps": [{"step": 1}]}
         metrics.write_text('{"step": 1}\n{"step": 2}\n')
     assert [step["step"] for step in json.loads(out.read_text())["steps"]] == [1, 2]
-
-
-def test_a_measurement_without_a_file_writes_none(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with bench_step.SoFar({}, tmp_path / "metrics.jsonl", None):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -26,10 +26,6 @@ def test_each_rank_of_a_host_says_one_line():
     assert fault_sound(FAULTS["NaN"], {"exit_codes": [1, 1], "said": said, "steps": 1}, 2)
 
 
-def test_a_run_that_ends_by_itself_was_not_killed():
-    assert not kill_sound({**KILL, "exit_codes": [1, 1], "after_step": 0, "others_stopped_s": 0.0})
-
-
 def test_a_fault_is_sound_if_all_ranks_say_it():
     message = FAULTS["NaN"]
     fault = {"exit_codes": [1, 1], "said": [[f"error: {message}"], [f"error: rank 1 failed: {message}"]], "steps": 1}

@@ -5,7 +5,7 @@ import json
 import pytest
 import real_model
 
-from tests.helpers.real import folder, made, real
+from tests.helpers.real import made, real
 
 CONTENT = bytes(range(256)) * 40
 
@@ -45,11 +45,6 @@ def test_the_folder_is_moved_to_its_place_when_it_is_whole(gguf, tmp_path, monke
     (out / real_model.WHOLE).unlink()
     with pytest.raises(SystemExit, match="was not made by this script"):
         real_model.make(out, gguf)
-
-
-def test_a_folder_may_be_named_by_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("QERL_REAL_MODEL", str(tmp_path))
-    assert folder() == tmp_path
 
 
 @real

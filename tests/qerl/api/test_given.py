@@ -169,18 +169,12 @@ def test_a_recipe_names_a_given_function(tmp_path):
         given_function("reward", "one")
 
 
-def test_given_rows_are_written_into_their_folder_alone(tmp_path):
-    with given({}, {str(tmp_path / "rows.jsonl"): [{"prompt": "é"}], "python:data": [{"prompt": "b"}]}):
+def test_given_rows_are_written_into_their_folder_alone_and_may_hold_half_a_character(tmp_path):
+    rows = [{"prompt": "é", "note": "\ud800"}, {"prompt": "é"}]
+    with given({}, {str(tmp_path / "rows.jsonl"): rows, "python:data": [{"prompt": "b"}]}):
         assert given_rows("python:data") == [{"prompt": "b"}]
         write_given_rows(tmp_path)
     assert given_rows("python:data") is None
-    assert (tmp_path / "rows.jsonl").read_text(encoding="utf-8") == '{"prompt": "é"}\n'
-
-
-def test_given_rows_may_hold_half_a_character(tmp_path):
-    rows = [{"prompt": "é", "note": "\ud800"}, {"prompt": "é"}]
-    with given({}, {str(tmp_path / "rows.jsonl"): rows}):
-        write_given_rows(tmp_path)
     lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert "é" in lines[1]

@@ -21,12 +21,6 @@ def test_rows_of_a_program_are_learned_and_kept(nvfp4_base, tmp_path):
     assert further.steps == 4
 
 
-def test_a_recipe_of_another_kind_gets_the_section(nvfp4_base, tmp_path):
-    recipe = qerl.Recipe.load("tiny").set("run.micro_batch_tokens=64", {"model.base": str(nvfp4_base)})
-    rows = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in range(70)]
-    assert qerl.sft(recipe, data=rows, steps=1, out=tmp_path / "run").recipe.config.sft.rows_per_step == 64
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -124,13 +124,6 @@ def test_ranks_that_do_not_all_come_are_one_error():
             pass
 
 
-def test_the_sum_is_the_same_bits_on_all_ranks():
-    parts = torch.randn(2, 10_001, generator=torch.Generator().manual_seed(0))
-    sums = in_threads(lambda parallel: parallel.sum_(parts[parallel.rank].clone()))
-    assert torch.equal(*sums)
-    assert torch.equal(sums[0], parts.sum(0))
-
-
 @pytest.mark.parametrize(
     "call",
     [Parallel.barrier, lambda parallel: parallel.sum_(torch.ones(3)), lambda parallel: None],
@@ -147,13 +140,6 @@ def test_an_exception_on_one_rank_reaches_the_other_at_its_next_call(call):
     assert isinstance(first, ParallelError)
     assert str(first) == "rank 1 failed: row 7 has no answer"
     assert isinstance(second, DataError)
-
-
-def test_two_ranks_that_fail_at_once_raise_their_own_errors():
-    def run(parallel):
-        raise ValueError(parallel.rank)
-
-    assert [error.args for error in in_threads(run)] == [(0,), (1,)]
 
 
 def test_a_silent_rank_ends_the_other_after_the_time_limit():
@@ -183,19 +169,22 @@ def test_ranks_that_have_other_versions_are_refused():
     }
 
 
-def test_a_sum_is_on_one_rank_alone_and_tensors_are_sent_from_any():
+def test_a_sum_is_on_all_ranks_or_on_one_and_tensors_are_sent_from_any():
     parts = torch.randn(2, 101, generator=torch.Generator().manual_seed(0))
 
     def run(parallel):
+        total = parallel.sum_(parts[parallel.rank].clone())
         part, packed = parts[parallel.rank].clone(), torch.full((3, 5), parallel.rank, dtype=torch.uint8)
         scales = torch.full((7,), parallel.rank + 0.5).to(torch.float8_e4m3fn)
         parallel.sum_to_(part, 1)
         parallel.send_([packed, scales, torch.empty(0)], 1)
-        return part, packed.unique().tolist(), scales.float().unique().tolist()
+        return part, packed.unique().tolist(), scales.float().unique().tolist(), total
 
     first, second = in_threads(run)
     assert torch.equal(second[0], parts.sum(0))
-    assert first[1:] == second[1:] == ([1], [1.5])
+    assert first[1:3] == second[1:3] == ([1], [1.5])
+    assert torch.equal(first[3], parts.sum(0))
+    assert torch.equal(first[3], second[3])
 
 
 def test_ranks_at_different_places_are_an_error_and_no_deadlock():

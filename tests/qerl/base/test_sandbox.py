@@ -20,10 +20,6 @@ TEMPLATES = (
 )
 HOSTILE = {
     "grows": ("{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "characters|memory|processor time"),
-    "doubles": (
-        "{% set n = namespace(x='x') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "memory|processor time",
-    ),
     "multiplies": ("{{ 'x' * 99999999999 }}", "memory"),
     "formats": ("{{ '%099999999999d' % 1 }}", "memory|large|big"),
     "power": ("{{ 9 ** (9 ** (9 ** 9)) }}", "processor time|memory|digits|large"),

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import qerl
 import qerl.cli.main
 from qerl.cli.main import app
 from qerl.config.recipe import load_recipe, save_config
@@ -68,25 +68,15 @@ def test_help_answers_at_once():
 TRAIN_TINY = "train --recipe tiny --set model.format=bf16"
 MISTAKES = {  # arguments -> what the error says
     "train --recipe tiny --quantize --set rewards=[{name:\0acuracy}]": "acuracy",
-    f"{TRAIN_TINY} --set rewards=[{{name:\0format,args:\0{{styl:\0tags}}}}]": "styl",
-    f"{TRAIN_TINY} --set rewards=[{{name:\0'mine.py:nothing'}}]": "nothing",
     "train --recipe tiny --quantize --data rwos.jsonl": r"'rwos.jsonl' \(did you mean rows.jsonl\?\)",
-    f"{TRAIN_TINY} --data rows.jsonl": "no column 'question'",
     f"{TRAIN_TINY} --data rows.jsonl --columns question=q,answer=aa": "no column 'aa' for the answer",
     f"{TRAIN_TINY} --data gsm8k": "'gsm8k' is neither a file nor a hub id",
-    f"{TRAIN_TINY} --data empty.jsonl": "holds no rows",
-    f"{TRAIN_TINY} --task aime24": "no split 'train', only test",
-    f"{TRAIN_TINY} --dry-run --data none.jsonl": "'none.jsonl'",
     "train --resume runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
-    "train --resume runs": "runs is not a run: it has no config.yaml",
     "train --resume 30": "no checkpoint of step 30: there are steps 20",
-    "train --resume --out runs/nothing": "no folder runs/nothing",
     "train --resume runs/old": "no folder ./gone",
     "train --resume runs/lost": r"data\.source lost\.jsonl, which is not here",
-    "eval arith --model tiny --data none.jsonl": "'none.jsonl'",
     "eval arith --model tiny --data rows.jsonl": "no column 'question'",
     "eval arith --run runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
-    f"{TRAIN_TINY} --model base": "the tokenizer in base has no chat template",
     "eval arith --model base": "the tokenizer in base has no chat template",
     "chat --model base": "the tokenizer in base has no chat template",
 }
@@ -138,10 +128,7 @@ def test_a_mistake_is_refused_before_anything_heavy_is_imported(refusals, line):
 
 
 def write_mistakes(folder):
-    """A reward file without the function, data without the columns, runs without their base or their data."""
-    (folder / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
     (folder / "rows.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n')
-    (folder / "empty.jsonl").write_text("")
     without_template(folder / "base")
     for name, recipe in {
         "lost": load_recipe("tiny", ["model.format=bf16"], data="lost.jsonl"),
@@ -165,12 +152,8 @@ def test_a_command_says_so_before_it_loads_torch(workdir, monkeypatch, caplog):
 
 
 def test_the_three_commands_as_typed(workdir, here):
-    """quantize without --out, train on its output, eval without --model: each finds what the one before wrote.
-
-    Other tests start commands as a shell does.
-    """
     (workdir / "reward.py").write_text(REWARD.read_text())
-    code, _, err = here("quantize", "--model", "tiny")
+    code, _, err = here("quantize", "--model", "tiny", "--method", "rtn", "--calibration", "none")
     assert code == 0, err
     assert (workdir / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json").is_file()
     code, _, err = here(*small_train())
@@ -192,26 +175,6 @@ def test_the_three_commands_as_typed(workdir, here):
     assert code == 0, err
 
 
-def test_train_says_what_to_type_if_the_base_is_not_quantized(workdir, monkeypatch, capsys):
-    (workdir / "reward.py").write_text(REWARD.read_text())
-    line = refusal(monkeypatch, capsys, *small_train())
-    assert "checkpoints/tiny-NVFP4A16, which does not exist: run `qerl quantize --model tiny` first" in line
-    assert "--quantize" in line
-    assert not (workdir / "runs").exists()
-
-
-def test_gsm8k_rows_go_through_the_tiny_recipe(workdir, here, nvfp4_base):
-    """Real rows and the task's own prompt. The reward of so small a model does not matter."""
-    (workdir / "reward.py").write_text(REWARD.read_text())
-    shutil.copy(next((ROOT / "tests" / "data" / "gsm8k").glob("*.jsonl")), workdir / "rows.jsonl")
-    options = ["--task", "gsm8k", "--data", "rows.jsonl", "--set=run.steps=2", "--set=noise.enabled=false"]
-    code, _, err = here(*small_train("--model", nvfp4_base, *options))
-    assert code == 0, err
-    (run_dir,) = (workdir / "runs").iterdir()
-    sample = (run_dir / "completions" / "step-000002.jsonl").read_text()
-    assert "put your final answer within" in sample
-
-
 def test_recipes_lists_every_recipe_with_its_purpose():
     result = CliRunner().invoke(app, ["recipes"])
     names = [line.split()[0] for line in result.output.splitlines()]
@@ -227,17 +190,8 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
         qerl.cli.main.main()
 
 
-@pytest.mark.parametrize("option", ["--before", "--after"])
-def test_a_comparison_with_one_side_is_refused(monkeypatch, capsys, workdir, option):
-    (workdir / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    assert "--before FOLDER --after FOLDER" in refusal(monkeypatch, capsys, "report", workdir, option, workdir)
-    assert [path.name for path in workdir.iterdir()] == ["metrics.jsonl"]
-
-
 def test_a_copied_recipe_is_the_shipped_one_and_never_overwrites(workdir, monkeypatch, capsys):
-    from qerl.config.recipe import load_recipe, recipe_names
-
-    for name in recipe_names():
+    for name in ("tiny", "dapo_7b_bf16"):
         assert CliRunner().invoke(app, ["recipes", "copy", name]).exit_code == 0
         assert load_recipe(f"./{name}.yaml") == load_recipe(name)
     (workdir / "tiny.yaml").write_text("mine")
@@ -246,12 +200,6 @@ def test_a_copied_recipe_is_the_shipped_one_and_never_overwrites(workdir, monkey
     assert "did you mean" in refusal(monkeypatch, capsys, "recipes", "copy", "tinny")
     assert CliRunner().invoke(app, ["recipes", "copy", "tiny", "--out", "other.yaml"]).exit_code == 0
     assert (workdir / "other.yaml").is_file()
-
-
-def test_the_shell_completes(monkeypatch):
-    environment = {"_QERL_COMPLETE": "complete_bash", "COMP_WORDS": "qerl me", "COMP_CWORD": "1"}
-    result = CliRunner().invoke(app, [], prog_name="qerl", env=environment)
-    assert result.output.split() == ["merge"]
 
 
 @pytest.mark.parametrize(
@@ -278,17 +226,29 @@ def test_an_interrupt_during_the_start_prints_one_word(workdir, nvfp4_base):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "qerl.cli.main", *map(str, small_train("--model", nvfp4_base))]
     (workdir / "reward.py").write_text(REWARD.read_text())
-    process = subprocess.Popen(
-        command,
-        cwd=workdir,
-        env={**os.environ, "PYTHONPATH": path},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore SIGINT
-    )
+    told = {"cwd": workdir, "env": {**os.environ, "PYTHONPATH": path}, "stderr": subprocess.PIPE, "text": True}
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731, tests in the background ignore SIGINT
+    process = subprocess.Popen(command, **told, preexec_fn=heard)
     assert process.stderr.readline().startswith("loading torch")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert err.strip().splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
+
+
+def test_the_version_names_the_stack_without_loading_it():
+    script = "import sys; from qerl.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", script, "--version"], capture_output=True, text=True, cwd=ROOT)
+    lines = dict(line.split(" ", 1) for line in found.stdout.splitlines())
+    assert found.returncode == 0, found.stderr
+    assert lines["qerl"] == qerl.__version__
+    assert lines["torch"][0].isdigit()
+    assert "vllm" in lines
+
+
+def test_a_plan_of_a_model_alone_says_which_recipe_it_takes(here):
+    code, stdout, stderr = here("plan", "--model", "Qwen/Qwen2.5-3B-Instruct", "--gpu", "24")
+    assert code == 0, stderr
+    assert "no --recipe given: planning with dapo_7b" in stderr
+    assert "seconds per step" in stdout

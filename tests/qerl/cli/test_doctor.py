@@ -83,12 +83,6 @@ def test_another_or_a_missing_version_is_named(monkeypatch, installed, level, re
     assert remedy.replace("\\", "") in check.remedy
 
 
-def test_a_full_disk_is_a_warning(monkeypatch):
-    monkeypatch.setattr(qerl.cli.doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**30})())
-    check = found("disk")
-    assert (check.level, check.found) == ("warning", "1 GiB free")
-
-
 class Answer(BaseHTTPRequestHandler):
     """A hub that answers each request with `status` once `may_answer` is set."""
 
@@ -122,6 +116,11 @@ def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, answ
     server.server_close()
     assert check.level == level
     assert any(word in check.found for word in said.split("|"))
+
+
+def test_a_full_disk_is_a_warning(monkeypatch):
+    monkeypatch.setattr(qerl.cli.doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**30})())
+    assert (found("disk").level, found("disk").found) == ("warning", "1 GiB free")
 
 
 def test_an_unreachable_hub_is_a_warning_unless_offline_mode_is_set(monkeypatch):
@@ -169,7 +168,3 @@ def test_a_package_of_another_project_with_the_name_of_ours_is_named_in_one_line
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: package eval: found in {tmp_path / 'eval'}")
-
-
-def test_json_has_every_field():
-    assert json.loads(as_json([Check("ok", "a", "b")])) == [{"level": "ok", "what": "a", "found": "b", "remedy": ""}]

@@ -1,7 +1,6 @@
 """`qerl init`: what it writes from a look at somebody's rows can be planned, graded and trained."""
 
 import ast
-import json
 import shlex
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from qerl.base.errors import ConfigError, DataError
 from qerl.cli.init import InitOptions, init
 from qerl.config.recipe import load_recipe
 from qerl.data.guess import guess
-from tests.helpers.row_files import write_csv
+from tests.helpers.row_files import write_csv, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,35 +19,24 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 REPLIED = [*CHAT, {"role": "assistant", "content": "two"}]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"prompt": "1 + 1?", "answer": "2"}, ("prompt", "answer", "number", {})),
         ({"question": "q", "answer": "It is 1,800.\n#### 1,800"}, ("question", "answer", "number", {})),
-        (
-            {"problem": "q", "solution": "x^2"},
-            ("problem", "solution", "text", {"question": "problem", "answer": "solution"}),
-        ),
-        (
-            {"instruction": "q", "output": "Paris"},
-            ("instruction", "output", "text", {"question": "instruction", "answer": "output"}),
-        ),
+        ({"problem": "q", "solution": "x^2"},
+         ("problem", "solution", "text", {"question": "problem", "answer": "solution"})),
+        ({"instruction": "q", "output": "Paris"},
+         ("instruction", "output", "text", {"question": "instruction", "answer": "output"})),
         ({"messages": REPLIED}, ("messages", None, "text", {})),
         ({"messages": CHAT}, ("messages", None, "none", {})),
         ({"text": "Once"}, ("text", None, "none", {"question": "text"})),
-        (
-            {"data_source": "x", "prompt": CHAT, "reward_model": {"ground_truth": "2"}},
-            ("prompt", "reward_model.ground_truth", "number", {"answer": "reward_model.ground_truth"}),
-        ),
+        ({"data_source": "x", "prompt": CHAT, "reward_model": {"ground_truth": "2"}},
+         ("prompt", "reward_model.ground_truth", "number", {"answer": "reward_model.ground_truth"})),
     ],
-)
+)  # fmt: skip
 def test_columns_and_kinds_of_answers_are_found(row, expected, tmp_path):
-    found = guess(str(write(tmp_path / "rows.jsonl", [row, row])))
+    found = guess(write_jsonl(tmp_path / "rows.jsonl", [row, row]))
     assert (found.question, found.answer, found.kind, found.columns) == expected
     assert found.rows == 2
 
@@ -64,20 +52,10 @@ def test_columns_and_kinds_of_answers_are_found(row, expected, tmp_path):
 )
 def test_rows_that_ask_nothing_are_one_line_and_write_nothing(row, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data = write(tmp_path / "rows.jsonl", [row])
+    data = write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(DataError) as refused:
         init(InitOptions(str(data)))
     assert line in str(refused.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_a_model_that_is_not_there_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = write(tmp_path / "rows.jsonl", [{"question": "1 + 1?", "answer": "2"}])
-    with pytest.raises(
-        ConfigError, match=r"--model: there is no folder \./nowhere: give an existing folder or a hub id"
-    ):
-        init(InitOptions(str(data), model="./nowhere"))
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -91,7 +69,7 @@ def test_the_graders_that_are_written_grade(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = {"numbers": {"prompt": "q", "answer": "So #### 1,800"}, "words": {"prompt": "q", "answer": "New York."}}
     for name, row in rows.items():
-        init(InitOptions(str(write(tmp_path / f"{name}.jsonl", [row])), recipe="tiny"))
+        init(InitOptions(write_jsonl(tmp_path / f"{name}.jsonl", [row]), recipe="tiny"))
     numbers, words = (grader(tmp_path / name) for name in rows)
     assert [numbers(text, "So #### 1,800") for text in ("it is 1800", "1800.0", "19 then 1800", "1801", "")] == [
         *(True, True, True, False, False)
@@ -110,7 +88,6 @@ def test_the_graders_that_are_written_grade(tmp_path, monkeypatch):
 
 
 def test_what_is_written_is_planned_and_trained(tmp_path, monkeypatch, nvfp4_base, here):
-    """With other columns than ours, from a file that is no jsonl, over a recipe of one's own."""
     monkeypatch.chdir(tmp_path)
     rows = [{"problem": f"What is {n} + {n}?", "solution": str(2 * n), "level": n} for n in range(4)]
     write_csv(tmp_path / "own rows.csv", rows)
@@ -135,7 +112,7 @@ def test_what_is_written_is_planned_and_trained(tmp_path, monkeypatch, nvfp4_bas
 def test_rows_without_answers_are_trained_by_the_reward_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = init(
-        InitOptions(str(write(tmp_path / "asked.jsonl", [{"prompt": "Tell a joke.", "topic": "owls"}])), recipe="tiny")
+        InitOptions(write_jsonl(tmp_path / "asked.jsonl", [{"prompt": "Tell a joke.", "topic": "owls"}]), recipe="tiny")
     )
     config = load_recipe(folder / "recipe.yaml")
     assert (config.data.grader, [reward.name for reward in config.rewards]) == (None, ["asked/rewards.py:short"])
@@ -143,15 +120,10 @@ def test_rows_without_answers_are_trained_by_the_reward_alone(tmp_path, monkeypa
 
 
 NAMES = {
-    "closes the docstring": 'x"""\nopen("PWN", "w")\nY = """',
-    "closes a line": "x\nopen('PWN', 'w')\n",
-    "other line ends": "a\rb\x0cc\x85d\u2028open('PWN', 'w')",
-    "escapes": "\\N{x} \\",
-    "NUL": "a\0b",
-    "half a character": "\ud800",
-    "encoding": "coding: utf-7 +AAo-open('PWN', 'w')",
-    "braces": "{columns} {place} {0}",
-}
+    "closes the docstring": 'x"""\nopen("PWN", "w")\nY = """', "closes a line": "x\nopen('PWN', 'w')\n",
+    "other line ends": "a\rb\x0cc\x85d\u2028open('PWN', 'w')", "escapes": "\\N{x} \\", "NUL": "a\0b",
+    "half a character": "\ud800", "encoding": "coding: utf-7 +AAo-open('PWN', 'w')", "braces": "{columns} {place} {0}",
+}  # fmt: skip
 
 
 def code_of(path):
@@ -163,8 +135,8 @@ def code_of(path):
 def test_names_of_columns_never_become_code(name, answer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = {"prompt": "1 + 1?", "level": 1} | ({"answer": answer} if answer else {})
-    init(InitOptions(str(write(tmp_path / "plain.jsonl", [plain])), recipe="tiny"))
-    init(InitOptions(str(write(tmp_path / "odd.jsonl", [{**plain, name: 1}])), recipe="tiny"))
+    init(InitOptions(write_jsonl(tmp_path / "plain.jsonl", [plain]), recipe="tiny"))
+    init(InitOptions(write_jsonl(tmp_path / "odd.jsonl", [{**plain, name: 1}]), recipe="tiny"))
     for file in ("grader.py", "rewards.py"):
         assert code_of(tmp_path / "odd" / file) == code_of(tmp_path / "plain" / file)
         exec((tmp_path / "odd" / file).read_bytes(), {})
@@ -175,20 +147,15 @@ def test_names_of_columns_never_become_code(name, answer, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "name",
     [
-        'e"""; open("PWN", "w"); """',
-        "a\nrun: {steps: 7}\n#",
-        "a'$(touch PWN)`touch PWN`;touch PWN;",
-        "--out",
-        "a: {b} # c",
-        '"""',
+        'e"""; open("PWN", "w"); """', "a\nrun: {steps: 7}\n#", "a'$(touch PWN)`touch PWN`;touch PWN;", "--out",
+        "a: {b} # c", '"""',
     ],
-)
+)  # fmt: skip
 def test_names_of_files_never_become_code_keys_or_options(name, tmp_path, monkeypatch, here):
-    """The file's name and that of a folder given by --out."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "plain.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    write_jsonl(tmp_path / "plain.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
     plain = init(InitOptions("plain.jsonl", recipe="tiny"))
-    odd = write(tmp_path / f"{name}.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    odd = Path(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "1 + 1?", "answer": "2"}]))
     for folder in (init(InitOptions(f"./{odd.name}", recipe="tiny")), init(InitOptions(str(odd), Path(name), "tiny"))):
         for file in ("grader.py", "rewards.py"):
             assert code_of(folder / file) == code_of(plain / file)
@@ -200,14 +167,14 @@ def test_names_of_files_never_become_code_keys_or_options(name, tmp_path, monkey
 
 def test_a_file_whose_name_is_no_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "\udcff.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    write_jsonl(tmp_path / "\udcff.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
     with pytest.raises(ConfigError, match=r"'\\udcff.jsonl' has bytes that are no text in UTF-8: rename it"):
         init(InitOptions("\udcff.jsonl", Path("new"), "tiny"))
 
 
 def test_the_command_that_comes_next_is_words_of_a_shell(tmp_path, monkeypatch, here):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "a'$(touch PWN)`touch PWN`; b.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    write_jsonl(tmp_path / "a'$(touch PWN)`touch PWN`; b.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
     for out, folder in (((), "a___touch PWN__touch PWN__ b"), (("--out", "$(touch PWN)"), "$(touch PWN)")):
         code, printed, _ = here("init", "a'$(touch PWN)`touch PWN`; b.jsonl", "--recipe", "tiny", *out)
         assert code == 0
@@ -221,5 +188,5 @@ def test_code_that_a_name_has_changed_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("qerl.cli.init.quoted", str)
     row = {"prompt": "1 + 1?", "answer": "2", NAMES["closes a line"]: 1}
     with pytest.raises(ConfigError, match="cannot be written into Python: rename what has"):
-        init(InitOptions(str(write(tmp_path / "odd.jsonl", [row])), recipe="tiny"))
+        init(InitOptions(write_jsonl(tmp_path / "odd.jsonl", [row]), recipe="tiny"))
     assert [path.name for path in tmp_path.iterdir()] == ["odd.jsonl"]

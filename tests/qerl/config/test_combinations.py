@@ -10,114 +10,66 @@ from tests.helpers.recipe_text import RECIPE, check_wrong_edit
 
 COMBINATIONS = [
     ("  limit: 100", "  limit: 4", "data.limit 4 with rollout.prompts_per_step 16: there are fewer rows"),
-    (
-        "  task: gsm8k",
-        "  task: gsm8",
-        "data.task gsm8: there is no such task; write data.task: gsm8k, or one of gsm8k,",
-    ),
+    ("  task: gsm8k", "  task: gsm8",
+     "data.task gsm8: there is no such task; write data.task: gsm8k, or one of gsm8k,"),
     ("  prompt_template: default", "  prompt_template: 'Solve.'", "it has no {question}, so no prompt would hold"),
     ("  - name: soft_overlong", "  - name: accuracy", "rewards.1.name accuracy: this reward stands twice"),
-    (
-        "  clip_high: 0.28",
-        "  clip_high: 0.1",
-        "loss.clip_high 0.1 with loss.clip_low 0.2: the upper bound is the tighter one",
-    ),
+    ("  clip_high: 0.28", "  clip_high: 0.1",
+     "loss.clip_high 0.1 with loss.clip_low 0.2: the upper bound is the tighter one"),
     ("  delta: null", "  delta: 1.2", "loss.delta 1.2 with loss.clip_high 0.28: it bounds the ratio beyond"),
     ("  level: token", "  level: sequence", "write loss.level: token, or loss.type: grpo for GSPO"),
-    (
-        "  type: dapo",
-        "  type: luspo",
-        "loss.type luspo with loss.level token: it is defined on sequences; write loss.level",
-    ),
-    (
-        "    mode: token_truncate",
-        "    mode: off",
-        "loss.correction.mode off with noise.where rollout: completions of the noisy policy would be taken for the "
-        "clean one's; write loss.correction.mode: token_truncate, or noise.where: both",
-    ),
-    (
-        "  top_p: 1.0",
-        "  top_p: 0.95",
-        "rollout.top_p 0.95 with loss.mismatch_gate 0.003: the trainer's policy has no such",
-    ),
-    (
-        "  sigma_end: 5e-4",
-        "  sigma_end: 5e-2",
-        "noise.sigma_end 0.05 with noise.sigma_start 0.01: noise falls over the run; write a sigma_end of at most 0.01",
-    ),
-    (
-        "  sigma_end: 5e-4",
-        "  sigma_end: 0",
-        "an exponential never reaches 0; write noise.sigma_end: 5e-4, or noise.schedule",
-    ),
-    (
-        "  num_stages: 10",
-        "  num_stages: 2",
-        "noise.num_stages 2 with noise.indexing code: (k-1)/(K-2) needs K of at least 3",
-    ),
-    (
-        "  steps: 100",
-        "  steps: 9",
-        "run.steps 9 with noise.num_stages 10: some stages would have no step; write run.steps: 10",
-    ),
-    (
-        "  num_iterations: 1",
-        "  num_iterations: 4",
-        "loss.num_iterations 4 with run.save_every 50: a checkpoint would fall between two updates on one rollout, and "
-        "could not be resumed to the same numbers; write run.save_every: 52",
-    ),
-]
+    ("  type: dapo", "  type: luspo",
+     "loss.type luspo with loss.level token: it is defined on sequences; write loss.level"),
+    ("    mode: token_truncate", "    mode: off",
+     "loss.correction.mode off with noise.where rollout: completions of the noisy policy would be taken for the "
+     "clean one's; write loss.correction.mode: token_truncate, or noise.where: both"),
+    ("  top_p: 1.0", "  top_p: 0.95",
+     "rollout.top_p 0.95 with loss.mismatch_gate 0.003: the trainer's policy has no such"),
+    ("  sigma_end: 5e-4", "  sigma_end: 5e-2",
+     "noise.sigma_end 0.05 with noise.sigma_start 0.01: noise falls over the run; write a sigma_end of at most 0.01"),
+    ("  sigma_end: 5e-4", "  sigma_end: 0",
+     "an exponential never reaches 0; write noise.sigma_end: 5e-4, or noise.schedule"),
+    ("  num_stages: 10", "  num_stages: 2",
+     "noise.num_stages 2 with noise.indexing code: (k-1)/(K-2) needs K of at least 3"),
+    ("  steps: 100", "  steps: 9",
+     "run.steps 9 with noise.num_stages 10: some stages would have no step; write run.steps: 10"),
+    ("  num_iterations: 1", "  num_iterations: 4",
+     "loss.num_iterations 4 with run.save_every 50: a checkpoint would fall between two updates on one rollout, "
+     "and could not be resumed to the same numbers; write run.save_every: 52"),
+]  # fmt: skip
 # Two keys contradict each other: the overrides of the recipe above, and what the error has to say
 PAIRS = [
-    (
-        ["noise.where=both", "loss.kl_coef=0.1"],
-        "noise.where both with loss.kl_coef 0.1: the reference policy would be noisy too, and the KL divergence would "
-        "not be the one from the base; write noise.where: rollout, or loss.kl_coef: 0",
-    ),
+    (["noise.where=both", "loss.kl_coef=0.1"],
+     "noise.where both with loss.kl_coef 0.1: the reference policy would be noisy too, and the KL divergence would "
+     "not be the one from the base; write noise.where: rollout, or loss.kl_coef: 0"),
     (["noise.enabled=false", "noise.where=both"], "noise.where both with noise.enabled false: there is no noise"),
-    (
-        ["rollout.engine=transformers", "rollout.kernel=marlin"],
-        "rollout.kernel marlin with rollout.engine transformers",
-    ),
+    (["rollout.engine=transformers", "rollout.kernel=marlin"],
+     "rollout.kernel marlin with rollout.engine transformers"),
     (["rollout.engine=transformers", "rollout.deterministic=true"], "transformers repeats itself anyway"),
     (["rollout.engine=transformers", "rollout.memory=20"], "rollout.memory 20.0 with rollout.engine transformers"),
     (["rollout.engine=transformers", "memory.cap_gib=24"], "memory.cap_gib 24.0 with rollout.engine transformers"),
     (["rollout.memory=30", "memory.cap_gib=24"], "(GiB); write a rollout.memory below 24"),
     (["model.format=bf16", "rollout.kernel=humming"], "rollout.kernel humming with model.format bf16"),
-    (
-        ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8_per_token_head"],
-        "rollout.kv_cache_dtype fp8_per_token_head with rollout.engine transformers",
-    ),
-    (
-        ["loss.type=grpo", "loss.level=sequence", "loss.num_iterations=2"],
-        "a token's bounds, and a sequence's ratio is a mean over its tokens, which never gets so far; write "
-        "loss.clip_low: 0.0003 and loss.clip_high: 0.0004",
-    ),
+    (["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8_per_token_head"],
+     "rollout.kv_cache_dtype fp8_per_token_head with rollout.engine transformers"),
+    (["loss.type=grpo", "loss.level=sequence", "loss.num_iterations=2"],
+     "a token's bounds, and a sequence's ratio is a mean over its tokens, which never gets so far; write "
+     "loss.clip_low: 0.0003 and loss.clip_high: 0.0004"),
     (["loss.type=vespo", "loss.level=sequence"], "it takes the sequence's ratio by itself; write loss.level: token"),
     (["loss.type=vespo", "loss.correction.mode=sequence_mask"], "write loss.correction.mode: token_mask"),
-    (
-        ["loss.type=cispo", "loss.clip_high=5", "loss.delta=2"],
-        "loss.delta 2.0 with loss.type cispo: it reads no delta; write loss.delta: null",
-    ),
-    (
-        ["loss.type=cispo"],
-        "loss.clip_high 0.28 with loss.type cispo: it is the largest ratio itself, and equal policies have a ratio of "
-        "1; write loss.clip_high: 5",
-    ),
-    (
-        ["loss.correction.cap=1.0", "loss.correction.floor=1.0"],
-        "loss.correction.floor 1.0 with loss.correction.cap 1.0: no ratio lies between them",
-    ),
-    (
-        ["data.prompt_template=Q: {question}"],
-        "got the mapping {'Q': {'question': None}}, expected text; write text in quotes "
-        "(after --set in a second pair: --set 'data.prompt_template=\"...\"')",
-    ),
-    (
-        ["rewards=[{name: acuracy}]"],
-        "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy, or one of accuracy, format, "
-        "soft_overlong, length, judge, environment, or your own: path/to/file.py:function,",
-    ),
+    (["loss.type=cispo", "loss.clip_high=5", "loss.delta=2"],
+     "loss.delta 2.0 with loss.type cispo: it reads no delta; write loss.delta: null"),
+    (["loss.type=cispo"],
+     "loss.clip_high 0.28 with loss.type cispo: it is the largest ratio itself, and equal policies have a ratio of "
+     "1; write loss.clip_high: 5"),
+    (["loss.correction.cap=1.0", "loss.correction.floor=1.0"],
+     "loss.correction.floor 1.0 with loss.correction.cap 1.0: no ratio lies between them"),
+    (["data.prompt_template=Q: {question}"],
+     "got the mapping {'Q': {'question': None}}, expected text; write text in quotes (after --set in a second "
+     'pair: --set \'data.prompt_template="..."\')'),
+    (["rewards=[{name: acuracy}]"],
+     "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy, or one of accuracy, format, "
+     "soft_overlong, length, judge, environment, or your own: path/to/file.py:function,"),
     (["rewards=[{name: zzz}]"], "there is no such reward; write one of accuracy, format, soft_overlong, length, judge"),
     (["rewards=[{name: 'rewards.py'}]"], "it is a file; write the name in it too, rewards.py:NAME"),
     (["rewards=[{name: 'localhost:8000'}]"], "or the http://... URL of a reward server"),
@@ -138,7 +90,7 @@ PAIRS = [
     (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),
     (["rewards=[]"], "expected a list of {name, weight, args, timeout_s}; the default is [{name: accuracy}]"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new", "says"), COMBINATIONS)

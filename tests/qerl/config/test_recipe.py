@@ -100,19 +100,15 @@ def test_an_unknown_recipe_names_the_nearest_and_lists_all():
 
 def test_a_file_is_found_by_its_path_and_suggested_for_its_stem(recipe, tmp_path, monkeypatch):
     recipe(SMALL)
+    (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
+    assert load_recipe("tiny").model.base == "tiny", "a folder of that name does not hide it"
     assert load_recipe("mine.yaml").run.steps == 40
     assert load_recipe(tmp_path / "mine.yaml").run.steps == 40
     with pytest.raises(ConfigError, match=r"no recipe is named 'mine', but there is a file: write mine\.yaml"):
         load_recipe("mine")
     assert recipe_label("mine.yaml") == "mine"
     assert recipe_label("dapo_7b") == "dapo_7b"
-
-
-def test_a_folder_named_like_a_recipe_does_not_hide_it(tmp_path, monkeypatch):
-    (tmp_path / "tiny").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert load_recipe("tiny").model.base == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -300,15 +296,11 @@ def test_an_override_into_a_broken_section_names_the_section(recipe):
 
 def test_what_is_saved_is_complete_and_reads_back_exactly(recipe, tmp_path):
     overrides = [
-        "optim.learning_rate=1e-5",
-        "optim.weight_decay=1e-8",
-        "noise.sigma_start=0.012345678901234567",
-        "data.system_prompt='yes: \"1e-5\"'",
-        'data.prompt_template="{question}\\n\\nénd\\t\\\\boxed{} #"',
+        "optim.learning_rate=1e-5", "optim.weight_decay=1e-8", "noise.sigma_start=0.012345678901234567",
+        "data.system_prompt='yes: \"1e-5\"'", 'data.prompt_template="{question}\\n\\nénd\\t\\\\boxed{} #"',
         "rewards=[{name: pkg.mod.f, weight: -1, args: {a: '1e-5', b: 1e-5, c: [null, true, off], d: {e: .5}}}]",
-        "loss.correction.mode=off",
-        "noise.where=both",
-    ]
+        "loss.correction.mode=off", "noise.where=both",
+    ]  # fmt: skip
     config = load_recipe(recipe(SMALL), overrides)
     saved = tmp_path / "config.yaml"
     save_config(config, saved)

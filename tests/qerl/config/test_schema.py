@@ -26,11 +26,8 @@ KEYS = [
     ("  seed: 0", "  7: 0", "'7' stands where a key belongs; write a key as text"),
 ]
 TYPES = [
-    (
-        "  rank: 32",
-        "  rank: thirty",
-        "adapter.rank: got 'thirty' (text), expected whole number >= 1; the default is 32",
-    ),
+    ("  rank: 32", "  rank: thirty",
+     "adapter.rank: got 'thirty' (text), expected whole number >= 1; the default is 32"),
     ("  rank: 32", "  rank: 32.0", "adapter.rank: got 32.0, expected whole number >= 1"),
     ("  rank: 32", "  rank: true", "adapter.rank: got true, expected whole number >= 1"),
     ("  rank: 32", "  rank: 0", "adapter.rank: got 0, expected whole number >= 1"),
@@ -41,11 +38,8 @@ TYPES = [
     ("  learning_rate: 1e-5", "  learning_rate: 1e5", "optim.learning_rate: got 100000.0, expected number > 0 and < 1"),
     ("  learning_rate: 1e-5", "  learning_rate: .nan", "optim.learning_rate: got nan, expected number"),
     ("  learning_rate: 1e-5", "  learning_rate:", "optim.learning_rate: got null, expected number"),
-    (
-        "  format: nvfp4",
-        "  format: nvfp8",
-        "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16; did you mean nvfp4?",
-    ),
+    ("  format: nvfp4", "  format: nvfp8",
+     "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16; did you mean nvfp4?"),
     ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: ''", "model.base: got '' (text), expected text"),
     ("  targets: [q_proj, v_proj]", "  targets: q_proj", "got 'q_proj' (text), expected list of one of q_proj,"),
     ("  targets: [q_proj, v_proj]", "  targets: []", "adapter.targets: got the list [], expected list of one of"),
@@ -58,7 +52,7 @@ TYPES = [
     ("  mismatch_gate: 0.003", "  mismatch_gate: 0", "loss.mismatch_gate: got 0, expected number > 0 or null"),
     ("  warmup_ratio: 0.1", "  warmup_ratio: 10", "optim.warmup_ratio: got 10, expected number >= 0 and < 1"),
     ("  steps: 100", "  steps: 1e2", "run.steps: got 100.0, expected whole number >= 1"),
-]
+]  # fmt: skip
 
 
 def test_the_recipe_is_valid_before_it_is_edited(tmp_path):
@@ -82,15 +76,11 @@ def test_a_missing_required_key_is_named(tmp_path, old):
         load_recipe(path)
 
 
-def test_a_missing_section_is_named(tmp_path):
+def test_a_missing_section_and_the_number_of_further_mistakes_are_named(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("model: {base: tiny}\ndata: {task: arith}\n")
     with pytest.raises(ConfigError, match=r"mine.yaml: run: missing; write run: and under it at least steps"):
         load_recipe(path)
-
-
-def test_the_number_of_further_mistakes_is_given(tmp_path):
-    path = tmp_path / "mine.yaml"
     path.write_text(RECIPE.replace("rank: 32", "rnk: 32").replace("top_p: 1.0", "top_p: 2"))
     with pytest.raises(ConfigError, match=r"rnk: unknown key.*\(1 more after this one\)"):
         load_recipe(path)

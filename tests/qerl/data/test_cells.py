@@ -29,18 +29,11 @@ def test_a_cell_with_a_value_is_not(value):
 
 
 @pytest.mark.parametrize("value", EMPTY, ids=repr)
-def test_an_empty_answer_is_left_out_and_counted(value, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [FULL, {"prompt": "Name a shape.", "answer": value}])
-    examples, report = load_examples("own", path)
+def test_an_empty_question_or_answer_is_left_out_and_counted(value, tmp_path):
+    rows = [FULL, {"prompt": "Name a shape.", "answer": value}, {"prompt": value, "answer": "square"}]
+    examples, report = load_examples("own", write_jsonl(tmp_path / "rows.jsonl", rows))
     assert [example.answer for example in examples] == ["blue"]
-    assert report.counts == {"no answer" if value is None else "empty answer": 1}
-
-
-@pytest.mark.parametrize("value", EMPTY, ids=repr)
-def test_an_empty_question_is_left_out_and_counted(value, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [FULL, {"prompt": value, "answer": "square"}])
-    examples, report = load_examples("own", path)
-    assert (len(examples), report.dropped) == (1, 1)
+    assert (report.dropped, report.counts["no answer" if value is None else "empty answer"]) == (2, 1)
 
 
 @pytest.mark.parametrize("value", EMPTY, ids=repr)

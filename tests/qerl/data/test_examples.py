@@ -21,15 +21,12 @@ def test_each_format_gives_the_same_examples(name, tmp_path):
     assert (report.total, report.kept, report.dropped) == (5, 5, 0)
 
 
-def test_answers_keep_their_spelling(tmp_path):
+def test_answers_keep_their_spelling_and_may_be_json_numbers(tmp_path):
+    rows = [{"question": "a", "answer": 18}, {"question": "b", "answer": 27.0}, {"question": "c", "answer": "3"}]
+    assert [e.answer for e in load_examples("gsm8k", write_jsonl(tmp_path / "a.jsonl", rows))[0]] == ["18", "27.0", "3"]
     path = tmp_path / "a.csv"
     path.write_text('question,answer\n"one, two",033\nb,"1,800"\nc,1e3\n', encoding="utf-8")
     assert [e.answer for e in load_examples("aime24", str(path))[0]] == ["033", "1,800", "1e3"]
-
-
-def test_answers_may_be_json_numbers_of_mixed_types(tmp_path):
-    rows = [{"question": "a", "answer": 18}, {"question": "b", "answer": 27.0}, {"question": "c", "answer": "3"}]
-    assert [e.answer for e in load_examples("gsm8k", write_jsonl(tmp_path / "a.jsonl", rows))[0]] == ["18", "27.0", "3"]
 
 
 def test_other_columns_and_ids_are_kept(tmp_path):

@@ -1,15 +1,13 @@
 """Where rows come from: files, folders, the hub and its layouts, and what cannot be read."""
 
 import gzip
-import json
 
 import pytest
 
 from qerl.base.errors import DataError
 from qerl.data.examples import load_examples
 from qerl.data.grading.grade import grade
-from qerl.data.tasks import get_task
-from tests.helpers.row_files import GSM8K, ROWS, write_jsonl, write_parquet
+from tests.helpers.row_files import ROWS, write_jsonl, write_parquet
 
 
 def test_the_layout_of_dapo_math_on_the_hub(tmp_path):
@@ -165,25 +163,3 @@ def test_for_an_unreachable_hub_the_error_says_to_pass_a_file(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     with pytest.raises(DataError, match=r"'owner/no-such-data' .*could not be read from the hub.*--data FILE"):
         load_examples("gsm8k", "owner/no-such-data")
-
-
-def test_rows_are_read_from_a_dataset_of_the_hub(monkeypatch):
-    """Everything except the download: the rows come from a real `datasets.Dataset` in the hub's GSM8K layout."""
-    import datasets
-
-    asked = []
-    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
-    data = datasets.Dataset.from_list([{"question": row["question"], "answer": row["solution"]} for row in rows])
-    monkeypatch.setattr("qerl.data.rows.reachable", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or data)
-    examples, report = load_examples("gsm8k", split="test")
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
-    assert [e.answer.replace(",", "") for e in examples] == [row["answer"] for row in rows]
-    assert report.source == "openai/gsm8k"
-
-
-def test_a_task_that_generates_its_rows_needs_no_data():
-    examples, report = load_examples("arith", split="test", limit=10)
-    assert len(examples) == 10
-    assert report.source == "task arith (test)"
-    assert get_task("arith").hub is None

@@ -75,9 +75,9 @@ def sparse(path):
 
 
 BOMBS = {
-    "zeros.jsonl.gz": zeros, "zeros.json.gz": zeros, "zeros.csv.gz": zeros, "zeros.tsv.gz": zeros,
+    "zeros.jsonl.gz": zeros, "zeros.json.gz": zeros, "zeros.csv.gz": zeros,
     "empty.jsonl.gz": empty_lines, "empty.csv.gz": empty_lines, "small.jsonl.gz": small_rows,
-    "small.json.gz": small_rows, "rows.jsonl.gz": same_rows, "text.parquet": one_text_for_all,
+    "rows.jsonl.gz": same_rows, "text.parquet": one_text_for_all,
     "list.parquet": long_list, "zeros.parquet": packed_zeros, "columns.csv": columns, "sparse.jsonl": sparse,
     "columns.parquet": wide_parquet, "rows.parquet": empty_rows,
     "sparse.json": sparse, "sparse.csv": sparse,
@@ -86,7 +86,6 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_grows_without_end_is_refused(tmp_path, monkeypatch, name):
-    """With smaller limits than those of real use, so that the test's files are small too."""
     monkeypatch.setattr("qerl.data.rows.SMALL", 2**20)
     monkeypatch.setattr("qerl.data.rows.EXPANSION", 2)
     monkeypatch.setattr("qerl.data.rows.MOST_GIB", 2**-8)

@@ -77,11 +77,8 @@ def test_what_is_not_written_is_named(template, messages, tools, says):
     ("template", "messages", "tools"),
     [
         (TOOLS, [USER, CALLS, {"role": "tool", "content": "9"}, LAST], (SCHEMA,)),
-        (
-            TOOLS.replace("m.content", "(m.content | tojson)"),
-            [USER, CALLS, {"role": "tool", "content": '"a"\nb'}, LAST],
-            (),
-        ),
+        (TOOLS.replace("m.content", "(m.content | tojson)"), [USER, CALLS, {"role": "tool", "content": '"a"\nb'}, LAST],
+         ()),
         (TOOLS, [USER, CALLS, {"role": "tool", "content": "9", "name": "add"}, LAST], (SCHEMA,)),
         (KNOWN.replace("m.role +", "(m.name or m.role) +"), [{**USER, "name": "ann"}], ()),
         (TOOLS, [{"role": "developer", "content": " Be short.\n"}, USER], ()),
@@ -91,7 +88,7 @@ def test_what_is_not_written_is_named(template, messages, tools, says):
         (THINKING, [USER, {"role": "assistant", "content": "<think>5 and 4</think>9"}, LAST], ()),
         ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", [USER, ASSISTANT, LAST], ()),
     ],
-)
+)  # fmt: skip
 def test_what_is_written_in_any_place_and_form_is_found(template, messages, tools):
     assert missing(template, messages, tools) is None
 

@@ -54,7 +54,6 @@ def test_an_episode_is_one_growing_list_of_tokens_in_which_the_environment_wrote
 
 
 def test_what_ends_an_episode_and_is_counted(tokenizer):
-    """Errors, hangs, wrong values and limits each end their own episode; the others go on."""
     lines = (["pens", "books"], ["hang"], ["raise"], ["nan"], ["four"], ["pens", "pens", "pens"], ["pens " * 60])
     made = scripted_environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5, max_turns=3, max_tokens=60)
     began = time.monotonic()
@@ -82,9 +81,9 @@ def test_an_answer_that_came_in_time_counts_however_long_the_engine_then_samples
                 for request in requests:
                     ids = [*self._encode(self.lines[request.index].pop(0)), END]
                     source.finished(request.index, Completion(ids, [-0.5] * len(ids), "stop"))
-                time.sleep(2.0)  # other completions are sampled
+                time.sleep(1.1)  # other completions are sampled
 
-    made = scripted_environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5)
+    made = scripted_environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.0)
     try:
         found = made.play(Slow(tokenizer, ["pens", "books"]), starts(made.chat, "books"), SamplingParams(50), 0)
     finally:
@@ -201,20 +200,14 @@ def test_what_is_no_environment_is_refused_in_one_line(names, said):
 
 
 ODD_ANSWERS = {
-    "half": "half a character",
-    "half role": "half a character",
-    "number": "with the content 7: write text",
-    "mapping": "with the content {'a': 1}: write text",
-    "picture": "write text, or parts of text",
-    "bytes": "with the content b'x': write text",
-    "key": "a message that is no JSON",
+    "half": "half a character", "half role": "half a character", "number": "with the content 7: write text",
+    "mapping": "with the content {'a': 1}: write text", "picture": "write text, or parts of text",
+    "bytes": "with the content b'x': write text", "key": "a message that is no JSON",
     "huge": "returned 1e+308 as its reward: return a finite number of at most 1e+15",
-    "infinite": "returned inf as its reward: return a finite number",
-    "long": "as its reward: return a finite number",
-    "nan": "returned nan as its reward: return a finite number",
-    "raise half": "raised ValueError: a b",
+    "infinite": "returned inf as its reward: return a finite number", "long": "as its reward: return a finite number",
+    "nan": "returned nan as its reward: return a finite number", "raise half": "raised ValueError: a b",
     "false as text": "returned 'False' as done: return True or False",
-}
+}  # fmt: skip
 
 
 def test_an_odd_answer_ends_its_own_episode_and_is_counted(tokenizer):
@@ -231,7 +224,6 @@ def test_an_odd_answer_ends_its_own_episode_and_is_counted(tokenizer):
 
 
 def test_messages_that_the_template_refuses_end_their_own_episode(tokenizer, monkeypatch):
-    """Its roles are not those of every template; a template that refuses everything is the model's fault."""
     tokenizer = copy.deepcopy(tokenizer)
     whole = tokenizer.chat_template
     refused = "{% if m.role not in ROLES %}{{ raise_exception('no such role') }}{% endif %}"
@@ -252,11 +244,11 @@ def test_messages_that_the_template_refuses_end_their_own_episode(tokenizer, mon
     made.close()
 
 
-@pytest.mark.parametrize("said", ["half", "number", "key"])
-def test_an_odd_reset_ends_its_own_episode(said, tokenizer):
+def test_an_odd_reset_ends_its_own_episode(tokenizer):
+    said = ("half", "number", "key")
     made = scripted_environments(tokenizer, f"{OWN}:OddReset")
-    _, (odd, right) = run(tokenizer, made, [said, "message"], [], ["message"])
-    assert ODD_ANSWERS[said] in odd.error
+    _, (*odd, right) = run(tokenizer, made, [*said, "message"], [], [], [], ["message"])
+    assert all(ODD_ANSWERS[each] in episode.error for each, episode in zip(said, odd, strict=True))
     assert right.error is None
 
 
@@ -271,26 +263,23 @@ def test_marks_of_turns_parts_of_text_and_empty_contents_are_text(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("answer", "line", "limits", "ended"),
+    ("answer", "lines", "limits", "ended"),
     [
-        ("books", ["flood"], {}, "tokens"),
-        ("books", ["last flood"], {}, "done"),
-        ("books", ["flood in a role"], {}, "tokens"),
-        ("books", ["flood in a name"], {}, "tokens"),
-        ("books", ["flood", "books"], {"max_observation_tokens": 5}, "done"),
-        ("flood", [], {"context": 300}, "failed"),
+        ("books", ("flood", "last flood", "flood in a role", "flood in a name"), {}, "tokens done tokens tokens"),
+        ("books", ("flood", "books"), {"max_observation_tokens": 5}, "done"),
+        ("flood", (), {"context": 300}, "failed"),
     ],
 )
-def test_a_flood_of_text_costs_no_more_than_what_fits(answer, line, limits, ended, tokenizer):
+def test_a_flood_of_text_costs_no_more_than_what_fits(answer, lines, limits, ended, tokenizer):
     made = scripted_environments(tokenizer, f"{OWN}:{'OddReset' if answer == 'flood' else 'Odd'}", **limits)
-    began = time.process_time()
-    _, (episode,) = run(tokenizer, made, [answer], line)
-    assert time.process_time() - began < 5
-    assert episode.ended == ended
-    assert sum(len(turn.text) for turn in episode.turns) < 1_000_000
-    assert episode.cut == ("max_observation_tokens" in limits)
-    if ended == "done":
-        assert episode.reward >= 0.5
+    count, began = len(ended.split()), time.process_time()
+    _, episodes = run(tokenizer, made, [answer] * count, *([[line] for line in lines] if count > 1 else [list(lines)]))
+    assert time.process_time() - began < 5 * count
+    assert [episode.ended for episode in episodes] == ended.split()
+    for episode in episodes:
+        assert sum(len(turn.text) for turn in episode.turns) < 1_000_000
+        assert episode.cut == ("max_observation_tokens" in limits)
+        assert episode.ended != "done" or episode.reward >= 0.5
 
 
 def test_a_tool_that_says_half_a_character_again_is_a_mistake_that_the_model_is_told(tokenizer):

@@ -122,28 +122,19 @@ def test_the_counts_of_the_sampler_of_a_7b_computed_by_hand():
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ("T4", "t4"),
         ("rtx 4090", "4090"),
         ("RTX 4070 Ti SUPER", "4070-ti-super"),
         ("A100-80GB", "a100"),
         ("a100-40gb", "a100-40"),
-        ("h100 80GB", "h100"),
         ("4060ti", "4060-ti"),
         ("RTX PRO 6000", "pro-6000"),
         ("H200-141GB", "h200"),
-        ("v100 32gb", "v100-32"),
         ("A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
-        ("a100_80gb", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("H100 PCIe", "h100"),
         ("NVIDIA H100 NVL", "h100-nvl"),
         ("Tesla V100-SXM2-16GB", "v100"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "pro-6000"),
-        ("pro-6000 96 GB", "pro-6000"),
         ("NVIDIA RTX 6000 Ada Generation", "6000-ada"),
-        ("NVIDIA A40", "a40"),
-        ("rtx a5000", "a5000"),
         ("2080ti", "2080-ti"),
     ],
 )
@@ -152,13 +143,7 @@ def test_a_card_is_known_by_its_names(given, name):
 
 
 # GB is a unit only after a number: GB10 is a card with 128 GB, and GB200 one with 186.
-@pytest.mark.parametrize("given", ["gb10", "NVIDIA GB200", "4090 laptop", "24_0", "3080-12", "-24"])
-def test_no_size_is_read_out_of_a_name(given):
-    with pytest.raises(ConfigError, match="write GiB"):
-        card_of(given)
-
-
-@pytest.mark.parametrize("given", ["4095", "a1000", "t40", "gtx", "0", "x24"])
+@pytest.mark.parametrize("given", ["gb10", "NVIDIA GB200", "4090 laptop", "24_0", "-24", "4095", "t40", "0", "x24"])
 def test_what_is_no_card_is_refused(given):
     with pytest.raises(ConfigError, match="write GiB"):
         card_of(given)
@@ -169,13 +154,10 @@ def test_what_is_no_card_is_refused(given):
     [
         ("NVIDIA A100-SXM4-40GB", 39.6, "a100-40"),
         ("NVIDIA A100 80GB PCIe", 79.3, "a100"),
-        ("NVIDIA A10", 22.5, "a10"),
-        ("Tesla T4", 15.0, "t4"),
         ("Tesla V100-SXM2-32GB", 32.0, "v100-32"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", 16.0, "4070-ti-super"),
         ("NVIDIA GeForce RTX 4060 Ti", 16.0, "4060-ti-16"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95.6, "pro-6000"),
-        ("NVIDIA H100 80GB HBM3", 79.6, "h100"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "a card of 16 GiB, as fast as 4090"),
     ],
 )
@@ -186,11 +168,6 @@ def test_the_drivers_name_of_a_card_is_known(name, gib, known):
 def test_a_driver_names_cards_that_are_not_known():
     assert card_named("NVIDIA T400 4GB", 4.0) is None
     assert card_named("NVIDIA GB10", 0.0) is None
-
-
-def test_a_card_of_some_gib_is_as_fast_as_one_that_trains():
-    assert card_of("15").has_bf16
-    assert card_of("15").capability is None  # nothing is known of it
 
 
 @pytest.mark.parametrize(("increase", "others"), [(0, 0), (1.0, 0), (2.35, 0), (22.35, 20.0), (-10.0, -10.0)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.plan.threads import SMALL, choose_threads
+from qerl.plan.threads import choose_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,13 +65,8 @@ def test_a_host_with_a_gpu_keeps_its_threads(tmp_path, monkeypatch):
     assert environ == {}
 
 
-def test_the_study_s_model_is_small_and_the_smallest_known_is_not():
-    assert 21_000_000 < SMALL < 400_000_000
-
-
-@pytest.mark.parametrize(("given", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_a_command_typed_by_hand_computes_so(given, threads, tmp_path):
+def test_a_command_typed_by_hand_computes_so(tmp_path):
     others = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    environ = {**others, **given, "PYTHONPATH": str(ROOT)}
+    environ = {**others, "PYTHONPATH": str(ROOT)}
     found = subprocess.run([sys.executable, "-c", ASKED], env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert f"threads {threads}\n" in found.stdout, found.stderr
+    assert "threads 1\n" in found.stdout, found.stderr

@@ -5,26 +5,18 @@ import json
 import pytest
 
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 128,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128,
+}  # fmt: skip
 OTHERS = {
     "gemma2": ({"attn_logit_softcapping": 50.0}, "gemma2 has attn_logit_softcapping 50.0"),
-    "qwen3_5_text": (
-        {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16},
-        "qwen3_5_text has linear_num_key_heads 16",
-    ),
+    "qwen3_5_text": ({"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16},
+        "qwen3_5_text has linear_num_key_heads 16"),
     "zamba": ({"layer_types": ["mamba", "full_attention"]}, "zamba has layer_types 'mamba'"),
-    "gemma4_text": (
-        {"hidden_size_per_layer_input": 256, "global_head_dim": 512},
-        "gemma4_text has hidden_size_per_layer_input 256",
-    ),
+    "gemma4_text": ({"hidden_size_per_layer_input": 256, "global_head_dim": 512},
+        "gemma4_text has hidden_size_per_layer_input 256"),
     "gemma4_unified_text": ({"global_head_dim": 512}, "gemma4_unified_text has global_head_dim 512"),
     "deepseek_v3": ({"kv_lora_rank": 512}, "deepseek_v3 has kv_lora_rank 512"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["plan", "quantize"])
@@ -37,14 +29,6 @@ def test_another_decoder_is_refused_once_and_the_reason_is_named(here, command, 
     assert code == 2
     assert stderr.count(message) == 1
     assert stderr.count("error:") == 1
-
-
-def test_the_text_part_of_a_model_for_pictures_is_looked_at(here, tmp_path):
-    text = {"model_type": "qwen3_5_text", **SIZES, **OTHERS["qwen3_5_text"][0]}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    code, _, stderr = here("plan", "--model", tmp_path)
-    assert code == 2
-    assert "qwen3_5_text has linear_num_key_heads 16" in stderr
 
 
 @pytest.mark.parametrize(

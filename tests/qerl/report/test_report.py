@@ -49,14 +49,6 @@ def test_a_run_without_noise_has_no_second_axis(tmp_path):
     assert "by noise stage" not in (tmp_path / "report.md").read_text()
 
 
-def test_the_report_has_the_stages_and_a_picture(tmp_path):
-    run = write_run(tmp_path, [*ROWS, {"step": 6, "reward": None}])
-    write_report([run])
-    text = (run / "report.md").read_text()
-    assert "| 1 | 3 to 4 | 0.01 | 0.800 | 0.810 | 0.250 | 1.0e-04 |" in text
-    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_cost_of_dynamic_sampling_is_reported(tmp_path):
     rows = [{"step": i + 1, "reward": 0.5, "time/step_s": 10.0} for i in range(3)]
     for row, counts in zip(rows, DYNAMIC, strict=True):
@@ -73,12 +65,6 @@ def test_the_cost_of_dynamic_sampling_is_reported(tmp_path):
     assert f"Dynamic sampling: {told}." in text
     assert "| reward of all that was sampled | 0.25 |" not in text  # the last steps lack it
     assert "ynamic sampling" not in write_report([write_run(tmp_path / "plain", ROWS)]).read_text()
-
-
-def test_several_rewards_are_drawn_by_name(tmp_path):
-    rows = [{"step": i, "reward": 1.5 * i, "rewards/accuracy": 1.0 * i, "rewards/format": 0.5 * i} for i in (1, 2)]
-    several = {panel.title: panel.lines for panel in panels([read_run(write_run(tmp_path, rows))])}
-    assert several["rewards by name"] == {"format": "rewards/format"}  # accuracy has its panel
 
 
 def test_no_curve_is_drawn_twice_and_none_that_is_flat(tmp_path):
@@ -118,13 +104,6 @@ def test_time_is_one_bar_stacked_by_phase(tmp_path):
         (pytest.approx(0.7), pytest.approx(0.3)),
     ]
     assert axis.get_legend_handles_labels()[1] == ["rollout 60%", "grading 10%", "the rest 30%"]
-
-
-def test_a_line_truncated_by_a_kill_is_left_out(tmp_path):
-    run = write_run(tmp_path, ROWS)
-    with (run / "metrics.jsonl").open("a") as handle:
-        handle.write('{"step": 6, "rew')
-    assert len(read_run(run).rows) == 5
 
 
 def test_folders_that_cannot_be_reported_are_refused(tmp_path):

@@ -6,25 +6,11 @@ import pytest
 
 from qerl.cli.main import app
 from qerl.cli.terminal import run_command
-from tests.helpers.report_factory import DYNAMIC, ROWS, full_run, sample
+from tests.helpers.report_factory import DYNAMIC, ROWS, full_run, sample, write_evaluation
 
 METRICS, SAMPLES, WARNINGS = "run/metrics.jsonl", "run/completions/step-000004.jsonl", "run/warnings.jsonl"
 GRADED, RESULT = "run/eval/after/completions.jsonl", "run/eval/after/result.json"
-IDENTITY = {"task": "arith", "questions": 4, "data": "d", "samples": 1, "temperature": 0, "top_p": 1, "seed": 0}
 SAMPLING = {f"dynamic_sampling/{name}": count for name, count in DYNAMIC[0].items()}
-
-
-def evaluate(folder, correct):
-    """Write an evaluation as `qerl eval` does, with all that report and comparison read."""
-    folder.mkdir(parents=True)
-    share = sum(correct) / len(correct)
-    result = {"task": "arith", "model": "tiny", "samples": 1, "completions": len(correct), "questions": len(correct)}
-    result |= {"accuracy": {"value": share, "low": 0.0, "high": 1.0}, "truncated_share": 0.0, "no_answer_share": 0.0}
-    (folder / "result.json").write_text(json.dumps(result | {"identity": IDENTITY}))
-    row = {"sample": 0, "question": "What is 3 + 4?", "answer": "7", "completion": "#### 7", "truncated": False}
-    rows = [{**row, "row": number, "id": str(number), "correct": mark} for number, mark in enumerate(correct)]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
 
 
 @pytest.fixture
@@ -34,8 +20,8 @@ def folder(tmp_path, monkeypatch):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row | SAMPLING) + "\n" for row in ROWS))
     warning = {"step": 3, "kind": "no_variance", "text": "all alike"}
     (run / "warnings.jsonl").write_text((json.dumps(warning) + "\n") * 3)
-    evaluate(run / "eval" / "before", [False, False, True, False])
-    evaluate(run / "eval" / "after", [True, True, True, False])
+    write_evaluation(run / "eval" / "before", [False, False, True, False])
+    write_evaluation(run / "eval" / "after", [True, True, True, False])
     return tmp_path
 
 
@@ -82,23 +68,14 @@ def test_undamaged_files_are_shown(folder, capsys, command):
         (REPORT, (METRICS, 1, "reward", "high"), 'reward is "high": it should be a valid number'),
         (REPORT, (METRICS, 1, "reward", float("nan")), "reward is NaN: it should be a finite number"),
         (REPORT, (METRICS, 3, "noise/sigma", None), "noise/sigma is null, and noise/stage is a number"),
-        (
-            REPORT,
-            (METRICS, 3, "dynamic_sampling/filled_groups", ...),
-            "filled_groups is missing, and dynamic_sampling/s",
-        ),
-        (REPORT, (SAMPLES, 2, None, '"prompt": "x"}'), "no JSON: Extra data"),
+        (REPORT, (METRICS, 3, "dynamic_sampling/filled_groups", ...), "filled_groups is missing, and dynamic_sampli"),
         (REPORT, (SAMPLES, 2, "completion", None), "completion is null: it should be text"),
         (REPORT, (SAMPLES, 2, "rewards accuracy", "1"), 'rewards.accuracy is "1": it should be a valid number'),
         (REPORT, (WARNINGS, 1, "text", ...), "text is missing"),
-        (REPORT, (GRADED, 3, None, "{"), "no JSON: Expecting property name"),
         (REPORT, (GRADED, 3, "correct", None), "correct is null: it should be a valid boolean"),
-        (REPORT, (GRADED, 3, "question", None), "question is null: it should be text"),
         (REPORT, (RESULT, 1, "accuracy low", None), "accuracy.low is null: it should be a valid number"),
-        (WITH, (GRADED, 3, "correct", "yes"), 'correct is "yes": it should be a valid boolean'),
         (WITH, (RESULT, 1, "truncated_share", ...), "truncated_share is missing"),
         (COMPARE, (GRADED, 3, None, '{"row": 2, "corr'), "no JSON: Unterminated string"),
-        (COMPARE, (GRADED, 3, "correct", None), "correct is null: it should be a valid boolean"),
         (COMPARE, (GRADED, 3, "row", ...), "row is missing"),
         (COMPARE, (RESULT, 1, "samples", "1"), 'samples is "1": it should be a valid integer'),
         (COMPARE, (RESULT, 1, "identity", ...), "identity is missing"),

@@ -13,7 +13,7 @@ from qerl.report.curves import DRAWN, LINES, TEXT
 from qerl.report.page import LONGEST, extremes, render_page, shorten, write_report
 from qerl.report.read import read_evaluation, read_run, read_runs
 from qerl.report.sections import Judged, changes, differences, memory, phases
-from tests.helpers.report_factory import CONFIG, ROWS, full_run, sample, write_run
+from tests.helpers.report_factory import CONFIG, ROWS, full_run, sample, write_evaluation, write_run
 
 HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}<a href='//evil.example'>"
 
@@ -36,23 +36,12 @@ class Page(HTMLParser):
         return [attrs[key] for _, attrs in self.tags for key in ("src", "href", "srcset", "action") if key in attrs]
 
 
-def evaluated(folder, correct, text="#### 7"):
-    """Write an evaluation of one question as `qerl eval` does."""
-    folder.mkdir(parents=True)
-    accuracy = {"value": float(correct), "low": 0.05, "high": 0.95}
-    result = {"task": "arith", "model": "tiny", "accuracy": accuracy, "truncated_share": 0.25, "no_answer_share": 0.0}
-    (folder / "result.json").write_text(json.dumps(result | {"questions": 1, "samples": 1}))
-    row = {"id": "a", "sample": 0, "question": "What is 3 + 4?", "answer": "7", "completion": text}
-    (folder / "completions.jsonl").write_text(json.dumps(row | {"correct": correct, "truncated": False}) + "\n")
-    return folder
-
-
 def test_a_completion_is_shown_as_plain_text(tmp_path):
     """Even with tags, template syntax, an end of its block, lone surrogates, direction marks or control characters."""
     strange = HOSTILE + "\ud800 \u202e \x00 \x1b[31m"
     run = full_run(tmp_path / "run", [sample(strange, 1.0, prompt=HOSTILE), sample("b" + strange, 0.0)])
     (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "data": {"task": HOSTILE}}))
-    evaluated(run / "eval" / "one", False, HOSTILE)
+    write_evaluation(run / "eval" / "one", [False], HOSTILE)
     html = render_page([read_run(run, HOSTILE)])
     page = Page(html)
     assert "script" not in {tag for tag, _ in page.tags}
@@ -109,8 +98,11 @@ def test_the_sections_of_a_run(tmp_path):
 
 def test_evaluations_of_the_run_and_others(tmp_path):
     run = full_run(tmp_path / "run")
-    evaluated(run / "eval" / "last", True)
-    compared = (read_evaluation(evaluated(tmp_path / "base", False, "no")), read_evaluation(run / "eval" / "last"))
+    write_evaluation(run / "eval" / "last", [True])
+    compared = (
+        read_evaluation(write_evaluation(tmp_path / "base", [False], "no")),
+        read_evaluation(run / "eval" / "last"),
+    )
     html = render_page([read_run(run)], compared, Judged("cannot tell", "After training: cannot tell."))
     page = Page(html)
     names = re.findall(r'<th scope="row">(base|last)<', html)
@@ -223,13 +215,6 @@ def test_the_place_of_the_page(tmp_path):
     (two / "config.yaml").write_text("run: [")
     with pytest.raises(DataError, match=r"config\.yaml cannot be read"):
         write_report([two])
-
-
-def test_line_separators_inside_a_completion_do_not_split_it(tmp_path):
-    run = full_run(tmp_path / "run")
-    text = json.dumps(sample("one\u2028two\x85three", 1.0), ensure_ascii=False) + "\n"
-    (run / "completions" / "step-000005.jsonl").write_text(text, encoding="utf-8")
-    assert extremes(read_run(run)).best[0].completion == "one\u2028two\x85three"
 
 
 def test_a_file_that_is_no_page_of_ours_is_left_as_it_is(tmp_path):

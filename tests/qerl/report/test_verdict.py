@@ -1,13 +1,11 @@
 """The sentence at the top of a report: what it says of rewards and held-out answers, against values by hand."""
 
-import json
-
 import pytest
 
 from qerl.report.page import write_report
 from qerl.report.read import read_evaluation, read_run
 from qerl.report.sections import Judged, mean_of, reward_sentence, rounded, student, verdict
-from tests.helpers.report_factory import write_run
+from tests.helpers.report_factory import write_evaluation, write_run
 
 
 def steps(*rewards, **more):
@@ -18,12 +16,7 @@ RISING = steps(*(0.2 + 0.02 * (i % 2) + 0.02 * i for i in range(25)))
 
 
 def evaluated(folder, value, low, high, **more):
-    folder.mkdir(parents=True)
-    accuracy = {"value": value, "low": low, "high": high}
-    result = {"task": "arith", "accuracy": accuracy, "truncated_share": 0.0, "no_answer_share": 0.0, **more}
-    (folder / "result.json").write_text(json.dumps(result))
-    (folder / "completions.jsonl").write_text("")
-    return folder
+    return write_evaluation(folder, [True], accuracy={"value": value, "low": low, "high": high}, **more)
 
 
 @pytest.mark.parametrize(("freedom", "table"), [(4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (200, 1.972)])

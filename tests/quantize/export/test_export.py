@@ -26,14 +26,9 @@ from tests.helpers.small_run import small_config
 from training.run import start
 
 QAT = (
-    "qat.mode=weights",
-    "qat.train_norms=true",
-    "qat.targets=['re:.*mlp.*']",
-    "run.save_every=1",
-    "run.keep_checkpoints=9",
-    "noise.enabled=false",
-    "optim.learning_rate=1e-3",
-)
+    "qat.mode=weights", "qat.train_norms=true", "qat.targets=['re:.*mlp.*']", "run.save_every=1",
+    "run.keep_checkpoints=9", "noise.enabled=false", "optim.learning_rate=1e-3",
+)  # fmt: skip
 LAST = "checkpoints/step-000002/weights"
 
 
@@ -197,7 +192,6 @@ def test_a_bit_that_is_lost_in_writing_is_found(finished, tmp_path, monkeypatch)
 
 
 def test_a_push_follows_the_export_and_is_checked_before_it(finished, tmp_path, monkeypatch):
-    """tests/quantize/merge/test_publish.py has both against a hub."""
     seen = []
     monkeypatch.setattr(
         quantize.export.run, "check_push", lambda repo: seen.append((repo, (tmp_path / "out").exists()))

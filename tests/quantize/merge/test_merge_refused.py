@@ -80,7 +80,6 @@ def test_mistakes_are_refused_before_anything_is_written(run, base, tmp_path, na
 
 
 def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
-    """The quantization report names a model that these weights do not come from."""
     other = make_checkpoint(tmp_path / "other", "qwen3")
     for name in ("checkpoints", "runs"):
         shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))

@@ -72,7 +72,6 @@ def test_what_was_trained_from_a_start_repairs_its_own_linears_alone(bases, tmp_
 
 
 def test_nothing_that_was_not_trained_is_measured_as_an_effect(bases, tmp_path):
-    """Both kinds are still at their start, so that the merge has nothing to keep."""
     for kind in ("frozen", "trained"):
         adapter = make_adapter(tmp_path / kind, bases, kind)
         tensors, start = load_file(adapter / "adapter_model.safetensors"), factors_of(bases)

@@ -39,13 +39,10 @@ MATRIX = "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"
 @pytest.mark.parametrize(
     "text",
     [
-        f"The answer is {MATRIX}.",
-        f"The answer is $${MATRIX}$$",
-        f"Answer: A = {MATRIX}",
-        "The answer is\n\\begin{pmatrix}\n 1 & 2 \\\\\n 3 & 4\n\\end{pmatrix}",
-        f"**Answer**\n\n\\[ {MATRIX} \\]",
+        f"The answer is {MATRIX}.", f"The answer is $${MATRIX}$$", f"Answer: A = {MATRIX}",
+        "The answer is\n\\begin{pmatrix}\n 1 & 2 \\\\\n 3 & 4\n\\end{pmatrix}", f"**Answer**\n\n\\[ {MATRIX} \\]",
     ],
-)
+)  # fmt: skip
 def test_a_spaced_matrix_is_found_without_a_box(text):
     assert grade(MATH, text, "\\begin{bmatrix}1&2\\\\3&4\\end{bmatrix}").reason == "correct"
     assert grade(MATH, text, "\\begin{bmatrix}1&3\\\\2&4\\end{bmatrix}").reason == "wrong"
@@ -58,7 +55,8 @@ REMARKS = (
 )  # fmt: skip
 CHANGES = (
     " or 37", " and a half", " + 4", " of 40", " times two", ", or forty", " and 5 seconds", " to 40", " (squared)",
-    ", not 37", " and one more", " (mod 40)", " - wait, no", " and two halves",
+    ", not 37", " and one more", " (mod 40)", " - wait, no", " and two halves", "k",
+    " is wrong, it is 37", " -> no", " -> 37",
 )  # fmt: skip
 
 
@@ -82,17 +80,6 @@ def test_a_fraction_without_its_zero_is_not_its_digits(form):
 )
 def test_a_number_that_begins_the_line_of_hashes_is_the_answer(line):
     assert grade("gsm8k", f"6 times 6.\n{line}", "36").correct
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("#### 36 + 4", "#### 36 or 37", "#### 36 to 40", "#### 36k", "#### 36. It is 37", "#### 36 < 37"),
-        *("#### 36 and a half", "#### 36 is wrong, it is 37", "#### not 36", "#### 36 -> no", "#### 36 -> 37"),
-    ],
-)
-def test_a_number_that_is_changed_or_taken_back_is_not(line):
-    assert not grade("gsm8k", f"6 times 6.\n{line}", "36").correct
 
 
 def test_a_label_in_text_leaves_no_brace_behind():

@@ -39,11 +39,6 @@ def test_grades_agree_with_the_labels(kind, entry):
     assert all(g.correct == (g.reason == "correct") for g in grades)
 
 
-def test_the_table_is_large_enough():
-    labelled = [text for _, entry in ENTRIES for label, texts in entry.items() if label != "answer" for text in texts]
-    assert len(labelled) >= 600
-
-
 @pytest.mark.parametrize("row", SOLUTIONS, ids=lambda row: row["answer"])
 def test_a_worked_solution_is_right_only_for_its_own_answer(row):
     task = TASKS["number"]
@@ -107,31 +102,18 @@ def test_the_last_number_counts_only_where_the_task_says_so():
 
 
 HOSTILE = {
-    "brackets": "{" * 1_900_000,
-    "open boxes": "\\boxed{" * 250_000,
-    "empty boxes": "\\boxed{}" * 230_000,
-    "boxes without content": "\\boxed" * 300_000,
-    "box of brackets": "\\boxed{" + "{" * 1_800_000,
+    "brackets": "{" * 1_900_000, "open boxes": "\\boxed{" * 250_000, "empty boxes": "\\boxed{}" * 230_000,
+    "boxes without content": "\\boxed" * 300_000, "box of brackets": "\\boxed{" + "{" * 1_800_000,
     "deep nesting": "\\boxed{" + "{" * 900_000 + "18" + "}" * 900_000 + "}",
-    "fractions": "\\boxed{" + "\\frac{1}{" * 200_000,
-    "backslashes": "\\boxed{" + "\\" * 1_900_000,
-    "dollars": "$" * 1_900_000,
-    "hashes": "####" * 480_000,
-    "hashes and numbers": "#### 1 2\n" * 200_000,
-    "mentions": "the answer is " * 130_000,
-    "mention and spaces": "the answer is" + " " * 1_800_000,
-    "long number": "the answer is " + "1" * 1_800_000,
-    "open tags": "<answer>" * 230_000,
-    "closed tags": "</answer>" * 200_000,
-    "thoughts": "</think>" * 230_000,
-    "arabic digits": "١" * 1_900_000,
-    "invisible": "\u200b" * 1_900_000,
-    "null bytes": "\\boxed{" + "\0" * 900 + "}",
-    "lone surrogates": "\\boxed{\ud800}" * 1000,
-    "newlines": "\n" * 1_900_000,
-    "many in one box": "\\boxed{" + "1, " * 300 + "}",
-    "too long for one": "x" * (MAX_COMPLETION_CHARS + 1),
-}
+    "fractions": "\\boxed{" + "\\frac{1}{" * 200_000, "backslashes": "\\boxed{" + "\\" * 1_900_000,
+    "dollars": "$" * 1_900_000, "hashes": "####" * 480_000, "hashes and numbers": "#### 1 2\n" * 200_000,
+    "mentions": "the answer is " * 130_000, "mention and spaces": "the answer is" + " " * 1_800_000,
+    "long number": "the answer is " + "1" * 1_800_000, "open tags": "<answer>" * 230_000,
+    "closed tags": "</answer>" * 200_000, "thoughts": "</think>" * 230_000, "arabic digits": "١" * 1_900_000,
+    "invisible": "\u200b" * 1_900_000, "null bytes": "\\boxed{" + "\0" * 900 + "}",
+    "lone surrogates": "\\boxed{\ud800}" * 1000, "newlines": "\n" * 1_900_000,
+    "many in one box": "\\boxed{" + "1, " * 300 + "}", "too long for one": "x" * (MAX_COMPLETION_CHARS + 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["number", "math"])
@@ -144,20 +126,11 @@ def test_hostile_completions_are_refused_within_a_second(name, kind):
 
 
 FORMULAS = {
-    "tower": "9^{9^{9^{9}}}",
-    "factorial": "(10^6)!",
-    "binomial": "\\binom{10^9}{5\\cdot 10^8}",
-    "expansion": "(x+y+z)^{200}",
-    "sum": "\\sum_{n=1}^{10000000} \\frac{\\sin n}{n}",
-    "powers": "x" + "^x" * 400,
-    "nesting": "(" * 400 + "1" + ")" * 400,
-    "sines": "\\sin(" * 150 + "x" + ")" * 150,
-    "bars": "|" * 300,
-    "commands": "\\left" * 150,
-    "quotes": "5" + "!" * 100,
-    "surrogate": "x\ud800",
-    "null": "x\0",
-}
+    "tower": "9^{9^{9^{9}}}", "factorial": "(10^6)!", "binomial": "\\binom{10^9}{5\\cdot 10^8}",
+    "expansion": "(x+y+z)^{200}", "sum": "\\sum_{n=1}^{10000000} \\frac{\\sin n}{n}", "powers": "x" + "^x" * 400,
+    "nesting": "(" * 400 + "1" + ")" * 400, "sines": "\\sin(" * 150 + "x" + ")" * 150, "bars": "|" * 300,
+    "commands": "\\left" * 150, "quotes": "5" + "!" * 100, "surrogate": "x\ud800", "null": "x\0",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMULAS)

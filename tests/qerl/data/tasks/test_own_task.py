@@ -50,19 +50,11 @@ def test_a_last_message_of_the_assistant_is_the_answer_and_not_asked(tmp_path):
     assert (messages_of("own", example), example.answer) == (CHAT, "Blue.")
 
 
-def test_a_file_may_hold_prompts_and_messages(tmp_path):
-    rows = [{"prompt": "a", "answer": "1"}, {"messages": CHAT, "answer": "2"}, {"prompt": CHAT[1:2], "answer": "3"}]
-    assert [e.question for e in read(tmp_path, rows)[0]] == ["a", "Name a colour.", "Hi."]
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
         ([], "its messages ask nothing: there is none of the user"),
-        (CHAT[:1], "its messages ask nothing: the last one is of the role 'system'"),
         ([{"role": "user", "content": 3}], "its message 1 is no object with a role"),
-        ([{"role": "king", "content": "a"}], "its message 1 is no object with a role"),
-        (["a"], "its message 1 is no object"),
         ([{"role": "user", "content": "\ud800"}], "its message 1 holds half a character"),
     ],
 )
@@ -147,11 +139,11 @@ def test_a_grader_may_take_lists_and_be_async(start, tmp_path):
         ("return None if completion == 'b' else 1", ReturnedError, "returned None, and a grade is a number from 0", 1),
         ("return 1 / (completion != 'b')", OwnFunctionError, "raised ZeroDivisionError", 1),
         ("import os; os._exit(3)", OwnFunctionError, "ended its process", None),
-        ("import time; time.sleep(60)", LateError, "did not return within 2 s", None),
+        ("import time; time.sleep(60)", LateError, "did not return within 1 s", None),
     ],
 )
 def test_a_grader_that_fails_says_where(body, error, message, index, tmp_path):
-    task = grader(tmp_path, f"def grade(completion):\n    {body}\n", timeout_s=2)
+    task = grader(tmp_path, f"def grade(completion):\n    {body}\n", timeout_s=1)
     with pytest.raises(error, match=message) as raised:
         grade_many(task, ["a", "b"], ["", ""])
     assert raised.value.index == index

@@ -42,35 +42,6 @@ def test_each_task_is_complete(name):
     assert build_messages(name, "Q")[-1]["content"].count("Q") == 1
 
 
-# Checked on the dataset cards of the hub and in code that reads them, since tests cannot reach the hub.
-HUB = {
-    "gsm8k": ("openai/gsm8k", "main", {"train": "train", "test": "test"}, "question", "answer"),
-    "dapo_math": (
-        "BytedTsinghua-SIA/DAPO-Math-17k", None, {"train": "train"},
-        ("prompt.0.content", "prompt"), "reward_model.ground_truth",
-    ),
-    "bigmath": (
-        "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", {"train": "train"},
-        ("problem", "prompt"), ("answer", "solution"),
-    ),
-    "bigmath_hard": (
-        "open-r1/Big-Math-RL-Verified-Processed", "level_4_5", {"train": "train"},
-        ("problem", "prompt"), ("answer", "solution"),
-    ),
-    "amc23": ("math-ai/amc23", None, {"test": "test"}, "question", "answer"),
-    "aime24": ("HuggingFaceH4/aime_2024", None, {"test": "train"}, "problem", "answer"),
-    "aime25": ("math-ai/aime25", None, {"test": "test"}, "problem", "answer"),
-    "math500": ("HuggingFaceH4/MATH-500", None, {"test": "test"}, "problem", "answer"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HUB)
-def test_each_public_task_reads_the_layout_of_its_data_set(name):
-    task = get_task(name)
-    columns = task.columns["question"], task.columns["answer"]
-    assert (task.hub, task.hub_config, dict(task.splits), *columns) == HUB[name]
-
-
 @pytest.mark.parametrize(("wrong", "near"), [("gsm8", "gsm8k"), ("AIME-24", "aime24"), ("dapo", "dapo_math")])
 def test_for_an_unknown_task_the_nearest_is_named(wrong, near):
     with pytest.raises(ConfigError, match=f"no task '{wrong}'; did you mean '{near}'"):

@@ -24,10 +24,13 @@ def test_another_name_is_refused_wherever_a_template_is_given(template, name):
     with pytest.raises(ConfigError, match=rf"{{{name}}} would be printed as it stands") as error:
         build_messages("own", "q", prompt_template=template)
     assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=rf"{{{name}}} would be printed as it stands"):
-        EvalSettings("arith", prompt_template=template)
-    with pytest.raises(ConfigError, match=rf"{{{name}}} would be printed as it stands"):
-        load_recipe("tiny", [f"data.prompt_template={template!r}".replace("'", '"')])
+
+
+def test_it_is_refused_where_options_and_recipes_are_read():
+    with pytest.raises(ConfigError, match=r"\{input\} would be printed as it stands"):
+        EvalSettings("arith", prompt_template="{question} {input}")
+    with pytest.raises(ConfigError, match=r"\{input\} would be printed as it stands"):
+        load_recipe("tiny", ["data.prompt_template='{question} {input}'"])
 
 
 @pytest.mark.parametrize(

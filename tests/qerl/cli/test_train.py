@@ -1,9 +1,9 @@
-"""`qerl distill`: what it makes of a recipe. Its runs are in tests/training/test_distillation.py."""
+"""What `qerl distill` and `qerl sft` make of a recipe. Their runs are in tests/training."""
 
 import pytest
 
 from qerl.base.errors import ConfigError
-from qerl.cli.train import DistillOptions, config_of
+from qerl.cli.train import DistillOptions, SftOptions, config_of
 from qerl.config.recipe import load_recipe, recipe_names
 
 LEARNING = [name for name in recipe_names() if load_recipe(name).sft is None]
@@ -32,3 +32,13 @@ def test_a_recipe_that_learns_from_given_rows_cannot_distil():
 def test_what_is_asked_for_although_it_has_no_part_in_it_is_refused():
     with pytest.raises(ConfigError, match=r"--set loss\.kl_coef=0\.1: .* write loss\.kl_coef: 0"):
         config_of(DistillOptions(overrides=("loss.kl_coef=0.1",)), "qad_tiny")
+
+
+def test_a_section_sft_of_its_own_stays():
+    own = load_recipe("sft_tiny")
+    assert (own.sft.rows_per_step, own.sft.max_tokens) == (32, 256)
+    assert config_of(SftOptions(), "sft_tiny") == own
+
+
+def test_a_recipe_without_the_section_gets_its_defaults():
+    assert config_of(SftOptions(), "tiny").sft == load_recipe("sft_7b").sft
