@@ -7,23 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
+from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.checkpoint.activations import GRPO_WARNING, input_scales, read_activations
 from qerl.checkpoint.export import dense_tensors, read_masters
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.checkpoint.shards import read_tensors
-from qerl.cli.plan import plan_of, sentences
-from qerl.config.recipe import load_recipe
 from qerl.formats import NVFP4
 from qerl.formats.nvfp4.activations import Activations
-from qerl.model import lora
 from quantize.export.options import ONLY_QERL, ExportOptions
 from quantize.export.run import export
 from tests.helpers.bases import write_base
 from tests.helpers.model_folders import with_activations
 from tests.helpers.small_run import numbers, small_config
-from training.policy.packed_policy import PackedPolicy
-from training.preflight.checks import check_calibration
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,7 +31,7 @@ def agrees(run):
 
 
 def test_whole_weights_are_trained_with_activations_that_both_sides_round(base, tmp_path, caplog):
-    config = small_config(base, tmp_path, *QAT, "qat.quant_cfg=nvfp4_w4a4", steps=2)
+    config = small_config(base, tmp_path, *QAT, "qat.quant_cfg=nvfp4_w4a4", steps=1)
     with caplog.at_level(logging.WARNING):
         run = start(config, "w4a4").run_dir
     assert agrees(run)
@@ -69,7 +64,7 @@ def test_static_scales_come_from_the_rows_and_stay_through_training_and_export(b
     rows = tmp_path / "texts.jsonl"
     rows.write_text("".join(json.dumps({"text": f"{n} plus {n} is {2 * n}"}) + "\n" for n in range(5)))
     given = ("qat.quant_cfg=nvfp4_w4a4_static", f"qat.quant_cfg.calibration.data={rows}")
-    run = start(small_config(base, tmp_path, *QAT, *given, steps=2), "static").run_dir
+    run = start(small_config(base, tmp_path, *QAT, *given, steps=1), "static").run_dir
     assert agrees(run)
     begun, model = (read_activations(run / name, NVFP4) for name in ("base", "model"))
     assert begun == model
@@ -78,16 +73,14 @@ def test_static_scales_come_from_the_rows_and_stay_through_training_and_export(b
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     for name, amax in largest_inputs(base, ids).items():
         assert 2688 / 16 < amax * begun[name].global_scale <= 2688 / 4  # a power of two with two bits of head room
-    masters = read_masters(run / "base", run / "checkpoints/step-000002/weights")
+    masters = read_masters(run / "base", run / "checkpoints/step-000001/weights")
     assert not any("scale" in name for group in dense_tensors(masters) for name in group)
 
 
 def test_a_calibration_that_cannot_be_read_is_refused(base, tmp_path):
     given = ("qat.quant_cfg=nvfp4_w4a4_static", f"qat.quant_cfg.calibration.data={tmp_path}/none.jsonl")
-    config = small_config(base, tmp_path, *QAT, *given)
-    for refusing in (check_calibration, lambda config: start(config, "static")):
-        with pytest.raises(DataError, match=r"^qat\.quant_cfg\.calibration\.data: there is no file .*none\.jsonl"):
-            refusing(config)
+    with pytest.raises(DataError, match=r"^qat\.quant_cfg\.calibration\.data: there is no file .*none\.jsonl"):
+        start(small_config(base, tmp_path, *QAT, *given), "static")
     assert not (tmp_path / "run" / "base").exists()
 
 
@@ -101,34 +94,11 @@ def test_biases_stay_in_the_result(tmp_path):
     assert set(dense) == set(read_tensors(base))
 
 
-def test_the_plan_says_that_grpo_may_not_converge():
-    config = load_recipe("qat_tiny", ["qat.quant_cfg=nvfp4_w4a4"])
-    lines = [sentences(each, plan_of(each, "24")) for each in (config, load_recipe("qat_tiny"))]
-    assert [sum(GRPO_WARNING in line for line in each) for each in lines] == [1, 0]
-
-
 def test_a_lora_on_a_base_with_activations(nvfp4_base, tmp_path):
     folder = with_activations(nvfp4_base, "static", tmp_path / "w4a4")
-    assert agrees(start(small_config(folder, tmp_path, "noise.enabled=false", steps=2), "lora").run_dir)
+    assert agrees(start(small_config(folder, tmp_path, "noise.enabled=false", steps=1), "lora").run_dir)
     with pytest.raises(ConfigError, match=r"adapter.dropout: 0.1 does not go with .*w4a4"):
         start(small_config(folder, tmp_path, "adapter.dropout=0.1", out="other"), "lora")
-
-
-def test_one_side_with_16_bit_activations_is_stopped_by_the_mismatch(base, tmp_path, monkeypatch):
-    """Otherwise the other tests would not show that both sides round."""
-    original, rounds = PackedPolicy.logprobs, lora.input_of
-
-    def logprobs(*given):
-        lora.input_of = lambda x, parts: x
-        try:
-            return original(*given)
-        finally:
-            lora.input_of = rounds
-
-    monkeypatch.setattr(PackedPolicy, "logprobs", logprobs)
-    config = small_config(base, tmp_path, *QAT, "qat.quant_cfg=nvfp4_w4a4", steps=1)
-    with pytest.raises(EngineError, match=r"disagree before the first update: mismatch_kl .*e-0[12] is above"):
-        start(config, "w4a4")
 
 
 def test_rows_from_which_no_scale_follows_are_refused(base):

@@ -9,12 +9,7 @@ import torch
 from qerl.base.errors import EngineError
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan
 from tests.helpers.small_run import small_config
-from training.policy.train_memory import (
-    card_memory,
-    growing_segments,
-    recorded_plan,
-    training_memory,
-)
+from training.policy.train_memory import card_memory, growing_segments, recorded_plan, training_memory
 from training.run import resume, start
 from training.trainer import QerlTrainer
 

@@ -4,13 +4,8 @@ import json
 import re
 
 import pytest
-from plan_check import (
-    Workload,
-)
-from typer.testing import CliRunner
+from plan_check import Workload
 
-from qerl.base.errors import ConfigError
-from qerl.cli.main import app
 from qerl.cli.plan import this_card
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.engine.vllm.opening import Settings
@@ -44,6 +39,11 @@ def test_the_default_budget_leaves_room_for_what_lies_outside_it(gpu):
     assert made.peak("rollout") <= made.limit
 
 
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_trains_a_3b_model(name):
+    assert not Workload("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32).plan(name).problems
+
+
 @pytest.mark.parametrize(("memory", "said"), [("1.0", "0.91"), ("23.5", "21.6")])
 def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, said):
     """A 4090 has 23.6 GiB. Outside of the budget are 0.5 + 1.25 + 0.6 - 1 for the engine, 160 MB of counts, and float32
@@ -57,10 +57,6 @@ def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, s
     above = load_recipe("dapo_7b", [f"rollout.memory={float(said) + (0.01 if memory == '1.0' else 0.1)}"])
     assert plan(above, sizes, card_of("4090")).problems
     assert "--set rollout.memory=null" in advice(config, sizes, card_of("4090"))
-    done = CliRunner().invoke(
-        app, ["plan", "--recipe", "dapo_7b", "--gpu", "4090", "--set", f"rollout.memory={memory}"]
-    )
-    assert done.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -79,9 +75,7 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, rec
     monkeypatch.setattr("qerl.engine.vllm.opening.check_experts_served", lambda *_: None)
     config = load_recipe(recipe, values)
     known = KNOWN["qwen2.5-7b" if recipe == "dapo_7b" else "qwen3-30b-a3b"]
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "quantization_config": {}, **known}), encoding="utf-8"
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": {}, **known}))
     sizes = read_sizes(str(tmp_path))
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(int(sizes.weights_bytes("nvfp4")))
@@ -98,32 +92,10 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, rec
 
 
 @pytest.mark.parametrize(
-    ("text", "gib"),
-    [
-        ("24", 24),
-        ("80", 80),
-        ("H100", 79.2),
-        ("4090", 23.6),
-        ("RTX 4090", 23.6),
-        ("rtx3090", 23.6),
-        ("24GB", 24),
-        ("8 GiB", 8),
-    ],
-)
-def test_the_known_cards(text, gib):
-    assert card_of(text).memory_gib == gib
-
-
-@pytest.mark.parametrize(
     ("reported", "gib", "gb_per_s"),
     [
-        ("NVIDIA GeForce RTX 4090, 24564", 23.6, 857),
         ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376", 16.0, 857),
         ("NVIDIA A100-SXM4-40GB, 40960", 39.4, 1322),
-        ("NVIDIA A100-SXM4-80GB, 81920", 79.2, 1733),
-        ("NVIDIA H100 NVL, 95830", 93.6, 3347),
-        ("NVIDIA H200, 143771", 139.8, 4200),
-        ("NVIDIA GeForce RTX 3060, 12288", 11.7, 306),
         ("NVIDIA GeForce GTX 1060, 12288", 12.0, 306),
     ],
 )
@@ -140,7 +112,7 @@ def test_this_card_has_the_memory_that_it_reports(tmp_path, monkeypatch, reporte
 RECIPES = [name for name in recipe_names() if name != "tiny"]
 
 
-@pytest.mark.parametrize("gpu", ["24", "4090", "80", "h100"])
+@pytest.mark.parametrize("gpu", ["24", "h100"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_fits_or_says_what_makes_it_fit(recipe, gpu):
     """The advice is read back as options of `qerl train`, and planned again."""
@@ -166,17 +138,9 @@ def test_the_longest_completion_just_fits():
     sizes = read_sizes(config.model.base)
     longest = largest_completion(config, sizes, card)
     assert longest >= config.rollout.max_new_tokens
-    planned_with = {
-        n: plan(with_values(config, {"rollout.max_new_tokens": n}), sizes, card) for n in (longest, longest + 256)
-    }
-    assert [bool(planned_with[n].problems) for n in planned_with] == [False, True]
+    made = [plan(with_values(config, {"rollout.max_new_tokens": n}), sizes, card) for n in (longest, longest + 256)]
+    assert [bool(each.problems) for each in made] == [False, True]
     assert largest_completion(config, sizes, CARDS["h200"]) == 32768 - 1024  # the limit are the positions of the model
-
-
-def test_a_cap_or_a_fixed_size_is_advised_away():
-    config = load_recipe("dapo_7b", ["memory.cap_gib=12", "run.micro_batch_tokens=40000"])
-    sizes = read_sizes(config.model.base)
-    assert "--set run.micro_batch_tokens=null --set memory.cap_gib=null" in advice(config, sizes, card_of("24"))
 
 
 def test_with_a_cap_on_a_large_enough_card_the_advice_is_a_higher_cap_not_another_card():
@@ -187,25 +151,6 @@ def test_with_a_cap_on_a_large_enough_card_the_advice_is_a_higher_cap_not_anothe
     (cap,) = [int(line.rpartition("=")[2]) for line in found if re.fullmatch(r"--set memory\.cap_gib=\d+", line)]
     planned = [plan(with_values(config, {"memory.cap_gib": float(gib)}), sizes, card) for gib in (cap - 1, cap)]
     assert [bool(each.problems) for each in planned] == [True, False]
-
-
-def test_more_tokens_than_the_model_has_positions_are_a_problem():
-    config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32768"])
-    (problem,) = plan(config, read_sizes(config.model.base), CARDS["h200"]).problems
-    assert "32768 positions" in problem
-
-
-@pytest.mark.parametrize(
-    ("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size"), ("4075", "or one of 3090")]
-)
-def test_unknown_cards_are_refused(text, words):
-    with pytest.raises(ConfigError, match=words):
-        card_of(text)
-
-
-@pytest.mark.parametrize("name", CARDS)
-def test_every_card_trains_a_3b_model(name):
-    assert not Workload("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32).plan(name).problems
 
 
 def test_masters_that_do_not_fit_become_leaner_or_fewer():

@@ -16,7 +16,6 @@ from qerl.config.recipe import load_recipe
 from qerl.plan.sizes import read_sizes
 from tests.helpers.small_run import small_config
 from training.preflight.dry_run import dry_run
-from training.run import start
 
 
 def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tmp_path, monkeypatch):
@@ -81,16 +80,9 @@ def test_the_completion_that_a_reward_failed_on_is_kept_after_a_dry_run(nvfp4_ba
     assert set(tmp_path.iterdir()) <= left  # if rewards work, nothing is left behind
 
 
-@pytest.fixture(scope="module")
-def run_of_a_step(nvfp4_base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    return start(small_config(nvfp4_base, folder, "noise.enabled=false", steps=1), "first").run_dir
-
-
-@pytest.mark.parametrize("part", ["", "adapter"])
-def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_a_step, nvfp4_base, part):
-    assert read_sizes(str(run_of_a_step / part)) == read_sizes(str(nvfp4_base))
-    model = ["--model", str(run_of_a_step / part), "--set", "data.limit=64"]
+def test_a_run_and_its_adapter_are_planned_by_their_base(whole_run, nvfp4_base):
+    assert read_sizes(str(whole_run)) == read_sizes(str(whole_run / "adapter")) == read_sizes(str(nvfp4_base))
+    model = ["--model", str(whole_run), "--set", "data.limit=64"]
     planned = CliRunner().invoke(app, ["plan", "--recipe", "tiny", *model])
     assert planned.exit_code == 0, planned.output
     dry = CliRunner().invoke(app, ["train", "--recipe", "tiny", *model, "--dry-run"])
@@ -99,10 +91,10 @@ def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_a_step, nvfp4_ba
     assert memory[-200:] in dry.stdout
 
 
-def test_a_dry_run_refuses_the_same_as_the_run(run_of_a_step, nvfp4_base, tmp_path):
+def test_a_dry_run_refuses_the_same_as_the_run(whole_run, nvfp4_base, tmp_path):
     for base, given, said in (
         (nvfp4_base, "rollout.max_new_tokens=512", "exceed the model's 512 positions"),
-        (run_of_a_step, "adapter.rank=8", "write adapter.rank: 16"),  # of the run that it starts from
+        (whole_run, "adapter.rank=8", "write adapter.rank: 16"),  # of the run that it starts from
     ):
         with pytest.raises(ConfigError, match=said):
             dry_run(small_config(base, tmp_path, given), Console(file=StringIO()), show_plan_at)

@@ -4,27 +4,24 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from plan_check import (
-    WORKLOADS,
-    Workload,
-    compare,
-    compare_seconds,
-    decode_table,
-    seconds_table,
-    table,
-)
+import torch
+from plan_check import WORKLOADS, Workload, compare, compare_seconds, table
 from typer.testing import CliRunner
 
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.activations import GRPO_WARNING
 from qerl.cli.main import app
 from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
-from qerl.plan.engine_memory import card_of
-from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
-from training.preflight.advice import advice, share_of
-from training.preflight.plan import START, checkpoint_bytes, plan, settled_for, trainee_of, trainer_bytes
+from qerl.plan.engine_memory import CARDS, card_of
+from qerl.plan.micro_batch_plan import Shapes
+from qerl.plan.sizes import CALIBRATING, KNOWN, read_sizes, rounding_seconds, rounding_work, sizes_of
+from training.policy.train_memory import footprint_of
+from training.preflight.advice import advice, duration, likely, share_of
+from training.preflight.plan import START, checkpoint_bytes, plan, settled_for, trainee_of, trainer_bytes, wishes_of
 from training.preflight.seconds import decode_seconds
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,27 +103,6 @@ def test_cards_share_whole_weights_out():
     assert one_of_4["weights"] == alone["weights"]
     trainee = trainee_of(config)
     assert trainee.trained(sizes, 8).count == trainee.trained(sizes).count // 7  # 4 layers, of 28 on 8 cards
-
-
-def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
-    times = [(9.0, 9.0), (2.0, 4.0), (4.0, 6.0)]
-    steps = [{"step": n + 1, "time/rollout_s": r, "time/train_s": t} for n, (r, t) in enumerate(times)]
-    written = {f"{name}.json": {"steps": steps[:1] if "0b" in name else steps} for name in WORKLOADS}
-    for shape in ("7b", "32b"):
-        written[f"rollout-{shape}-qerl.json"] = {"decode_tokens_per_s": {"8": 1000.0}}
-    for folder in ("qat", "experts", "fp8"):
-        (tmp_path / folder).mkdir()
-    for name, content in written.items():
-        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
-    monkeypatch.setattr("plan_check.BENCHMARKS", tmp_path)
-    name = "step-7b-qerl"
-    assert [one.measured for one in compare_seconds(name, WORKLOADS[name])] == [3.0, 5.0]  # without the first step
-    lines = seconds_table().splitlines()
-    planned = WORKLOADS[name].plan().seconds["rollout"]
-    assert lines[2].endswith(f", mean of 2 | rollout | {planned:.1f} s | 3.0 s | {planned / 3 - 1:+.1%} |")
-    assert lines[-2].split(" | ")[0].endswith("cap 80 GiB, the first step")
-    assert "| 9.0 s |" in lines[-2]
-    assert [line.split(" | ")[3] for line in decode_table().splitlines()[2:]] == ["8.00 ms"] * 2
 
 
 @pytest.mark.parametrize(("name", "budget"), [("step-7b-qerl", 18432), ("step-7b-qerl-cap24", 3072)])
@@ -297,3 +273,186 @@ def test_an_adapter_that_is_packed_in_needs_the_16_bit_weights_and_no_buffers_of
         asked = load_recipe("dapo_7b", ["qat.mode=adapter", "qat.start_in=card"])
         assert plan(asked, sizes, card).problems
         assert "--set qat.start_in=host" in advice(asked, sizes, card)
+
+
+# --- activations in 4 bits
+MEASURED = json.loads((Path(__file__).resolve().parents[3] / "benchmarks/qat/activations-7b.json").read_text())
+BASE, CARD = "Qwen/Qwen2.5-7B-Instruct", "h200"
+
+
+def planned(recipe, *overrides, card=CARD, sizes=None):
+    config = load_recipe(recipe, overrides)
+    return config, plan(config, sizes or read_sizes(BASE), card_of(card))
+
+
+def folder_sizes(inputs):
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "input_activations": inputs}
+    entry = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"a": group}}
+    return sizes_of({**KNOWN["qwen2.5-7b"], "quantization_config": entry}, "folder")
+
+
+def test_rounding_takes_as_long_as_was_measured():
+    """A decode step of some tokens, and a layer in training."""
+    sizes, us = read_sizes(BASE), {name: row["us"] for name, row in MEASURED["results"].items()}
+    for tokens in (1, 8, 64, 256):
+        seconds = rounding_seconds(sizes, card_of(CARD), tokens)
+        assert 1e6 * seconds == pytest.approx(us[f"dynamic, {tokens} tokens decoded"], rel=0.08)
+    layer = 3 * us["dynamic, 8448 x 3584"] + us["dynamic, 8448 x 18944"]
+    assert 1e6 * rounding_seconds(replace(sizes, layers=1), card_of(CARD), 8448) == pytest.approx(layer, rel=0.08)
+
+
+def test_rounding_takes_time_in_every_phase_and_calibration_happens_before_them():
+    plain, dynamic, static = (
+        planned("qat_7b", f"qat.quant_cfg={name}")[1] for name in ("nvfp4_w4a16", "nvfp4_w4a4", "nvfp4_w4a4_static")
+    )
+    for phase, seconds in plain.seconds.items():
+        assert seconds < dynamic.seconds[phase] < 1.5 * seconds
+    assert dynamic.seconds == static.seconds
+    assert CALIBRATING not in dynamic.memory
+    assert static.memory[CALIBRATING]["16-bit model"] == read_sizes(BASE).weights_bytes("bf16")
+    assert static.peak(CALIBRATING) / GIB == pytest.approx(16.0, abs=0.5)
+
+
+def test_a_16_bit_model_that_does_not_fit_is_named_before_anything_is_loaded():
+    sizes = sizes_of(KNOWN["qwen2.5-14b"], "14b")
+    asked = ("qat.mode=adapter", "qat.quant_cfg=nvfp4_w4a4_static", "qat.start_in=host", "rollout.max_new_tokens=512")
+    _, made = planned("dapo_7b", *asked, card="24", sizes=sizes)
+    (problem,) = [each for each in made.found if "calibrating" in each.text]
+    assert problem.text.startswith("calibrating activations takes 29.")
+    assert "nvfp4_w4a4)" in problem.text
+    assert problem.needed > problem.available == made.limit
+
+
+def test_rows_are_the_run_s_own_prompts_or_those_that_the_recipe_names(tmp_path):
+    keys = ("qat.quant_cfg=nvfp4_w4a4_static", "data.max_prompt_tokens=300")
+    own = sentences(*planned("qat_7b", *keys))
+    assert any("reads 512 rows of 300 tokens at most" in line for line in own)
+    named = sentences(*planned("qat_7b", *keys, "qat.quant_cfg.calibration.data=rows.jsonl"))
+    assert any("reads 512 rows of 2048 tokens at most" in line for line in named)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rounds"),
+    [
+        (None, False),
+        ({"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": "local"}, True),
+        ({"num_bits": 4, "type": "float", "group_size": 16, "strategy": "group", "dynamic": True}, True),
+    ],
+)
+def test_a_base_says_by_its_config_whether_inputs_are_rounded(inputs, rounds):
+    config, made = planned("dapo_7b", sizes=folder_sizes(inputs))
+    plain = planned("dapo_7b")[1]
+    assert (made.seconds["rollout"] > plain.seconds["rollout"]) == rounds
+    assert (f"Note: {GRPO_WARNING}." in sentences(config, made)) == rounds
+    distilled = planned("qad_1_7b", "qat.quant_cfg=nvfp4_w4a4", sizes=read_sizes("Qwen/Qwen3-1.7B"))
+    assert not any(GRPO_WARNING in line for line in sentences(*distilled))
+
+
+# --- given conversations: one base, and no engine
+SIZES = sizes_of(KNOWN["qwen2.5-7b"], "qwen2.5-7b")
+
+
+def test_nothing_of_an_engine_is_planned():
+    config = load_recipe("sft_7b")
+    made = plan(config, SIZES, card_of("h200"))
+    assert list(made.memory) == list(made.seconds) == ["training"]
+    assert made.memory["training"]["weights"] == int(SIZES.weights_bytes("nvfp4"))
+    assert set(made.memory["training"]) == {"weights", "adapter", "optimizer", "context", "kernels", "micro-batch"}
+    assert made.peak("training") <= made.limit
+    assert "Nothing is sampled" in sentences(config, made)[-1]
+    assert "if every row has sft.max_tokens tokens" in duration(config, made, likely(config))[0]
+
+
+def test_seconds_are_those_of_the_flops_by_the_cost_model():
+    config = load_recipe("sft_7b", ["run.gradient_checkpointing=false", "run.micro_batch_tokens=4096"])
+    made = plan(config, SIZES, card_of("h200"))
+    tokens = 64 * 4096
+    flops = 4 * (SIZES.body + SIZES.head) * tokens
+    assert made.seconds["training"] == flops / (0.74 * card_of("h200").tflops * 1e12)
+
+
+def test_a_card_that_is_too_small_gets_advice_about_rows():
+    config = load_recipe("sft_7b", ["run.gradient_checkpointing=false"])
+    made = plan(config, SIZES, card_of("12"))
+    assert "lower sft.max_tokens" in made.problems[0]
+    assert any(
+        "sft.max_tokens=" in change or "gradient_checkpointing=auto" in change
+        for change in advice(config, SIZES, card_of("12"))
+    )
+
+
+# --- what `train.fp8_recipe` takes: sums by hand, in the plan and in the run
+SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
+# Gate and up have 2 x 18944 = 37888 columns of 3584 features: 135,790,592 weights.
+BY_HAND = {
+    # codes of dy 37888 - 37888 + 7168; the weight's codes, turned
+    "tensorwise": (7_168, 135_790_592),
+    # codes of dy 37888 + 296 scales of 4 bytes - 37888 + 7168; (1 + 1) x 135,790,592
+    "blockwise": (8_352, 271_581_184),
+    None: (0, 0),
+}
+# codes of dy, also turned, 2 x 37888 - 37888 + 7168; 4 x 67,895,296 of a master's gradient
+WITH_MASTERS = BY_HAND | {"tensorwise": (45_056, 271_581_184)}
+
+
+@pytest.mark.parametrize("gradient_bytes", [0, 4])
+@pytest.mark.parametrize("recipe", BY_HAND)
+def test_the_temporaries_of_a_recipe_are_in_a_micro_batch(recipe, gradient_bytes):
+    token, weight = (WITH_MASTERS if gradient_bytes else BY_HAND)[recipe]
+    assert rounding_work(recipe, 3584, 18944, gradient_bytes > 0) == (token, weight)
+    shapes = replace(SEVEN_B, gradient_bytes=gradient_bytes)
+    plain, rounded = shapes.footprint(), replace(shapes, fp8_recipe=recipe).footprint()
+    assert rounded == replace(plain, working=plain.working + token, fixed=plain.fixed + weight)
+    assert rounded.needed(16384, 0) - plain.needed(16384, 0) == 16384 * token + weight
+
+
+@pytest.mark.parametrize("base", ["model.format=bf16", "qat.mode=weights"])
+def test_the_plan_of_a_run_has_them(base):
+    def planned(*overrides):
+        fixed = ("rollout.max_new_tokens=512", "run.micro_batch_tokens=16384", "run.gradient_checkpointing=false")
+        config = load_recipe("qat_7b" if "qat" in base else "dapo_7b", (base, *fixed, *overrides))
+        return plan(config, read_sizes("Qwen/Qwen2.5-7B-Instruct"), card_of("h200"))
+
+    plain, found = planned(), {name: planned(f"train.fp8_recipe={name}") for name in ("tensorwise", "blockwise")}
+    more = {name: each.peak("training") - plain.peak("training") for name, each in found.items()}
+    by_hand = WITH_MASTERS if "qat" in base else BY_HAND
+    tokens = {(bytes_ - by_hand[name][1]) / by_hand[name][0] for name, bytes_ in more.items()}
+    assert len(tokens) == 1  # of the step's largest micro-batch
+    assert 0.9 * 16384 < tokens.pop() <= 16384
+    assert all(each.peak("rollout") == plain.peak("rollout") for each in found.values())
+
+
+@pytest.mark.parametrize("recipe", BY_HAND)
+def test_a_run_counts_what_its_plan_counts(recipe):
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        num_attention_heads=28, hidden_size=3584, intermediate_size=18944, num_key_value_heads=4,
+        num_hidden_layers=28, vocab_size=152064,
+    )  # fmt: skip
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    trained = torch.empty(80_740_352, device="meta")
+    policy = SimpleNamespace(base_model=model, parameters=lambda: [trained], trained_bytes=16.0)
+    recipes = ("model.format=bf16", f"train.fp8_recipe={recipe or 'null'}")
+    found = footprint_of(policy, wishes_of(load_recipe("dapo_7b", recipes)), 32, entropy_gradient=False)
+    assert found == replace(SEVEN_B, fp8_recipe=recipe).footprint()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "card", "dtype"),
+    [
+        ("qat_3b", "qwen2.5-3b", "h200", "float32"),
+        ("qat_3b", "qwen2.5-3b", "4090", "bfloat16"),
+        ("qat_7b", "qwen2.5-7b", "h200", "float32"),
+        ("qat_7b", "qwen2.5-7b", "h100", "bfloat16"),  # it holds float32, with micro-batches of 2048 tokens
+    ],
+)
+def test_auto_takes_float32_where_the_card_holds_it_and_training_is_not_slow(recipe, size, card, dtype):
+    config, sizes = load_recipe(recipe, ["qat.masters=auto"]), sizes_of(KNOWN[size], size)
+    settled = settled_for(config, sizes, CARDS[card])
+    assert settled.qat.masters == dtype
+    made = plan(config, sizes, CARDS[card])
+    assert made.memory == plan(settled, sizes, CARDS[card]).memory
+    assert not made.problems
+    assert f"masters ({dtype})" in made.memory["training"]
+    assert settled_for(settled, sizes, CARDS["h200"]) == settled

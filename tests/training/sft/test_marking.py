@@ -175,10 +175,7 @@ def test_a_template_that_writes_earlier_answers_otherwise_gets_a_row_for_each(ma
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}",
-            "is not how it",
-        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ '?' if add_generation_prompt }}", "is not how it"),
         ("{{ messages[0].content }}", "no token of the assistant"),
         ("{{ raise_exception('no') }}", "the template refuses it: no"),
     ],

@@ -2,7 +2,7 @@
 
 import io
 import json
-import signal
+import shutil
 
 import pytest
 import torch
@@ -16,20 +16,18 @@ import training.run
 import training.sft_step
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import adapter_tensors
-from qerl.checkpoint.load import load_model, load_tokenizer
+from qerl.checkpoint.load import load_model
 from qerl.cli.plan import show_plan_at
 from qerl.config.recipe import load_config, load_recipe
 from qerl.report.page import render_text
 from qerl.report.read import read_run
 from tests.helpers.bases import write_base
-from tests.helpers.killed import killed_in
 from tests.helpers.small_run import numbers, same_adapters
 from tests.helpers.small_sft import TALKS, small_sft
 from training.preflight.dry_run import dry_run
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 from training.run_dir.verdict import best_of, ending
-from training.sft_step import SftParts
 from training.step import backward
 from training.trainer import QerlTrainer
 
@@ -173,14 +171,6 @@ def test_it_learns_and_says_so(ran):
     assert not list(ran.glob("completions/*"))
 
 
-def test_the_last_rows_of_ones_own_data_are_held_out(nvfp4_base, tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        run_dir = start(small_sft(nvfp4_base, tmp_path, "validation.every=1", steps=1), "sft").run_dir
-    assert "the last 1 of 8 rows are held out" in caplog.text
-    assert "7 rows with" in caplog.text
-    assert "validation/loss" in numbers(run_dir)[-1]
-
-
 def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     config, rows = load_config(ran / "config.yaml").validation, read_metrics(ran)
     values = {row["step"]: row["validation/loss"] for row in rows if "validation/loss" in row and row["step"]}
@@ -190,50 +180,28 @@ def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     assert ending(rows, config.model_copy(update={"target": values[6] - 0.1}), 6) is None
 
 
-KILLS = {"step": (SftParts, "collect", 4), "save": (QerlTrainer, "save_now", 2)}
-
-
-@pytest.mark.parametrize(("owner", "name", "call"), KILLS.values(), ids=KILLS)
-def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, owner, name, call):
-    held_out = ran.parent / "held_out.jsonl"
-    config = small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6)
-    with killed_in(owner, name, call):
-        start(config, "sft")
-    result = resume(tmp_path / "run")
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(ran, tmp_path):
+    result = resume(shutil.copytree(ran, tmp_path / "run"), step=4)
     assert numbers(result.run_dir) == numbers(ran)
     assert same_adapters(result.adapter, ran / "adapter")
 
 
-def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch):
-    collected, calls = SftParts.collect, []
-
-    def signalled(*given):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return collected(*given)
-
-    monkeypatch.setattr(SftParts, "collect", signalled)
-    held_out = ran.parent / "held_out.jsonl"
-    stopped = start(small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6), "sft")
-    assert (stopped.adapter, stopped.steps, stopped.stopped_by) == (None, 3, signal.SIGTERM)
-    assert numbers(resume(stopped.run_dir).run_dir) == numbers(ran)
-
-
-def test_other_rows_are_refused_when_it_resumes(ran, nvfp4_base, tmp_path):
-    run_dir = start(small_sft(nvfp4_base, tmp_path, steps=2), "sft").run_dir
+def test_the_last_rows_are_held_out_and_others_are_refused_when_it_resumes(nvfp4_base, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        run_dir = start(small_sft(nvfp4_base, tmp_path, "validation.every=1", steps=1), "sft").run_dir
+    assert "the last 1 of 8 rows are held out" in caplog.text
+    assert "7 rows with" in caplog.text
+    assert "validation/loss" in numbers(run_dir)[-1]
     small_sft(nvfp4_base, tmp_path, rows=[{"messages": talk} for talk in TALKS[:-1]])
     with pytest.raises(ConfigError, match="the rows of the data changed"):
-        resume(run_dir, steps=3)
+        resume(run_dir, steps=2)
 
 
 def test_whole_weights_are_learned_through_the_quantizer(base, tmp_path):
-    config = small_sft(base, tmp_path, "qat.mode=weights", "optim.learning_rate=1e-3", steps=4)
-    result = start(config, "sft")
-    rows = numbers(result.run_dir)
-    assert rows[-1]["loss"] < rows[0]["loss"]
-    tokenizer, model = load_tokenizer(result.adapter), load_model(result.adapter, "nvfp4")
-    assert model(**tokenizer("3 + 4", return_tensors="pt")).logits.isfinite().all()
+    result = start(small_sft(base, tmp_path, "qat.mode=weights", "optim.learning_rate=1e-3", steps=3), "sft")
+    losses = [row["loss"] for row in numbers(result.run_dir)]
+    assert losses[-1] < losses[0]
+    assert load_model(result.adapter, "nvfp4")(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
 def test_a_dry_run_shows_what_is_learned_and_the_plan(nvfp4_base, tmp_path):
