@@ -8,11 +8,10 @@ square root of its square. A number or a fraction in lowest terms is never a cop
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from fractions import Fraction
+from typing import Any
 
 from qerl.data.formulas.equality import equal_everywhere, points, tree_of, value_at
 from qerl.data.formulas.expression import Tree, variables
@@ -20,55 +19,34 @@ from qerl.data.formulas.shape import Shape, read
 from qerl.data.formulas.spelling import tidy
 from qerl.data.formulas.value import close
 
-_OPERATION = re.compile(
-    r"(?<=.)[-+*/!]|[\d)]\(|\^(?!\{?\\circ)|\\(?:frac|sqrt|cdot|times|div|binom|log|ln|exp|sin|cos|tan|cot|sec|csc|arc\w+|int|sum"
-    r"|prod|lim|lfloor|lceil|pmod|bmod|gcd|det)(?![A-Za-z])|[=<>|]|\\[lg]e(?![A-Za-z])|\\begin"
-)
-_FRACTION = re.compile(r"-?(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))")
+Form = frozenset[tuple[Any, int]]
+_OPERATION = re.compile(r"[-+*/=<>]|\\(?:frac|sqrt|cdot|times|int|sum|prod|lim|det|gcd|begin|[lg]e)(?![A-Za-z])")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|[^\s(){}\[\]]")
-_MIN_TOKENS = 3
 _MAX_QUESTION_CHARS = 20_000
 
 
 def _bare(text: str) -> str:
-    """The text without white space and with one spelling of products."""
-    text = re.sub(r"(?<![\w}])(\d+)\s?/\s?(\d+)(?!\w)", r"\\frac{\1}{\2}", tidy(text))
-    text = re.sub(r"\s+", "", text)
-    text = re.sub(r"\\(?:times|ast)(?![A-Za-z])|(?<!\*)\*(?!\*)", r"\\cdot", text)
-    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
-    while re.fullmatch(r"\(.*\)", text) and text.count("(") == 1:
-        text = text[1:-1]
-    return text
-
-
-def _tokens(text: str) -> Counter[str]:
-    """How often each token occurs, brackets aside."""
-    return Counter(_TOKEN.findall(text))
+    """The text in one spelling, without white space."""
+    return re.sub(r"\s+", "", tidy(text))
 
 
 def _unevaluated(text: str) -> bool:
-    fraction = _FRACTION.fullmatch(text)
-    if fraction:
-        top, bottom = (int(part) for part in fraction.groups() if part)
-        return math.gcd(top, bottom) > 1 or bottom == 1
-    return bool(_OPERATION.search(text))
+    """Whether there is something to calculate in a text."""
+    tree = tree_of(text)
+    return bool(_OPERATION.search(text)) if tree is None else not _is_plain(_form(tree))
 
 
 _MAX_PARTS = 200  # of the answer, and of all formulas of the question
-_RUNS = (
-    re.compile(
-        r"(?:\\[A-Za-z]+|\d[\d,.]*|(?<![A-Za-z])(?:[A-Za-z]|sqrt|pi|log|ln|exp|sin|cos|tan|cot|sec|csc)(?![A-Za-z])"
-        r"|[-+*/^_(){}!=×÷·−√²³]|[ \t])+"
-    ),
-    re.compile(r"(?:\d[\d,.]*|[-+*/^()!×÷·−√²³]|[ \t])+"),
+_RUN = re.compile(
+    r"(?:\\[A-Za-z]+|\d[\d,.]*|(?<![A-Za-z])(?:[A-Za-z]|sqrt|pi|log|ln|exp|sin|cos|tan|cot|sec|csc)(?![A-Za-z])"
+    r"|[-+*/^_(){}!=×÷·−√²³]|[ \t])+"
 )
 
 
 def is_copied(said: str, gold: str, question: str) -> bool:
     """Whether `said`, which equals the task's answer `gold`, is or contains an expression of `question` as it was."""
     stated, answer = read(said), read(gold)
-    if stated.kind != "relation" and not any(_unevaluated(_bare(text)) for text in _values(stated)):
+    if stated.kind != "relation" and not any(map(_unevaluated, _values(stated))):
         return False
     golds = [tree for text in _values(answer) if (tree := tree_of(text)) is not None]
     whole = {_form(gold) for gold in golds}
@@ -91,8 +69,7 @@ def _texts(question: str) -> Iterator[str]:
     for match in _FORMULA.finditer(question):
         yield next(group for group in match.groups() if group)
     rest = re.sub(r"(?<=\d)\s*[xX]\s*(?=\d)", "*", _FORMULA.sub(";", question))
-    for pattern in _RUNS:
-        yield from (run[0] for run in pattern.finditer(rest) if _unevaluated(_bare(run[0])))
+    yield from (run[0] for run in _RUN.finditer(rest) if _unevaluated(tidy(run[0])))
 
 
 def _values(shape: Shape) -> Iterator[str]:
@@ -103,39 +80,36 @@ def _values(shape: Shape) -> Iterator[str]:
         yield from _values(item)
 
 
-def _asked(formulas: list[Shape], kept: set[Tree]) -> list[tuple[Tree, Tree]]:
+def _asked(formulas: list[Shape], kept: set[Form]) -> list[tuple[Form, Tree]]:
     """The operations in the formulas, as trees and in one form, without the task's answer."""
-    found: dict[Tree, Tree] = {}
+    found: dict[Form, Tree] = {}
     for formula in formulas:
         sides = formula.items if formula.kind == "relation" else (formula,)
         for tree in (tree_of(text) for side in sides for text in _values(side)):
             for part in _parts(tree) if tree is not None else ():
                 found.update((form, part) for form in _forms(part) - kept if not _is_plain(form))
                 if len(found) > _MAX_PARTS:
-                    return [(part, form) for form, part in found.items()]
-    return [(part, form) for form, part in found.items()]
+                    return list(found.items())
+    return list(found.items())
 
 
-def _is_asked(part: Tree, golds: list[Tree], kept: set[Tree], asked: list[tuple[Tree, Tree]]) -> bool:
+def _is_asked(part: Tree, golds: list[Tree], kept: set[Form], asked: list[tuple[Form, Tree]]) -> bool:
     for form in (form for form in _forms(part) - kept if not _is_plain(form)):
-        for other, asked_form in asked:
+        for asked_form, other in asked:
             found = part if _covers(asked_form, form) else other if _covers(form, asked_form) else None
             if found is not None and any(equal_everywhere(found, gold, rounded=True) for gold in golds):
                 return True
     return False
 
 
-def _covers(whole: Tree, part: Tree) -> bool:
-    """Whether two forms are one, or the terms or factors of `part` are among those of `whole`."""
-    if whole == part or whole[0] != part[0] or whole[0] not in ("sum", "product"):
-        return whole == part
-    return not Counter(part[1:]) - Counter(whole[1:])
+def _covers(whole: Form, part: Form) -> bool:
+    """Whether all that `part` is made of is in `whole`."""
+    return not Counter(dict(part)) - Counter(dict(whole))
 
 
 def _holds(text: str, formula: str, answer: str) -> bool:
     """Whether a text that is not a tree holds a calculation of the question that the task's answer does not have."""
-    is_long = _unevaluated(formula) and _tokens(formula).total() >= _MIN_TOKENS
-    return is_long and tree_of(formula) is None and formula in _bare(text) and formula not in answer
+    return _unevaluated(formula) and tree_of(formula) is None and formula in _bare(text) and formula not in answer
 
 
 def _has_sides(stated: Shape, answer: Shape, formulas: list[Shape]) -> bool:
@@ -145,7 +119,7 @@ def _has_sides(stated: Shape, answer: Shape, formulas: list[Shape]) -> bool:
     return mine is not None and mine != theirs and mine in relations
 
 
-def _sides(relation: Shape) -> frozenset[Tree] | None:
+def _sides(relation: Shape) -> frozenset[Form] | None:
     trees = [tree_of(side.text) for side in relation.items]
     return None if None in trees else frozenset(_form(_plainest(tree)) for tree in trees)
 
@@ -160,7 +134,7 @@ def _parts(tree: Tree) -> list[Tree]:
     return found
 
 
-def _forms(tree: Tree) -> set[Tree]:
+def _forms(tree: Tree) -> set[Form]:
     return {_form(tree), _form(_plainest(tree))}
 
 
@@ -177,62 +151,28 @@ def _plainest(tree: Tree) -> Tree:
     return (tree[0], *(_plainest(part) if isinstance(part, tuple) else part for part in tree[1:]))
 
 
-def _is_plain(form: Tree) -> bool:
+def _is_plain(form: Form) -> bool:
     """Whether there is no operation in a form."""
-    return form[0] in ("number", "variable", "constant") or (form[0] == "neg" and _is_plain(form[1]))
+    return sum(count for _, count in form) < 2
 
 
-_ZERO, _ONE = ("number", Fraction(0)), ("number", Fraction(1))
+def _form(tree: Tree) -> Form:
+    """What an expression is made of, whatever its order, brackets and signs: how often each number, name and operation
+    is in it. A fraction in lowest terms is a number, and a root a power."""
+    return frozenset(_counted(tree).items())
 
 
-def _form(tree: Tree) -> Tree:
-    """One form for expressions that differ in order, brackets and signs, and without 0 as a term and 1 as a factor."""
+def _counted(tree: Tree) -> Counter[Any]:
     operation, *parts = tree
-    parts = [_form(part) if isinstance(part, tuple) else part for part in parts]
+    if operation in ("number", "variable", "constant"):
+        return Counter([abs(parts[0]) if operation == "number" else parts[0]])
     if operation == "neg":
-        return _negative(parts[0])
-    if operation in ("+", "-"):
-        return _sum(parts[0], parts[1] if operation == "+" else _negative(parts[1]))
-    if operation in ("*", "/"):
-        return _product(parts[0], parts[1] if operation == "*" else _inverse(parts[1]))
-    if operation in ("^", "root"):
-        exponent = parts[1] if operation == "^" else _inverse(parts[1])
-        return parts[0] if exponent == _ONE else ("^", parts[0], exponent)
-    return (operation, *parts)
-
-
-def _negative(form: Tree) -> Tree:
-    if form[0] == "number":
-        return ("number", -form[1])
-    if form[0] == "sum":
-        return _sum(*map(_negative, form[1:]))
-    return form[1] if form[0] == "neg" else ("neg", form)
-
-
-def _sum(*terms: Tree) -> Tree:
-    flat = [part for term in terms for part in (term[1:] if term[0] == "sum" else (term,)) if part != _ZERO]
-    return ("sum", *sorted(flat, key=repr)) if len(flat) > 1 else (*flat, _ZERO)[0]
-
-
-def _inverse(form: Tree) -> Tree:
-    if form[0] == "product":
-        return _product(*map(_inverse, form[1:]))
-    if form[0] == "neg":
-        return _negative(_inverse(form[1]))
-    if form[0] == "number" and form[1]:
-        return ("number", 1 / form[1])
-    return form[1] if form[0] == "inverse" else ("inverse", form)
-
-
-def _product(*factors: Tree) -> Tree:
-    whole = [part for factor in factors for part in (factor[1:] if factor[0] == "product" else (factor,))]
-    minus = [factor[0] == "neg" or (factor[0] == "number" and factor[1] < 0) for factor in whole]
-    flat = [_negative(factor) if less else factor for factor, less in zip(whole, minus, strict=True)]
-    flat = [factor for factor in flat if factor != _ONE]
-    numbers = [factor[1] for factor in flat if factor[0] == "number"]
-    if len(flat) == len(numbers) == 2 and (numbers[0] * numbers[1]).denominator == max(n.denominator for n in numbers):
-        top, bottom = sorted(numbers, key=lambda number: number.denominator)
-        if top.denominator == bottom.numerator == 1 and bottom != 1:  # a fraction in lowest terms is a number
-            flat = [("number", top * bottom)]
-    product = ("product", *sorted(flat, key=repr)) if len(flat) > 1 else (*flat, _ONE)[0]
-    return _negative(product) if sum(minus) % 2 else product
+        return _counted(parts[0])
+    if operation == "/" and parts[0][0] == parts[1][0] == "number" and parts[1][1]:
+        fraction = parts[0][1] / parts[1][1]
+        if fraction.denominator == parts[1][1]:
+            return Counter([abs(fraction)])
+    if operation == "root" and parts[1][0] == "number" and parts[1][1]:
+        parts[1] = ("number", 1 / parts[1][1])
+    kind = {"-": "+", "/": "*", "root": "^", "call": parts[0]}.get(operation, operation)
+    return sum((_counted(part) for part in parts if isinstance(part, tuple)), Counter([kind]))

@@ -42,10 +42,8 @@ _TOKEN = re.compile(
 )
 
 
-_WORD = re.compile(r"\s*(?<![A-Za-z\\])([a-z]{2,}|[A-Z][a-z]{3,})(?![A-Za-z])")
-_SHORT_WORDS = frozenset(
-    "for the and any all at is if in of to by no not but are can let then when with".split()  # noqa: SIM905
-)
+# A word rather than a product of variables, whose order is mostly alphabetical.
+_WORD = re.compile(rf"\s*(?<![A-Za-z\\])(?!{_FUNCTIONS}|sqrt|pi)(?P<letters>[A-Za-z]{{4,}})(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -54,15 +52,6 @@ class Token:
 
     kind: str
     text: str
-
-
-def _is_prose(letters: str) -> bool:
-    """Whether letters in a row are a word, rather than a product of variables, whose order is mostly alphabetical."""
-    if re.fullmatch(rf"(?:{_FUNCTIONS}|sqrt|pi).*", letters):
-        return False
-    return letters in _SHORT_WORDS or (
-        len(letters) > 3 and bool(set(letters) & set("aeiou")) and list(letters) != sorted(letters)
-    )
 
 
 def _token(match: re.Match[str]) -> Token:
@@ -92,8 +81,8 @@ def tokens(text: str) -> list[Token]:
     while position < len(text):
         match = _TOKEN.match(text, position)
         word = _WORD.match(text, position)
-        if word and _is_prose(word[1]):
-            raise ExpressionError(f"{word[1]!r} is a word")
+        if word and list(word["letters"]) != sorted(word["letters"]):
+            raise ExpressionError(f"{word['letters']!r} is a word")
         if match is None:
             raise ExpressionError(f"{text[position : position + 10]!r} is not understood")
         found.append(_token(match))
@@ -270,10 +259,6 @@ class _Parser:
             name += f"_{self._subscript()}"
         if name in ("e", "i"):
             return ("constant", name)
-        given = self._tokens[self._at : self._at + 3]
-        if [token.text for token in given[::2]] == ["(", ")"] and given[1].kind == "number":
-            self._at += 3  # "I(0)" is the value of a function, not zero
-            name += f"({given[1].text})"
         return ("variable", name)
 
     def _subscript(self) -> str:
@@ -296,8 +281,6 @@ class _Parser:
             argument = self._signed(lambda: self._implicit_product(in_argument=True))
         self._trigonometric = before
         tree = ("call", name, argument) if base is None else ("/", ("call", "ln", argument), ("call", "ln", base))
-        if base is not None and name != "log":
-            raise ExpressionError(f"{name} has no base")
         return tree if power is None else ("^", tree, power)
 
     def _command(self, name: str) -> Tree:

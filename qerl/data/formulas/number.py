@@ -96,7 +96,6 @@ _BODY = re.compile(
     rf"|\\frac\{{(?P<top>{_SIGN}{_LITERAL})\}}\{{(?P<bottom>{_SIGN}{_LITERAL})\}}"
     rf"|(?P<over>{_LITERAL})\s*/\s*(?P<under>{_SIGN}{_LITERAL})(?![\d/])"
     rf"|(?P<base>\d+)\^\{{?(?P<power>[+-]?\d{{1,3}})\}}?(?!\d)"
-    r"|(?P<whole>\d*)\.(?P<fixed>\d*)\\overline\{(?P<repeat>\d+)\}"
     rf"|(?P<plain>{_LITERAL})(?:[eE](?P<exp>[+-]?\d{{1,3}})(?!\d)"
     r"|\s*(?:\\times|\\cdot|[*×·x])\s*10\s*\^\s*\{?(?P<times10>[+-]?\d{1,3})\}?(?!\d))?"
 )
@@ -147,7 +146,7 @@ def parse_number(text: str, algebra: bool = False) -> Number | None:
         return Number(Fraction(int(text)))
     if algebra:
         text = TEXT_BOX.sub(lambda box: " units " if is_boxed_unit(box[1]) else box[0], text)
-    text = _after_equals(_OPTION.sub("", strip_math(text), count=1), algebra)
+    text = _after_equals(_OPTION.sub("", strip_math(text), count=1))
     text = _MINUS_WORD.sub("-", text, count=1)
     prefix = _PREFIX.match(text)
     body = _BODY.match(text, prefix.end())
@@ -160,21 +159,12 @@ def parse_number(text: str, algebra: bool = False) -> Number | None:
     return _with_tail(sign * value, text[body.end() :], algebra)
 
 
-def _after_equals(text: str, algebra: bool) -> str:
-    """The text after the last equals sign, unless the text before it could be another answer.
-
-    With `algebra` the text before it has to be a name ("x", "f(2)") or a calculation: "2x=5" is an equation.
-    """
+def _after_equals(text: str) -> str:
+    """The text after the last equals sign, unless the text before it could be another answer."""
     if re.search(r"[<>≤≥≠]|!=|\\n?eq|\\[lg]e|\\ne", text):
         return text
     left, equals, right = text.rpartition("=")
     listed = re.sub(r"(?<=\d),(?=\d{3})", "", left)
-    first = left.partition("=")[0].strip()
-    if algebra and re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", left)):
-        from qerl.data.formulas.shape import is_name
-
-        if not is_name(first):
-            return text
     if equals and not re.search(r"[,;]|\b(?:and|or)\b", listed):
         return strip_outer(right)
     return text
@@ -193,10 +183,6 @@ def _value(part: dict[str, str | None]) -> Fraction | None:
         if part["base"]:
             power = int(part["power"])
             return Fraction(int(part["base"])) ** power if abs(power) * len(part["base"]) <= _MAX_EXPONENT else None
-        if part["repeat"]:
-            scale = 10 ** len(part["fixed"])
-            cycle = Fraction(int(part["repeat"]), 10 ** len(part["repeat"]) - 1)
-            return Fraction(int((part["whole"] + part["fixed"]) or "0"), scale) + cycle / scale
         exponent = int(part["exp"] or part["times10"] or 0)
         return _literal(part["plain"]) * Fraction(10) ** exponent if abs(exponent) <= _MAX_EXPONENT else None
     except ZeroDivisionError:

@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from qerl.data.formulas.spelling import tidy
+from qerl.data.formulas.spelling import CLOSE, OPEN, one_pair, tidy
 
-Kind = Literal["value", "list", "set", "ordered", "union", "relation", "matrix", "parts", "words"]
+Kind = Literal["value", "list", "set", "ordered", "union", "relation", "parts", "words"]
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,13 @@ class Shape:
 
     "value" has `text` only. "list" (bare) and "set" (in braces) hold `items` in any order, "ordered" in theirs with
     the brackets in `text`, "union" sets in any order. "relation" holds the sides, and in `text` the signs between them.
-    "matrix" holds rows, each an "ordered". "parts" are the parts of a clock time, ratio or quantity with several
+    "parts" are the parts of a clock time, ratio or quantity with several
     units, with its kind in `text`. "words" has the words in `text`.
     """
 
     kind: Kind
     text: str = ""
     items: tuple[Shape, ...] = ()
-
-
-_OPEN, _CLOSE = "([{", ")]}"
 
 
 def _pieces(text: str, separators: re.Pattern[str]) -> tuple[list[str], list[str]]:
@@ -48,7 +45,7 @@ def _pieces(text: str, separators: re.Pattern[str]) -> tuple[list[str], list[str
             depth += 1 if text.startswith("\\begin", at) else -1
         elif text[at] == "\\" and text[at + 1 : at + 2] not in ("{", "}"):
             at += 1
-        depth += (text[at : at + 1] in _OPEN) - (text[at : at + 1] in _CLOSE)
+        depth += (text[at : at + 1] in OPEN) - (text[at : at + 1] in CLOSE)
         at += 1
     return [*parts, text[start:].strip()], found
 
@@ -57,7 +54,6 @@ _LIST = re.compile(r",\s*\\(?:and|or)\s|;\s*\\(?:and|or)\s|\s?\\(?:and|or)\s|[,;
 _UNION = re.compile(r"\\cup(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim)(?![A-Za-z])|[=<>]")
 _SUCH_THAT = re.compile(r"\\mid(?![A-Za-z])|\||:")
-_MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 _NAME = re.compile(
     r"(?:\\text\s*\{[^{}]*\}|\\(?:mathrm|operatorname|vec|overline|mathbf|hat)\s*\{[^{}]*\}|\\(?:angle|triangle)\s*[A-Z]+"
     r"|\\m?angle\s*\d|m\s*\\angle\s*[A-Z]+|[A-Z]{2,4}|\|[A-Z]{2}\||[a-zA-Z]{4,}(?: [a-z]+)*"
@@ -81,12 +77,15 @@ def _shape(text: str, depth: int) -> Shape:
     text = text.strip()
     if depth > 12:
         return Shape("value", text)
-    if special := _words(text) or _parts(text) or _matrix(text, depth):
+    if special := _words(text) or _parts(text):
         return special
     items, _ = _pieces(text, _LIST)
     items = [item for item in items if item]
     if len(items) > 1:
-        return _list([_shape(item, depth + 1) for item in items])
+        shapes = [_shape(item, depth + 1) for item in items]
+        return Shape(
+            "list", items=tuple(part for each in shapes for part in (each.items if each.kind == "list" else [each]))
+        )
     if items and items[0] != text:
         text = items[0]
     sides, signs = _pieces(text, _RELATION)
@@ -96,17 +95,6 @@ def _shape(text: str, depth: int) -> Shape:
     if len(members) > 1:
         return Shape("union", items=tuple(_shape(member, depth + 1) for member in members))
     return _plus_minus(text, depth) or _enclosed(text, depth) or Shape("value", text)
-
-
-def _list(items: list[Shape]) -> Shape:
-    """A bare list; a name that stands before its first item only, or before all of them, names the whole list."""
-    flat = [part for item in items for part in (item.items if item.kind == "list" else (item,))]
-    names = [item.items[0].text if is_assignment(item) else None for item in flat]
-    if names[0] and all(name in (None, names[0]) for name in names) and None not in names[:1]:
-        values = [item.items[1] if name else item for item, name in zip(flat, names, strict=True)]
-        if all(name or item.kind != "relation" for item, name in zip(flat, names, strict=True)):
-            return Shape("list", re.sub(r"\s", "", names[0]), tuple(values))
-    return Shape("list", items=tuple(flat))
 
 
 def is_assignment(shape: Shape) -> bool:
@@ -119,28 +107,18 @@ def is_assignment(shape: Shape) -> bool:
 
 def _relation(sides: list[str], signs: list[str], depth: int) -> Shape:
     parts = tuple(_shape(side, depth + 1) for side in sides)
-    if signs[-1] == "\\in" and len(signs) == 1:
+    if signs == ["\\in"]:
         return parts[1]
-    if signs[-1] == "\\approx" and set(signs[:-1]) <= {"="}:
-        if not sides[0]:  # "\\approx 5"
-            return parts[-1]
-        exact = _relation(sides[:-1], signs[:-1], depth) if signs[:-1] else parts[0]
-        return exact if signs[:-1] else Shape("relation", "\\approx", (exact, parts[-1]))
+    if not sides[0] and set(signs) <= {"=", "\\approx"}:  # "= 5"
+        return parts[-1]
+    if signs[-1] == "\\approx" and set(signs[:-1]) == {"="}:
+        return _relation(sides[:-1], signs[:-1], depth)
     if set(signs) == {"="}:
-        named = [index for index, side in enumerate(sides) if is_name(side)]
-        if not sides[0]:  # "= 5"
-            return parts[-1]
-        if 0 in named:
-            return _assigned(sides[0], parts[-1])
-        if len(sides) - 1 in named and len(sides) == 2:
-            return _assigned(sides[1], parts[0])
+        if is_name(sides[0]):
+            return Shape("relation", "=", (Shape("value", sides[0]), parts[-1]))
+        if is_name(sides[-1]) and len(sides) == 2:
+            return Shape("relation", "=", (Shape("value", sides[1]), parts[0]))
     return Shape("relation", " ".join(signs), parts)
-
-
-def _assigned(name: str, value: Shape) -> Shape:
-    if value.kind == "list":  # "x = 1 \pm \sqrt{2}"
-        return Shape("list", re.sub(r"\s", "", name), value.items)
-    return Shape("relation", "=", (Shape("value", name), value))
 
 
 def _plus_minus(text: str, depth: int) -> Shape | None:
@@ -161,7 +139,7 @@ def _enclosed(text: str, depth: int) -> Shape | None:
             return _shape(condition[1], depth + 1)
         shape = _shape(inside, depth + 1)
         return Shape("set", items=shape.items if shape.kind == "list" else (shape,))
-    if text[:1] not in tuple("([{") or text[-1:] not in tuple(")]}") or len(text) < 2 or not _one_pair(text):
+    if text[:1] not in tuple("([{") or text[-1:] not in tuple(")]}") or len(text) < 2 or not one_pair(text):
         return None
     items, found = _pieces(text[1:-1], re.compile(r"[,;]"))
     if found and all(items) and text[0] in "([":
@@ -169,27 +147,6 @@ def _enclosed(text: str, depth: int) -> Shape | None:
     if text[0] + text[-1] in ("()", "{}"):
         return _shape(text[1:-1], depth + 1)
     return None
-
-
-def _one_pair(text: str) -> bool:
-    """Whether the bracket that opens the text is closed at its end only; ")" may close "[" and the other way round."""
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char in _OPEN) - (char in _CLOSE)
-        if depth == 0:
-            return index == len(text) - 1
-    return False
-
-
-def _matrix(text: str, depth: int) -> Shape | None:
-    bare = text[1:-1].strip() if re.match(r"[(\[|]\s*\\begin", text) and text[-1] in ")]|" else text
-    match = _MATRIX.fullmatch(bare)
-    if match is None or "\\begin" in match[2]:
-        return None
-    rows = [row.strip() for row in re.split(r"\\\\", match[2].replace("\\hline", ""))]
-    shapes = [Shape("ordered", "()", tuple(_shape(cell, depth + 1) for cell in row.split("&"))) for row in rows if row]
-    determinant = match[1] == "vmatrix" or text.startswith("|")
-    return Shape("matrix", "determinant" if determinant else "", tuple(shapes))
 
 
 _CLOCK = re.compile(

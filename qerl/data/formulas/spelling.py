@@ -41,21 +41,17 @@ def _plain_char(char: str) -> str:
     return char
 
 
-_SPACES = re.compile(r"\\[,;:!> ]|~|\\q?quad\b|\\(?:left|right|displaystyle|textstyle|limits|big|Big)(?![A-Za-z])|\s+")
 _SMALL_FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
 TEXT_BOX = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|bf|rm|mbox|hbox|operatorname|boxed|fbox|framebox)"
     r"\s*\{([^{}]*)\}"
 )
-_MARKS = (("$$", "$$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("“", "”"))
-_MARKS += (("$", "$"), ("`", "`"), ('"', '"'), ("*", "*"))
+_MARKS = (("__", "__"), ("“", "”"), ("`", "`"), ('"', '"'), ("*", "*"))
 
 
 def strip_math(text: str) -> str:
-    """`plain` text without typesetting: math delimiters, spacing commands, \\left, \\dfrac, bold, text boxes."""
-    text = plain(text).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
-    text = _SPACES.sub(" ", text)
+    """A number's text without typesetting, bold print and text boxes."""
+    text = tidy(text).replace("\\%", "%")
     text = _SMALL_FRAC.sub(
         lambda m: f"\\frac{{{(m[1] or m[2] or '').strip()}}}{{{(m[3] or m[4] or '').strip()}}}", text
     )
@@ -75,20 +71,23 @@ def strip_outer(text: str) -> str:
             inner = text[len(left) : -len(right)]
             if inner and text.startswith(left) and text.endswith(right) and left not in inner and right not in inner:
                 text = inner
-        if text[:1] in ("(", "{") and _closes_at(text) == len(text) - 1:
+        if text[:1] + text[-1:] in ("()", "{}") and one_pair(text):
             text = text[1:-1]
         if text == before:
             return text
 
 
-def _closes_at(text: str) -> int:
-    """The index at which the bracket that opens the text is closed; -1 if it is not."""
+OPEN, CLOSE = "([{", ")]}"
+
+
+def one_pair(text: str) -> bool:
+    """Whether the bracket that opens the text is closed at its end only; ")" may close "[" and the other way round."""
     depth = 0
     for index, char in enumerate(text):
-        depth += (char == text[0]) - (char == {"(": ")", "{": "}"}[text[0]])
+        depth += (char in OPEN) - (char in CLOSE)
         if depth == 0:
-            return index
-    return -1
+            return index == len(text) - 1
+    return False
 
 
 _SYMBOLS = {

@@ -2,8 +2,7 @@
 
 Two expressions are equal if their values agree at random points; qerl/data/formulas/equality.py compares them so.
 Values are exact fractions as long as the operations allow it, and numbers of 40 digits otherwise. Closeness is
-relative, so that e^{-100} differs from e^{-101}; what is zero except for rounding is zero, which more digits show. An
-expression of whole numbers that is too large for an exact value has a residue, by which 1500! differs from 1500!+1.
+relative, so that e^{-100} differs from e^{-101}; what is zero except for rounding is zero, which more digits show.
 All sizes are bounded (powers, factorials, nesting), so that no expression takes longer than milliseconds.
 """
 
@@ -22,10 +21,8 @@ DIGITS = 40
 _MORE_DIGITS = 200  # what constants that agree in 40 are compared with again
 _MAX_BITS = 20_000  # of an exact power; larger ones are computed with 40 digits
 _MAX_EXPONENT = 10**9
-_MAX_FACTORIAL = 500  # of an exact one
-_MAX_FACTORS = 100_000  # of one whose residue is taken
+_MAX_FACTORIAL = 2000  # of an exact one
 _SMALL = 1e-20  # a value below this may be zero except for rounding
-_PRIME = 2**61 - 1
 
 Value = Any  # Fraction, or mpmath's mpf and mpc
 
@@ -50,62 +47,15 @@ def evaluate(tree: Tree, point: Mapping[str, Fraction], digits: int = DIGITS) ->
 
 def equal_constants(one: Tree, other: Tree) -> bool | None:
     """Whether two expressions without variables are equal; None if one has no value, or none that can be computed."""
-    residues = residue(one), residue(other)
     try:
         values = evaluate(one, {}), evaluate(other, {})
         if all(isinstance(value, Fraction) for value in values):
             return values[0] == values[1]
-        if None not in residues:
-            return residues[0] == residues[1]
         return close(*values) and close(
             evaluate(one, {}, _MORE_DIGITS), evaluate(other, {}, _MORE_DIGITS), _MORE_DIGITS
         )
     except ExpressionError:
-        return None if None in residues else residues[0] == residues[1]
-
-
-def residue(tree: Tree) -> int | None:
-    """The value of an expression of whole numbers modulo a prime of 61 bits; None if it has other parts."""
-    try:
-        return _residue(tree)
-    except (ExpressionError, ValueError):
         return None
-
-
-def _residue(tree: Tree) -> int:
-    operation, *parts = tree
-    if operation == "number":
-        return parts[0].numerator * pow(parts[0].denominator, -1, _PRIME) % _PRIME
-    if operation in ("^", "!", "binom"):
-        whole = [evaluate(part, {}) for part in (parts if operation == "binom" else parts[-1:])]
-        if any(not isinstance(value, Fraction) or value.denominator != 1 for value in whole):
-            raise ExpressionError("not whole")
-        if operation == "^":
-            return pow(_residue(parts[0]), int(whole[0]), _PRIME)
-        return _factorial_residue(*map(int, whole))
-    values = [_residue(part) for part in parts if operation in ("+", "-", "*", "/", "neg")]
-    if not values:
-        raise ExpressionError(f"{operation} has no residue")
-    if operation == "neg":
-        return -values[0] % _PRIME
-    one, other = values
-    if operation == "/":
-        return one * pow(other, -1, _PRIME) % _PRIME
-    return {"+": operator.add, "-": operator.sub, "*": operator.mul}[operation](one, other) % _PRIME
-
-
-def _factorial_residue(n: int, chosen: int = 0) -> int:
-    """The residue of n!, or of a binomial coefficient."""
-    if not 0 <= chosen <= n <= _MAX_FACTORS:
-        raise ExpressionError("the factorial is too large")
-    product, below = 1, 1
-    for factor in range(1, n + 1):
-        product = product * factor % _PRIME
-        if chosen and factor in (chosen, n - chosen):
-            below = below * product % _PRIME
-    if chosen and 2 * chosen == n:
-        below = below * below % _PRIME
-    return product * pow(below, -1, _PRIME) % _PRIME
 
 
 def _with_digits(tree: Tree, point: Mapping[str, Fraction], digits: int) -> Value:

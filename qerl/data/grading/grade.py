@@ -27,7 +27,7 @@ from qerl.base.errors import ConfigError
 from qerl.base.isolate import ReturnedError, short
 from qerl.base.own_function import Named, OwnFunction, check_columns, own_function
 from qerl.base.program import PYTHON, GivenFunction, given_function
-from qerl.data.formulas.number import Number, parse_number
+from qerl.data.formulas.number import parse_number
 from qerl.data.formulas.spelling import strip_math, tidy
 from qerl.data.grading.extract import MAX_ANSWER_CHARS, extract, without_remark
 from qerl.data.tasks import Example, Task, get_task
@@ -216,33 +216,19 @@ def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason
         return "no_answer"
     if max(len(stated), len(answer)) > MAX_ANSWER_CHARS:
         return "too_long"
-    algebra = kind == "math"
-    mine, theirs = parse_number(stated, algebra), parse_number(answer, algebra)
     if kind == "number":
+        mine, theirs = parse_number(stated), parse_number(answer)
         if theirs is None:
             return "bad_answer"
         return _verdict(mine.equals(theirs)) if mine else "unparsable"
-    # 0.333333 may stand for 1/3, but 18.5 only for itself.
-    if mine and theirs and (mine.equals(theirs) or (mine.terminates() and theirs.terminates())):
-        return _verdict(mine.equals(theirs))
-    return _compare_math(_written(stated, mine), _written(answer, theirs))
-
-
-def _written(text: str, number: Number | None) -> str:
-    """A number as math-verify reads it best; a decimal stays a decimal, which shows that it may be rounded."""
-    if number is None or number.percent:
-        return text
-    value = number.value
-    if value.denominator == 1:
-        return str(value)
-    return text if number.terminates() else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return _compare_math(stated, answer)
 
 
 def _compare_math(stated: str, answer: str) -> Reason:
     if not tidy(answer):
         return "bad_answer"
     based = _based(stated), _based(answer)
-    if None not in based:
+    if based[0] is not None:
         return _verdict(based[0] == based[1])
     if _nesting(stated) > _MAX_NESTING:
         return "unparsable"
