@@ -44,6 +44,13 @@ MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = Key("rollout.max_new_tokens"), Key("data.max
 SYSTEM_PROMPT, PROMPT_TEMPLATE = Key("data.system_prompt"), Key("data.prompt_template")
 
 
+def first_line(error: object) -> str:
+    """What an error says, with the second line of one that begins with a heading; one word alone says too little."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return said if " " in said else f"{type(error).__name__} {said}".strip()
+
+
 class QerlError(Exception):
     """Base of all errors that the CLI prints without a traceback.
 

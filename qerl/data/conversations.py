@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import DataError
 from qerl.base.isolate import short
-from qerl.data.examples import NAMED, PEEK, DropReport, check_rows, open_rows, present_rows
+from qerl.data.examples import PEEK, Tally, check_rows, open_rows, present_rows
 from qerl.data.messages import (
     INSTRUCTION,
     Spoken,
@@ -42,8 +40,6 @@ from qerl.data.tasks import Task, build_messages, get_task, task_of
 if TYPE_CHECKING:
     from qerl.config.data import DataConfig
     from qerl.config.validation import ValidationConfig
-
-log = logging.getLogger(__name__)
 
 LISTS = ("messages", "conversations", "conversation")  # columns of whole conversations
 ANSWERS = ("completion", "response", "output")  # of what follows a prompt, beside the task's own
@@ -96,27 +92,16 @@ def load_conversations(data: DataConfig, task: Task, source: Source, limit: int 
     first = list(itertools.islice(rows, PEEK))
     columns = _columns(task, name, source.columns or {}, first)
     found: dict[str, Conversation] = {}
-    counts: Counter[str] = Counter()
-    named: list[str] = []
-    total = 0
+    tally = Tally()
     for place, row in itertools.chain(first, rows):
-        total += 1
-        try:
-            read = _read(row, columns, data, task, str(total))
+        with tally.taking(place):
+            read = _read(row, columns, data, task, str(tally.total))
             key = json.dumps([read.messages, read.tools, read.answers], sort_keys=True, default=str)
             if (earlier := found.get(key)) is not None:
                 raise UnusableError("the same as an earlier row", f"the same as row {earlier.id}")
             found[key] = read
-        except UnusableError as error:
-            counts[error.reason] += 1
-            if counts[error.reason] <= NAMED:
-                named.append(f"{place}: {error}")
-    kept = list(found.values())[:limit]
-    report = DropReport(name, total, len(found), len(found) - len(kept), dict(counts), tuple(named))
-    if not kept:
-        raise DataError(f"no row can be learned from: {report}")
-    log.log(logging.WARNING if counts else logging.INFO, "%s", report)
-    return kept
+    tally.report(name, len(found), limit, "no row can be learned from")
+    return list(found.values())[:limit]
 
 
 def check_conversations(task: Task, source: Source) -> None:

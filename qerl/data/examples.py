@@ -19,6 +19,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,6 +47,8 @@ from qerl.data.tasks import Example, Task, for_episodes, get_task, task_of
 
 if TYPE_CHECKING:
     from qerl.config.data import DataConfig
+
+log = logging.getLogger(__name__)
 
 NAMED = 2  # rows named for each reason
 MISSING = object()
@@ -103,8 +106,41 @@ def look_up(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+class Tally:
+    """Counts the rows of a source, and notes why rows are left out."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._counts: Counter[str] = Counter()
+        self._named: list[str] = []
+
+    @contextmanager
+    def taking(self, place: str) -> Iterator[None]:
+        """Count a row, which is left out if the block raises UnusableError."""
+        self.total += 1
+        try:
+            yield
+        except UnusableError as error:
+            self.drop(place, error)
+
+    def drop(self, place: str, error: UnusableError) -> None:
+        self._counts[error.reason] += 1
+        if self._counts[error.reason] <= NAMED:
+            self._named.append(f"{place}: {error}")
+
+    def report(self, source: str, usable: int, limit: int | None, nothing: str) -> DropReport:
+        """Says in a line of the log what became of all rows. Raises DataError, which begins with `nothing`, if none of
+        them is usable."""
+        beyond = 0 if limit is None else max(0, usable - limit)
+        report = DropReport(source, self.total, usable, beyond, dict(self._counts), tuple(self._named))
+        if not usable:
+            raise DataError(f"{nothing}: {report}")
+        log.log(logging.WARNING if report.counts else logging.INFO, "%s", report)
+        return report
+
+
 class Collector:
-    """Takes rows one by one, keeps the usable ones in order, and notes why the others are left out."""
+    """Takes rows one by one and keeps the usable ones in order."""
 
     def __init__(self, task: Task, split: str, paths: Mapping[str, str], keep_unreadable: bool) -> None:
         self._task, self._split, self._paths = task, split, paths
@@ -113,31 +149,13 @@ class Collector:
         self._examples: dict[str, tuple[str, Example]] = {}  # question without white space -> place, example
         self._conflicts: set[str] = set()
         self._ids: set[str] = set()
-        self._total = 0
-        self._counts: Counter[str] = Counter()
-        self._named: list[str] = []
+        self.tally = Tally()
 
-    def add(self, place: str, row: Mapping[str, Any] | None) -> None:
-        self._total += 1
-        try:
-            self._take(place, row)
-        except UnusableError as error:
-            self._drop(place, error)
+    @property
+    def usable(self) -> list[Example]:
+        return [example for key, (_, example) in self._examples.items() if key not in self._conflicts]
 
-    def finish(self, source: str, limit: int | None) -> tuple[list[Example], DropReport]:
-        usable = [example for key, (_, example) in self._examples.items() if key not in self._conflicts]
-        kept = usable[:limit]
-        report = DropReport(
-            source, self._total, len(usable), len(usable) - len(kept), dict(self._counts), tuple(self._named)
-        )
-        return kept, report
-
-    def _drop(self, place: str, error: UnusableError) -> None:
-        self._counts[error.reason] += 1
-        if self._counts[error.reason] <= NAMED:
-            self._named.append(f"{place}: {error}")
-
-    def _take(self, place: str, row: Mapping[str, Any] | None) -> None:
+    def take(self, place: str, row: Mapping[str, Any] | None) -> None:
         """Keep the row's example, or raise UnusableError."""
         if row is None:
             raise UnusableError("no readable row")
@@ -218,7 +236,7 @@ class Collector:
         reason = "question with two answers"
         if key not in self._conflicts:
             self._conflicts.add(key)
-            self._drop(earlier_place, UnusableError(reason, f"its question stands in {place} with another answer"))
+            self.tally.drop(earlier_place, UnusableError(reason, f"its question stands in {place} with another answer"))
         raise UnusableError(reason, f"its question stands in {earlier_place} with another answer")
 
 
@@ -282,8 +300,6 @@ def _same_answer(one: str, other: str) -> bool:
     return strip_math(one).replace(" ", "") == strip_math(other).replace(" ", "")
 
 
-log = logging.getLogger(__name__)
-
 PEEK = 100  # rows whose columns are looked at
 MEANT = {"prompt": "question", "messages": "question"}  # other names of a column that can be mapped
 
@@ -317,12 +333,11 @@ def load_examples(
     paths = _find_columns(task, name, columns or {}, first)
     collector = Collector(task, split, paths, keep_unreadable)
     for place, row in itertools.chain(first, rows):
-        collector.add(place, row)
-    examples, report = collector.finish(name, limit)
-    if not examples:
-        raise DataError(f"no row can be trained or evaluated on: {report}")
-    log.log(logging.WARNING if report.counts else logging.INFO, "%s", report)
-    return examples, report
+        with collector.tally.taking(place):
+            collector.take(place, row)
+    usable = collector.usable
+    report = collector.tally.report(name, len(usable), limit, "no row can be trained or evaluated on")
+    return usable[:limit], report
 
 
 def check_answers(task: Task, examples: Sequence[Example]) -> None:

@@ -3,9 +3,8 @@
 Files are read here rather than by `datasets`, which would guess types by column (an answer "033" in a CSV becomes 33,
 "NA" becomes nothing), fail on a column of mixed types, and know no line numbers.
 
-A few megabytes of gzip or parquet can stand for terabytes. So a row may have ROW_BYTES, and what is unpacked a multiple
-of the file's size and at most MOST_GIB; QERL_MAX_DATA_GIB sets another limit for a data set that really is that large.
-Loads no torch.
+A few megabytes of gzip or parquet can stand for terabytes. So a row may have ROW_BYTES, and all of a file MOST_GIB;
+QERL_MAX_DATA_GIB sets another limit for a data set that really is that large. Loads no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl.base.errors import ConfigError, DataError
+from qerl.base.errors import ConfigError, DataError, first_line
 from qerl.base.files import close_to, expanded, is_path, no_folder
 from qerl.base.hub import HUB_ID, reachable, refusal
 from qerl.base.program import given_rows
@@ -71,23 +70,16 @@ VARIABLE = "QERL_MAX_DATA_GIB"
 MOST_GIB = 4.0
 ROW_BYTES = 16 * 2**20
 COLUMNS = 1000
-EXPANSION, SMALL = 50, 64 * 2**20  # text of questions and answers packs to a third or a tenth; up to SMALL all is read
 LEAST_ROW = 256  # what a row counts at least, since an empty one takes time too
-PARQUET_ROW = 1024  # the same of parquet, whose rows take longest
 SHOWN = 20  # names of columns in a message
 SAY_S = 15.0  # after which it is said how far the reading of a file is
 
 
 class Budget:
-    """How much may still be unpacked from one file. `packed`: its format is one whose text grows without end."""
+    """How much may still be read from one file."""
 
-    def __init__(self, file: Path, packed: bool) -> None:
-        self._file = file
-        asked = _asked_gib()
-        limit = (MOST_GIB if asked is None else asked) * 2**30
-        if packed and asked is None:
-            limit = min(limit, max(SMALL, EXPANSION * file.stat().st_size))
-        self._limit = self.left = int(limit)
+    def __init__(self, file: Path) -> None:
+        self._file, self.left = file, int(_most_gib() * 2**30)
 
     def take(self, size: int) -> None:
         """Count a row of `size` bytes. Raises DataError if it or all rows together are too large."""
@@ -96,19 +88,15 @@ class Budget:
                 f"{self._file} has a row of more than {ROW_BYTES >> 20} MiB, which is no question with its answer: "
                 "leave that row out, or its large columns"
             )
+        self.check(max(size, LEAST_ROW))
         self.left -= max(size, LEAST_ROW)
-        if self.left < 0:
-            raise DataError(
-                f"{self._file} grows to more than {self._limit / 2**30:.3g} GiB when it is unpacked, for which it is "
-                f"damaged or made: unpack and look at it, or allow more with {VARIABLE}={_more(self._limit)}"
-            )
 
-    def check(self, size: int, what: str) -> None:
-        """Raise DataError if `size` bytes, which the file says that it holds, are more than it may."""
+    def check(self, size: int) -> None:
+        """Raise DataError if `size` more bytes are more than may be read."""
         if size > self.left:
             raise DataError(
-                f"{self._file} says that it holds {size / 2**30:.3g} GiB of {what}, and at most "
-                f"{self._limit / 2**30:.3g} GiB are read: look at it, or allow more with {VARIABLE}={_more(size)}"
+                f"{self._file} grows to more than {_most_gib():.3g} GiB when it is unpacked, for which it is damaged "
+                f"or made: unpack and look at it, or allow more with {VARIABLE}={int(2 * _most_gib()) + 1}"
             )
 
 
@@ -135,10 +123,8 @@ def names_of(columns: Iterable[object]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _asked_gib() -> float | None:
-    text = os.environ.get(VARIABLE)
-    if text is None:
-        return None
+def _most_gib() -> float:
+    text = os.environ.get(VARIABLE, str(MOST_GIB))
     try:
         asked = float(text)
     except ValueError:
@@ -146,10 +132,6 @@ def _asked_gib() -> float | None:
     if not 0 < asked < 2**20:
         raise DataError(f"{VARIABLE} is {text!r}: write a number of GiB above 0, such as {VARIABLE}=16")
     return asked
-
-
-def _more(size: int) -> int:
-    return int(2 * size / 2**30) + 1
 
 
 AS_DATA = ("task", "split", "columns", "limit", "grader")  # keys that `data` gives where a source leaves them null
@@ -262,12 +244,11 @@ def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
             raise DataError(
                 f"{refused}; or pass its rows with --data FILE (training: --set data.source=FILE)"
             ) from error
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         meant = f"{no_folder(name)}, and " if is_path(name) else ""
         raise DataError(
             f"{meant}the data set {name!r} (subset {config or 'default'}, split {split!r}) could not be read from the "
-            f"hub: {reason}; without a connection, get its files elsewhere and pass one with --data FILE (training: "
-            "--set data.source=FILE)"
+            f"hub: {first_line(error)}; without a connection, get its files elsewhere and pass one with --data FILE "
+            "(training: --set data.source=FILE)"
         ) from error
     rows = (row for batch in data.iter(1000) for row in _rows_of(batch))
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
@@ -321,7 +302,7 @@ def _read_file(file: Path) -> Iterator[Any]:
         yield from _read_parquet(file)
         return
     packed = file.name.endswith(".gz")
-    budget = Budget(file, packed)
+    budget = Budget(file)
     with (gzip.open if packed else open)(file, "rt", encoding="utf-8-sig", newline="") as text:
         if kind == ".json":
             yield from _read_json(_whole(text, budget))
@@ -347,9 +328,9 @@ def _check_columns(file: Path, names: Sequence[str]) -> None:
 
 
 def _whole(text: TextIO, budget: Budget) -> str:
-    """A text that is read at once, and so may be an eighth of what is read row by row."""
+    """A text that is read at once, and so may be an eighth of what is read row by row (.jsonl)."""
     whole = text.read(budget.left // 8 + 1)
-    budget.check(8 * len(whole), "JSON that has to be read at once (.jsonl is read by rows)")
+    budget.check(8 * len(whole))
     return whole
 
 
@@ -357,7 +338,7 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
-    budget = Budget(file, packed=False)  # a text that many rows share is stored once, so that growth says little
+    budget = Budget(file)
     try:
         with parquet.ParquetFile(file) as opened:
             paths = [opened.schema.column(number).path for number in range(len(opened.schema))]
@@ -367,8 +348,7 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
                 for number in range(len(paths))
             ]
             _check_columns(file, opened.schema_arrow.names)
-            budget.check(PARQUET_ROW * opened.metadata.num_rows, f"rows ({opened.metadata.num_rows})")
-            budget.check(sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in columns), "values")
+            budget.check(sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in columns))
         with parquet.ParquetFile(file, read_dictionary=paths) as opened:  # texts that rows share stay shared
             for batch in opened.iter_batches(batch_size=1000):
                 for start in range(0, len(batch), PARQUET_ROWS):

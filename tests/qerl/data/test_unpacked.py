@@ -65,7 +65,8 @@ def wide_parquet(path):
 
 
 def empty_rows(path):
-    parquet.write_table(pyarrow.table({"question": pyarrow.nulls(100_000, pyarrow.string())}), path)
+    nothing = pyarrow.nulls(100_000, pyarrow.string())
+    parquet.write_table(pyarrow.table({"question": nothing, "answer": nothing}), path)
 
 
 def sparse(path):
@@ -86,8 +87,6 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_grows_without_end_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("qerl.data.rows.SMALL", 2**20)
-    monkeypatch.setattr("qerl.data.rows.EXPANSION", 2)
     monkeypatch.setattr("qerl.data.rows.MOST_GIB", 2**-8)
     BOMBS[name](tmp_path / name)
     began = time.process_time()
@@ -98,7 +97,7 @@ def test_what_grows_without_end_is_refused(tmp_path, monkeypatch, name):
 
 
 def test_the_limit_can_be_raised(tmp_path, monkeypatch):
-    monkeypatch.setattr("qerl.data.rows.SMALL", 1000)
+    monkeypatch.setattr("qerl.data.rows.MOST_GIB", 2**-14)
     file = tmp_path / "rows.jsonl.gz"
     gzip_of(file, [ROW.encode() * 1000])
     with pytest.raises(DataError, match=f"{VARIABLE}=1$"):
