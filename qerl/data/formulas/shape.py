@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from qerl.data.formulas.spelling import CLOSE, OPEN, one_pair, tidy
@@ -68,6 +69,7 @@ def is_name(text: str) -> bool:
     return text not in ("e", "i", "\\infty", "\\emptyset") and _NAME.fullmatch(text) is not None
 
 
+@lru_cache(4096)  # the completions of a prompt mostly state the same few answers
 def read(text: str) -> Shape:
     """The shape of an answer."""
     return _shape(tidy(text), 0)
