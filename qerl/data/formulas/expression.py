@@ -75,10 +75,12 @@ def _token(match: re.Match[str]) -> Token:
 
 
 def tokens(text: str) -> list[Token]:
-    """All tokens of the text. Raises ExpressionError at anything that is none, and at words."""
+    """All tokens of the text. Raises ExpressionError at anything that is none, at words, and for too many of them."""
     found, position = [], 0
     text = text.strip()
     while position < len(text):
+        if len(found) == MAX_TOKENS:
+            raise ExpressionError("the expression is too long")
         match = _TOKEN.match(text, position)
         word = _WORD.match(text, position)
         if word and list(word["letters"]) != sorted(word["letters"]):
@@ -90,7 +92,7 @@ def tokens(text: str) -> list[Token]:
     return found
 
 
-MAX_NESTING = 30  # evaluation recurses, and no real answer is nested so deeply
+MAX_NESTING, MAX_TOKENS = 30, 300  # evaluation recurses, and no real answer is nested so deeply or so long
 
 Tree = tuple[Any, ...]  # (operation, operands...)
 

@@ -129,6 +129,7 @@ FORMULAS = {
     "tower": "9^{9^{9^{9}}}", "factorial": "(10^6)!", "binomial": "\\binom{10^9}{5\\cdot 10^8}",
     "expansion": "(x+y+z)^{200}", "sum": "\\sum_{n=1}^{10000000} \\frac{\\sin n}{n}", "powers": "x" + "^x" * 400,
     "nesting": "(" * 400 + "1" + ")" * 400, "sines": "\\sin(" * 150 + "x" + ")" * 150, "bars": "|" * 300,
+    "terms": "1" + "+1" * 499, "factors": "x" * 900, "quotients": "1" + "/1" * 499,
     "commands": "\\left" * 150, "quotes": "5" + "!" * 100, "surrogate": "x\ud800", "null": "x\0",
 }  # fmt: skip
 
