@@ -25,7 +25,7 @@ import torch
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.checkpoint.experts import GATE_UP as MLP
-from qerl.checkpoint.experts import Decoder
+from qerl.checkpoint.experts import QKVZ, Decoder
 from qerl.checkpoint.source import Source
 from quantize.calibration import Calibration
 from quantize.options import QuantizeOptions
@@ -55,6 +55,10 @@ def load_compressor() -> None:
     with _environment(LOG_SWITCH, "true"):
         from llmcompressor.logger import LoggerConfig, configure_logger
     configure_logger(LoggerConfig(console_log_level=None))
+    from llmcompressor.observers.helpers import FUSED_LAYER_NAMES
+
+    if QKVZ not in FUSED_LAYER_NAMES:  # it does not know that vLLM multiplies by these at once (llmcompressor 0.14)
+        FUSED_LAYER_NAMES.append(QKVZ)
 
     import loguru
 

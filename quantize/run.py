@@ -81,6 +81,11 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     options = choice.options
     check_space(out, source.output_bytes() + one_pass.start_bytes(source, options.start_rank))
     _check_length(source, options)
+    if options.method == "awq" and source.decoder.linear:
+        raise ConfigError(
+            f"--method awq rescales norms by their weight, and those of {source.name} have 1 + weight: write --method "
+            "search_gptq, or leave it out"
+        )
     if options.by_compressor:
         logger.info("loading llm-compressor")
         compressor.load_compressor()

@@ -50,7 +50,7 @@ from training.preflight.checks import (
     sizes_at,
     uses_card,
 )
-from training.preflight.plan import check_ranks, checkpoint_bytes, trainee_of, trainer_bytes, wishes_of
+from training.preflight.plan import check_layers, check_ranks, checkpoint_bytes, trainee_of, trainer_bytes, wishes_of
 from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
@@ -191,6 +191,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_ranks(config, place.parallel.size)
     sizes = sizes_at(base)
     check_same_base(place.run_dir, base.base)
+    check_layers(config, sizes.decoder)
     check_room(place.run_dir, checkpoint_bytes(config, sizes))
     if on_card:
         check_memory(config, base, free_bytes(), place.parallel.size)

@@ -26,7 +26,6 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, mode_by_umask, parse_json, read_text, replace_text
 from qerl.checkpoint.adapter_file import (
-    OF_EXPERTS,
     PEFT_PREFIX,
     adapters_of,
     attach_to_experts_,
@@ -124,10 +123,7 @@ def _factor_shape(name: str, own: tuple[int, ...], tensor: torch.Tensor) -> tupl
 
 def _layers_with(kind: str, shapes: ModelShapes) -> set[int]:
     """The layers that have a kind of linear or norm."""
-    every, sparse = set(range(shapes.layers)), set(shapes.decoder.sparse)
-    if kind.startswith("experts."):
-        return sparse
-    return every - sparse if kind in OF_EXPERTS else every
+    return set(shapes.decoder.sparse) if kind.startswith("experts.") else shapes.decoder.layers_with(kind)
 
 
 def _way_out(adapter: Path) -> str:

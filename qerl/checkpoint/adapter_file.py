@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import JSON_BYTES, parse_json, read_text
-from qerl.config.names import OF_EXPERTS
+from qerl.config.names import OF_EXPERTS, OF_STATES, PROJECTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -142,12 +142,17 @@ def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -
 
 
 def linear_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """Those of `adapter.targets` that are linears of the model, without those that its experts have."""
+    """The linears of the model that `adapter.targets` names, without those that its experts have.
+
+    All seven of PROJECTIONS stand for all linears that may have an adapter, those of linear attention too.
+    """
     import torch
 
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if set(PROJECTIONS) <= set(targets):
+        targets = dict.fromkeys([*targets, *(name for name in OF_STATES if name in leaves)])
     if not experts_of(model):
         return tuple(targets)
-    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     return tuple(target for target in targets if target not in OF_EXPERTS or target in leaves)
 
 

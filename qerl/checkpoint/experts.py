@@ -1,4 +1,4 @@
-"""What a model consists of, from its config.json: the linears of its layers, and a router with experts in some of them.
+"""What a model consists of, from its config.json: the linears of each layer, and a router with experts in some of them.
 
 Linears that read the same input (`FUSED`) are multiplied by at once in engines, and share a scale.
 
@@ -8,7 +8,10 @@ Linears that read the same input (`FUSED`) are multiplied by at once in engines,
 Those are the names in files. In memory transformers 5.17 holds the experts of a layer in two tensors,
 `mlp.experts.gate_up_proj` (experts, 2 x width, hidden), gate above up, and `mlp.experts.down_proj` (experts, hidden,
 width); `Decoder.place_of` says which part of them a file's linear is. Another family with this structure is one more
-row in FAMILIES. This module imports no torch.
+row in FAMILIES.
+
+Layers with linear attention (Gated DeltaNet, arXiv 2412.06464), three of four in Qwen3.5, have `linear_attn` in place
+of `self_attn`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +23,18 @@ from typing import Any, NamedTuple
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.config.names import OF_EXPERTS, OF_STATES, PROJECTIONS
 
 # llm-compressor gives those that are fused the same global scale (llmcompressor 0.14, observers/helpers.py,
 # FUSED_LAYER_NAMES; its MLA and MoE groups are left out here).
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED = (QKV, ("o_proj",), GATE_UP, ("down_proj",))
+QKVZ = OF_STATES[:2]  # engines multiply by them at once; llm-compressor does not know that
 W1_W3 = ("w1", "w3")  # what Mixtral calls gate and up
 ATTENTION = tuple(f"self_attn.{name}" for name in (*QKV, "o_proj"))
+LINEAR_ATTENTION = tuple(f"linear_attn.{name}" for name in OF_STATES)
+KEPT = tuple(f"linear_attn.{name}" for name in ("conv1d", "in_proj_a", "in_proj_b"))  # small, and always in 16 bits
+DECAYS = (".A_log", ".dt_bias")  # how fast states decay, which stays as wide as the file has it
 DENSE_MLP = tuple(f"mlp.{name}" for name in (*GATE_UP, "down_proj"))
 HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")  # the beginning of model_type in config.json
 MOST = {  # bounds far beyond every published model: a larger number would only fill memory with an empty model
@@ -37,14 +45,14 @@ MOST = {  # bounds far beyond every published model: a larger number would only 
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "head_dim": 2**13,
+    "linear_num_key_heads": 2**12,
+    "linear_num_value_heads": 2**12,
+    "linear_key_head_dim": 2**13,
+    "linear_value_head_dim": 2**13,
+    "linear_conv_kernel_dim": 2**8,
     "max_position_embeddings": 2**31,
 }
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-
-
-def projections(layers: int) -> list[str]:
-    """The module names of all linears of a dense decoder of so many layers, in order. See also `experts.Decoder`."""
-    return [f"model.layers.{n}.{part}" for n in range(layers) for part in (*ATTENTION, *DENSE_MLP)]
 
 
 def matching(linears: Sequence[str], patterns: Iterable[str], option: str) -> list[str]:
@@ -73,7 +81,7 @@ def fused(linears: Iterable[str]) -> list[tuple[str, ...]]:
 
     Gate and up of one expert are such a group; different experts may differ.
     """
-    leaders = {name: group[0] for group in (*FUSED, W1_W3) for name in group}
+    leaders = {name: group[0] for group in (*FUSED, QKVZ, W1_W3) for name in group}
     groups: dict[tuple[str, str], list[str]] = {}
     for module in linears:
         parent, _, leaf = module.rpartition(".")
@@ -141,6 +149,7 @@ class Decoder:
     hidden: int = 0
     sparse: tuple[int, ...] = ()  # the layers with experts; the others have a dense MLP
     normalises: bool = False  # whether the weights of the chosen experts sum to 1
+    linear: tuple[int, ...] = ()  # the layers with linear attention; the others have attention
 
     @property
     def has_experts(self) -> bool:
@@ -161,12 +170,13 @@ class Decoder:
         return len(self.sparse) * self.chosen
 
     def linears(self) -> list[str]:
-        """The full module names of all linears that may be quantized, in order: routers are not among them."""
+        """The full module names of all linears that may be quantized, in order: `kept` ones are not among them."""
         return [name for layer in range(self.layers) for name in self.linears_of(layer)]
 
     def linears_of(self, layer: int) -> list[str]:
         """Those of one decoder layer."""
-        attention = [f"model.layers.{layer}.{part}" for part in ATTENTION]
+        parts = LINEAR_ATTENTION if layer in self.linear else ATTENTION
+        attention = [f"model.layers.{layer}.{part}" for part in parts]
         if layer not in self.sparse:
             return attention + [f"model.layers.{layer}.{part}" for part in DENSE_MLP]
         return attention + [name for expert in self.experts_of(layer) for name in expert]
@@ -178,9 +188,26 @@ class Decoder:
         inside = f"model.layers.{layer}.{self.family.block}.experts"
         return [Expert(*(f"{inside}.{n}.{leaf}" for leaf in self.family.leaves)) for n in range(self.experts)]
 
-    def routers(self) -> list[str]:
-        """The full module names of the routers, in order; each weight has the shape (experts, hidden)."""
-        return [f"model.layers.{layer}.{self.family.block}.gate" for layer in self.sparse]
+    def layers_with(self, leaf: str) -> set[int]:
+        """The layers that have a linear, not an expert's, with this last part of its name; all for any other module."""
+        every, linear = set(range(self.layers)), set(self.linear)
+        if leaf in OF_EXPERTS:
+            return every - set(self.sparse)
+        return linear if leaf in OF_STATES else every - linear if f"self_attn.{leaf}" in ATTENTION else every
+
+    def targets(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """The linears that `adapter.targets` names: all seven stand for all linears, those of linear attention too."""
+        more = OF_STATES if self.linear and set(PROJECTIONS) <= set(targets) else ()
+        return tuple(dict.fromkeys([*targets, *more]))
+
+    def kept(self) -> list[str]:
+        """The full names of the modules that stay in 16 bits, in order: routers (experts, hidden), and KEPT."""
+        router = (f"{self.family.block}.gate",) if self.family else ()
+        return [
+            f"model.layers.{layer}.{part}"
+            for layer in range(self.layers)
+            for part in (KEPT if layer in self.linear else router if layer in self.sparse else ())
+        ]
 
     def shape_of(self, leaf: str) -> tuple[int, int]:
         """(out, in) of an expert's linear with this last part of its name."""
@@ -253,6 +280,8 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
     Raises CheckpointError for experts of a family that is not in FAMILIES, and for numbers that cannot be.
     """
     layers, kind = config.get("num_hidden_layers"), config.get("model_type")
+    if kind in HYBRIDS:
+        return Decoder(layers, linear=_linear_layers(config, name))
     counted = next((key for key in COUNT_KEYS if config.get(key)), None)
     if counted is None:
         return Decoder(layers)
@@ -288,10 +317,53 @@ def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0)
 
 
+HYBRIDS = ("qwen3_5_text",)  # model_type of those with linear attention in some layers
+
+
+def _linear_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The layers with linear attention, by `layer_types`, or else all but every `full_attention_interval`-th."""
+    layers, kinds, every = config["num_hidden_layers"], config.get("layer_types"), config.get("full_attention_interval")
+    if kinds is None:
+        if every is not None and (type(every) is not int or every < 1):
+            raise _odd(name, "full_attention_interval", every)
+        return tuple(n for n in range(layers) if (n + 1) % (every or 4))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise _odd(name, "layer_types", kinds)
+    return tuple(n for n, kind in enumerate(kinds) if kind == LINEAR)
+
+
 def _odd(name: str, key: str, value: object) -> CheckpointError:
     return CheckpointError(
         f"{name}: config.json has {key} {value!r:.60}, which cannot be: copy the file from the original model"
     )
+
+
+class StateShapes(NamedTuple):
+    """The sizes of linear attention: a state of (key_dim, value_dim) for each value head, and a causal convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def mixed(self) -> int:
+        """Channels of q, k and v, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence keeps in one layer: its state in float32, and the convolution's last inputs in 16 bits."""
+        return 4 * self.values * self.key_dim + 2 * (self.taps - 1) * self.mixed
+
+    def kept(self, hidden: int) -> int:
+        """Numbers of a layer that stay in 16 bits: convolution, a, b, A_log, dt_bias and norm."""
+        return self.taps * self.mixed + 2 * self.value_heads * (hidden + 1) + self.value_dim
 
 
 @dataclass(frozen=True)
@@ -300,7 +372,7 @@ class ModelShapes:
 
     layers: int
     hidden: int
-    projections: dict[str, tuple[int, int]]  # the linears of a decoder layer with a dense MLP: name -> (out, in)
+    projections: dict[str, tuple[int, int]]  # the linears of decoder layers with a dense MLP: name -> (out, in)
     vocabulary: int
     tied: bool
     kv_heads: int
@@ -309,9 +381,12 @@ class ModelShapes:
     head_norms: bool = False  # whether queries and keys have norms of their own
     four_bit_inputs: bool = False  # packed linears round their input to 4 bits
     decoder: Decoder = field(default_factory=lambda: Decoder(0))  # which layers have experts
+    states: StateShapes | None = None  # of the layers with linear attention
 
 
+LINEAR = "linear_attention"
 ATTENTIONS = ("full_attention", "sliding_attention")  # kinds of layers that have keys and values for each token
+STATE_KEYS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 UNLIKE = (  # keys that make a decoder another one than we compute and plan, where they hold anything
     *("attn_logit_softcapping", "final_logit_softcapping", "linear_num_key_heads", "kv_lora_rank"),
     *("hidden_size_per_layer_input", "global_head_dim", "num_kv_shared_layers"),
@@ -320,12 +395,14 @@ UNLIKE = (  # keys that make a decoder another one than we compute and plan, whe
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
-    found = [(key, config[key]) for key in UNLIKE if config.get(key)]
-    found += [("layer_types", kind) for kind in config.get("layer_types") or () if kind not in ATTENTIONS]
+    hybrid = config.get("model_type") in HYBRIDS
+    kinds = ("full_attention", LINEAR) if hybrid else ATTENTIONS
+    found = [(key, config[key]) for key in UNLIKE if config.get(key) and not (hybrid and key in STATE_KEYS)]
+    found += [("layer_types", kind) for kind in config.get("layer_types") or () if kind not in kinds]
     for key, value in found[:1]:
         raise CheckpointError(
             f"{name}: config.json of {config.get('model_type')} has {key} {value!r:.60}, which qerl does not compute: "
-            "give a Qwen2, Qwen3, Llama or Mistral model"
+            "give a Qwen2, Qwen3, Qwen3.5, Llama or Mistral model"
         )
 
 
@@ -369,18 +446,19 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
             f"{name}: config.json has hidden_size {hidden}, {heads} attention heads and {kv_heads} of keys and values, "
             "which do not divide one another: copy the file from the original model"
         )
-    queries, keys = heads * head_dim, kv_heads * head_dim
+    queries, keys, states = heads * head_dim, kv_heads * head_dim, _states_of(config, name)
     return ModelShapes(
         layers=layers,
         hidden=hidden,
         projections={
-            "q_proj": (queries, hidden),
+            "q_proj": (queries * (2 if states else 1), hidden),  # Qwen3.5 has the output's gate in it
             "k_proj": (keys, hidden),
             "v_proj": (keys, hidden),
             "o_proj": (hidden, queries),
             "gate_proj": (width, hidden),
             "up_proj": (width, hidden),
             "down_proj": (hidden, width),
+            **(dict(zip(OF_STATES, _state_linears(states, hidden), strict=True)) if states else {}),
         },
         vocabulary=vocabulary,
         tied=bool(config.get("tie_word_embeddings")),
@@ -390,7 +468,25 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         head_norms=str(config.get("model_type")).startswith(HEAD_NORMED),
         four_bit_inputs=_rounds_inputs(config.get("quantization_config")),
         decoder=decoder_of(config, name),
+        states=states,
     )
+
+
+def _states_of(config: Mapping[str, Any], name: str) -> StateShapes | None:
+    """The sizes of linear attention; None for a family that has none."""
+    if config.get("model_type") not in HYBRIDS:
+        return None
+    for key in STATE_KEYS:
+        if config.get(key) is None:
+            raise CheckpointError(f"{name}: config.json has no {key!r}: copy the file from the original model")
+    states = StateShapes(*(config[key] for key in STATE_KEYS), config.get("linear_conv_kernel_dim") or 4)
+    if states.value_heads % states.key_heads:
+        raise _odd(name, STATE_KEYS[1], states.value_heads)
+    return states
+
+
+def _state_linears(states: StateShapes, hidden: int) -> list[tuple[int, int]]:
+    return [(states.mixed, hidden), (states.values, hidden), (hidden, states.values)]
 
 
 def _rounds_inputs(quantization: Any) -> bool:

@@ -22,7 +22,7 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.sandbox import SWITCH, try_tokenizer
 from qerl.checkpoint.activations import INPUT_SCALE, check_experts, kind_of_activations, place_activations_
-from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
+from qerl.checkpoint.experts import DECAYS, DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
 from qerl.checkpoint.hub import check_links, download_model
 from qerl.checkpoint.resolve import ModelRef
@@ -41,8 +41,18 @@ SERVED = ("Qwen3-MoE",)  # the families that the plugin of vLLM knows
 PARTS = {FUSED_GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
 
 
+def refuse_linear_attention(decoder: Decoder, name: str | Path) -> None:
+    """Raise CheckpointError for a model that the vllm engine and its plan do not know yet."""
+    if decoder.linear:
+        raise CheckpointError(
+            f"{name} has linear attention in {len(decoder.linear)} layers, which qerl does not serve or plan with vLLM "
+            "yet: write rollout.engine: transformers (--engine transformers)"
+        )
+
+
 def check_served_family(decoder: Decoder, folder: Path) -> None:
-    """Raise CheckpointError for experts of a family that the transformers engine opens, and vLLM does not."""
+    """Raise CheckpointError for a family that the transformers engine opens, and vLLM does not."""
+    refuse_linear_attention(decoder, folder)
     if decoder.has_experts and decoder.family.title not in SERVED:
         raise CheckpointError(
             f"{folder} is a mixture of experts of the family {decoder.family.title}, and qerl serves "
@@ -320,13 +330,15 @@ def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: b
 def _fill_(
     model: PreTrainedModel, tensors: Mapping[str, TensorInfo], packed: Collection[str], dtype: torch.dtype
 ) -> None:
-    """Put each file's tensors in place, cast to `dtype`, except for `packed` linears."""
+    """Put each file's tensors in place, cast to `dtype`, except for `packed` linears; DECAYS only to a wider one."""
+    import torch
     from safetensors.torch import load_file
 
     for file in dict.fromkeys(info.file for info in tensors.values()):
         stored = load_file(file)
         read = {name: stored[info.stored_as or name] for name, info in tensors.items() if info.file == file}
-        values = {name: value if name in packed else value.to(dtype) for name, value in read.items()}
+        widths = {n: torch.promote_types(v.dtype, dtype) if n.endswith(DECAYS) else dtype for n, v in read.items()}
+        values = {name: value if name in packed else value.to(widths[name]) for name, value in read.items()}
         try:
             model.load_state_dict(values, strict=False, assign=True)
         except RuntimeError as error:

@@ -155,6 +155,7 @@ TEXT_MODELS = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "ministral3": ("ministral3", "Ministral3ForCausalLM"),

@@ -57,7 +57,7 @@ class Source:
     config: dict
     tensors: dict[str, TensorInfo]
     quantized: tuple[str, ...]  # module names, in the model's order
-    kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern; lm_head and routers are not listed
+    kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern, beside lm_head and `Decoder.kept`
     trust_remote_code: bool = False
     format: Format = formats.DEFAULT  # what `quantized` will be
     part: bool = False  # the folder's text part, beside which it holds one for pictures
@@ -74,7 +74,7 @@ class Source:
 
     def unquantized(self) -> list[str]:
         """The modules that `quantization_config` names as left in 16 bits."""
-        return ["lm_head", *self.decoder.routers(), *self.kept]
+        return ["lm_head", *self.decoder.kept(), *self.kept]
 
     def groups(self) -> list[list[str]]:
         """Tensor names in groups and in the order of writing."""
@@ -164,7 +164,7 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
     """All linears of the decoder, in order. Raises CheckpointError, which names a tensor, for another layout."""
     decoder = decoder_of(config, str(folder))
     linears = decoder.linears()
-    expected = {f"{module}.weight" for module in (*linears, *decoder.routers())}
+    expected = {f"{module}.weight" for module in (*linears, *decoder.kept())}
     for name, info in tensors.items():
         layer = LAYER.fullmatch(name)
         small = len(info.shape) < 2 and (layer is not None or name.removesuffix(".bias") in ("lm_head", "model.norm"))

@@ -17,6 +17,7 @@ MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns 
 
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # in adapter.targets: linears of dense MLPs and of experts
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_EXPERTS)
+OF_STATES = ("in_proj_qkv", "in_proj_z", "out_proj")  # of linear attention, whose layers have no q, k, v and o
 PER_EXPERT_SHARE = 8  # each of many experts gets an eighth of the rank: as many parameters as a few experts have
 
 TASKS = (  # of qerl/data/tasks/__init__.py

@@ -24,7 +24,7 @@ Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
 FP8 = formats.FP8_BLOCK.name
 CALIBRATION = "qat.quant_cfg.calibration.data"  # the name of the key with the rows for static scales
-FFN_ONLY = ["lm_head", "re:.*self_attn.*"]
+FFN_ONLY = ["lm_head", "re:.*_attn.*"]  # attention of both kinds: self_attn and linear_attn
 PRESETS: dict[str, dict[str, object]] = {
     "nvfp4_w4a16": {},
     "nvfp4_w4a16_ffn": {"ignore": FFN_ONLY},

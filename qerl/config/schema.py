@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from qerl import formats
 from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.environment import EnvironmentConfig
-from qerl.config.names import ENGINES, KERNELS, KV_CACHE_DTYPES, MIN_TEMPERATURE, PROJECTIONS
+from qerl.config.names import ENGINES, KERNELS, KV_CACHE_DTYPES, MIN_TEMPERATURE, OF_STATES, PROJECTIONS
 from qerl.config.noise import NoiseConfig
 from qerl.config.objectives import DistillConfig, RunKind, SftConfig
 from qerl.config.quant import QatConfig, with_its_format
@@ -27,7 +27,7 @@ from qerl.config.train import TrainConfig
 from qerl.config.validation import ValidationConfig
 
 # Sequences arrive as YAML lists and are kept as tuples: strict mode would refuse the list.
-Projections = Annotated[tuple[Literal[PROJECTIONS], ...], Field(strict=False, min_length=1)]
+Projections = Annotated[tuple[Literal[(*PROJECTIONS, *OF_STATES)], ...], Field(strict=False, min_length=1)]
 
 
 class ModelConfig(Section):

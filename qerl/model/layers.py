@@ -190,6 +190,7 @@ class _MLP(torch.autograd.Function):
 PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
 FAMILIES = {  # our forwards follow transformers 5.17
     **dict.fromkeys(("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral"), PARTS),
+    "Qwen3_5": ("MLP", "GatedDeltaNet"),  # its norms have 1 + weight, and its attention a gate
     "Olmoe": ("RMSNorm", "DecoderLayer"),  # its attention norms all heads of q and k at once
 }
 
@@ -209,6 +210,10 @@ def fuse_(model: nn.Module) -> int:
             module.forward = types.MethodType(layer_forward, module)
         elif kind == "Attention":
             module.forward = types.MethodType(attention_forward, module)
+        elif kind == "GatedDeltaNet":
+            from qerl.model.gated_delta import delta_forward
+
+            module.forward = types.MethodType(delta_forward, module)
         elif kind == "MLP" and module.config.hidden_act in ("silu", "swish"):
             module.forward = types.MethodType(mlp_forward, module)
         else:

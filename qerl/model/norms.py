@@ -2,7 +2,8 @@
 
 A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`); the next
 linears read its output. Norms inside attention (QK-norms) and the final norm are not block norms. Class names play no
-part: each candidate is called once to check that it computes weight * x / sqrt(mean(x^2) + eps).
+part: each candidate is called once to check that it computes gain * x / sqrt(mean(x^2) + eps), where the gain is its
+weight or, as in Qwen3.5 and Gemma, 1 + weight.
 
 The noisy norm computes (weight + noise) * x_hat in float32 and rounds once, because a sum stored in bfloat16 would
 swallow noise below 1e-3. The model gets nothing but an instance attribute `forward`, so deleting that attribute
@@ -44,7 +45,7 @@ def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) 
         )
     for name, module in norms.items():
         if module not in checked:
-            _check_formula(name, module)
+            _offset(name, module)
             checked.add(module)
     return norms
 
@@ -64,16 +65,17 @@ def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Te
         module = norms[name]
         if vector.shape != module.weight.shape:
             raise EngineError(f"noise for {name} has shape {tuple(vector.shape)}, not {tuple(module.weight.shape)}")
-        module.forward = types.MethodType(_noisy_forward(vector.to(module.weight.device)), module)
+        added = vector.to(module.weight.device) + _offset(name, module)
+        module.forward = types.MethodType(_noisy_forward(added), module)
     return len(noise)
 
 
-def _noisy_forward(noise: torch.Tensor):
+def _noisy_forward(added: torch.Tensor):
     from qerl.model.elementwise import RMSNorm, rms_norm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dtype = self.dtype_of(hidden_states) if isinstance(self, RMSNorm) else None
-        return rms_norm(hidden_states, self.weight.float() + noise, _eps(self), dtype)
+        return rms_norm(hidden_states, self.weight.float() + added, _eps(self), dtype)
 
     return forward
 
@@ -92,20 +94,23 @@ def _looks_like_norm(module: nn.Module) -> bool:
     )
 
 
-def _check_formula(name: str, module: nn.Module) -> None:
+def _offset(name: str, module: nn.Module) -> float:
+    """What a norm's gain is more than its weight: 0 or 1. Raises EngineError for another formula."""
     import torch
 
     weight = module.weight
     if weight.is_meta:
-        return
+        return 0.0
     with torch.no_grad():
         x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
         out = type(module).forward(module, x)
         wide = x.float()
-        expected = weight.float() * (wide * (wide.pow(2).mean(-1, keepdim=True) + _eps(module)).rsqrt())
+        hat = wide * (wide.pow(2).mean(-1, keepdim=True) + _eps(module)).rsqrt()
     tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2  # by the output: a trained weight may be wider than it
-    if not torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance):
-        raise EngineError(
-            f"{name} ({type(module).__name__}) is not weight * x / sqrt(mean(x^2) + eps): noise is defined for "
-            "that norm only; set noise.enabled=false for this architecture"
-        )
+    for offset in (0.0, 1.0):
+        if torch.allclose(out.float(), (weight.float() + offset) * hat, rtol=tolerance, atol=tolerance):
+            return offset
+    raise EngineError(
+        f"{name} ({type(module).__name__}) is neither weight * x / sqrt(mean(x^2) + eps) nor (1 + weight) * the same: "
+        "noise is defined for these norms only; set noise.enabled=false for this architecture"
+    )

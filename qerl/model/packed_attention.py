@@ -283,11 +283,18 @@ def make_backward_deterministic(node: torch.autograd.graph.Node) -> None:
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
     """The last hidden states (M, hidden) at the predicting positions; to be called inside `packed_attention_of`."""
+    states = {}
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        from qerl.model.gated_delta import states_of
+
+        taps = model.config.linear_conv_kernel_dim
+        states["states"] = states_of(row.sequences, row.input_ids.shape[1], taps)
     output = model.base_model(
         input_ids=row.input_ids,
         position_ids=row.position_ids,
         use_cache=False,
         sequences=row.sequences,
+        **states,
         **({} if row.replay is None else {"replay": row.replay}),
     )
     hidden = output.last_hidden_state.squeeze(0)

@@ -1,8 +1,10 @@
 """Rows of prompt and completion without padding or repetition: cut by tokens, laid end to end in one packed row.
 
-A packed row holds the prompt of a group once, and each completion after it: keys and values of the prompt are the same
-for all of them, and its gradient is the sum of theirs. Positions go on from the prompt's in each completion. The model
-sees no pad token, and only the positions that predict a completion token reach the head.
+A packed row holds the prompt of a group once: keys and values of the prompt are the same for all of its completions,
+and its gradient is the sum of theirs. Shared prompts and rows that share none come first, then the completions of
+shared prompts, which begin with a prompt's states in some layers (`qerl.model.gated_delta`). Positions go on from the
+prompt's in each completion. The model sees no pad token, and only the positions that predict a completion token reach
+the head.
 
 Attention reads the prompt's keys and values once for each completion, from a copy, and keeps the copies for its
 backward pass. So the budget of a packed row counts REPEATED repeated prompt tokens as one token more. The gradients of
@@ -76,6 +78,7 @@ class Sequences(NamedTuple):
     keys: Copies | None  # all sequences' keys, copied from the T tokens; None: the queries' own
     longest_query: int
     longest_key: int
+    begun: tuple[int, int] = (0, 0)  # sequences whose keys are their own, which come first, and their tokens
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ class _Builder:
     targets: list[torch.Tensor] = field(default_factory=list)
     places: list[torch.Tensor] = field(default_factory=list)
     experts: list[torch.Tensor] = field(default_factory=list)
+    later: list[tuple[_Row, torch.Tensor]] = field(default_factory=list)  # rows of shared prompts, and these' tokens
     size: int = 0
 
     def add_group(self, prompt: torch.Tensor, rows: list[_Row]) -> None:
@@ -219,20 +223,28 @@ class _Builder:
         start = torch.arange(self.size, self.size + len(prompt))
         alone = len(rows) == 1
         self._add_tokens(prompt, 0, rows[0].experts)
-        if not alone:
-            self._add_sequence(len(prompt), start)
-        for row in rows:
-            columns = row.mask[-self.width :].nonzero()[:, 0]
-            completion, scored = row.ids[-self.width :][columns], row.scored[columns]
-            place = torch.arange(self.size, self.size + len(completion))
-            chosen = None if row.experts is None else row.experts[len(prompt) :][columns]
-            self._add_tokens(completion, len(prompt), chosen)
-            self._add_sequence(len(completion) + alone * len(prompt), torch.cat([start, place]))
-            self.predicting.append(torch.cat([start[-1:], place[:-1]])[scored])
-            self.targets.append(completion[scored])
-            self.places.append(row.number * self.width + columns[scored])
+        if alone:
+            self._add_completion(rows[0], start, alone)
+            return
+        self._add_sequence(len(prompt), start)
+        self.later += [(row, start) for row in rows]
+
+    def _add_completion(self, row: _Row, prompt: torch.Tensor, alone: bool) -> None:
+        """The completion of a row whose prompt is there as the tokens `prompt`; `alone`: as one sequence with it."""
+        columns = row.mask[-self.width :].nonzero()[:, 0]
+        completion, scored = row.ids[-self.width :][columns], row.scored[columns]
+        place = torch.arange(self.size, self.size + len(completion))
+        chosen = None if row.experts is None else row.experts[len(prompt) :][columns]
+        self._add_tokens(completion, len(prompt), chosen)
+        self._add_sequence(len(completion) + alone * len(prompt), torch.cat([prompt, place]))
+        self.predicting.append(torch.cat([prompt[-1:], place[:-1]])[scored])
+        self.targets.append(completion[scored])
+        self.places.append(row.number * self.width + columns[scored])
 
     def build(self, device: torch.device) -> PackedRow:
+        begun = len(self.query_lengths), self.size
+        for row, prompt in self.later:
+            self._add_completion(row, prompt, alone=False)
         shared = self.query_lengths != self.key_lengths
         keys, predicting = (copies_of(_joined(rows), self.size) for rows in (self.keys, self.predicting))
         row = (self.tokens, self.positions, self.targets, self.places)
@@ -246,6 +258,7 @@ class _Builder:
             Copies(*copies[3:]) if shared else None,
             max(self.query_lengths, default=0),
             max(self.key_lengths, default=0),
+            begun,
         )
         replay = None
         if self.experts:

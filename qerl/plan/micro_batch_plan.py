@@ -23,6 +23,7 @@ from qerl.plan.engine_memory import GIB
 from qerl.plan.sizes import RecipeName, rounding_work
 
 if TYPE_CHECKING:
+    from qerl.checkpoint.experts import StateShapes
     from qerl.plan.sizes import ModelSizes, TeacherWork
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
@@ -84,6 +85,8 @@ class Shapes:
     copies: int = 0  # hidden states of a token while experts run, beside the stream's
     decoded: int | None = None  # bytes of what is decoded for a product at most; None: gate and up
     share: float = 1.0  # of the weights that are decoded, that a token is multiplied by
+    states: StateShapes | None = None  # of layers with linear attention
+    linear: float = 0.0  # the share of such layers
 
     @classmethod
     def of(cls, sizes: ModelSizes, rank: int, trained: int) -> Shapes:
@@ -101,12 +104,29 @@ class Shapes:
             copies=sizes.copies,
             decoded=sizes.decoded,
             share=sizes.active / sizes.body,
+            states=sizes.states,
+            linear=len(sizes.decoder.linear) / sizes.layers,
         )
 
     @property
     def rounded_kv(self) -> int:
         """Bytes of a token's rounded keys and values in one layer."""
         return 2 * 2 * self.key_value if self.rounds_kv else 0
+
+    def _hybrid(self) -> tuple[int, int]:
+        """(what a layer of Qwen3.5 keeps per token on average, the gradients of one with linear attention), in bytes.
+
+        An estimate, which training replaces by what it measures. Norms and attention are transformers' own, which keep
+        float32; linear attention keeps q, k and v before and after the convolution, the gate, the output before and
+        after its norm, and in fla-core a row of 64 for each head. Backward has the convolution's float32, and a pair of
+        states in 16 bits for each 64 tokens.
+        """
+        states = self.states
+        outer = kept_bytes(self.hidden, self.intermediate, 0, 0, self.rank) + 4 * self.hidden
+        attention = 6 * self.query + 8 * self.key_value
+        linear = 4 * states.mixed + 6 * states.values + 2 * 64 * states.value_heads
+        working = 12 * states.mixed + 8 * states.values + 4 * states.values * states.key_dim // 64
+        return outer + round((1 - self.linear) * attention + self.linear * linear), working
 
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations, as `qerl.model` computes them.
@@ -117,14 +137,15 @@ class Shapes:
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
         rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate, self.gradient_bytes > 0)
         decoded = 2 * self.hidden * 2 * self.intermediate if self.decoded is None else self.decoded
+        layer, working = (kept_bytes(*sizes, self.head_norms), 0) if self.states is None else self._hybrid()
         gradients = OVERHEAD_TOKENS - DECODE_TOKENS + 2 * self.gradient_bytes / 2.6 * DECODE_TOKENS
         return Footprint(
             layers=self.layers,
-            layer=kept_bytes(*sizes, self.head_norms) + self.rounded_kv,
+            layer=layer + self.rounded_kv,
             layer_input=2 * self.hidden,
             # The MLP needs the gradients of gate, up and activation. The second term is more than it needs, and covers
             # attention where the MLP is narrow: gradients of q, k and v, also in float32, and for each head.
-            working=2 * (3 * self.intermediate + (8 + self.copies) * self.hidden) + rounding.token,
+            working=max(2 * (3 * self.intermediate + (8 + self.copies) * self.hidden), working) + rounding.token,
             fixed=int(self.trained_bytes * self.trained) + decoded + rounding.weight,
             # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
-from qerl.checkpoint.experts import FUSED, QKV, ModelShapes, shapes_of
+from qerl.checkpoint.experts import FUSED, ModelShapes, shapes_of
 from qerl.checkpoint.shards import read_json
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
@@ -83,7 +83,6 @@ TIED = {"tie_word_embeddings": True}
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
 
-ATTENTION = (*QKV, "o_proj")
 KNOWN = {  # by the beginning of the name after the organisation: sizes of models that are not on this disk
     "qwen2.5-0.5b": _known(896, 4864, 24, 14, 2, 151936, **QWEN2, **TIED),
     "qwen2.5-1.5b": _known(1536, 8960, 28, 12, 2, 151936, **QWEN2, **TIED),
@@ -151,15 +150,19 @@ class ModelSizes(ModelShapes):
 
     @property
     def outside_experts(self) -> int:
-        """Weights of the other linears: of attention, and of dense MLPs."""
-        attention = sum(math.prod(self.projections[name]) for name in ATTENTION)
-        mlp = sum(math.prod(shape) for name, shape in self.projections.items() if name not in ATTENTION)
-        return self.layers * attention + (self.layers - len(self.decoder.sparse)) * mlp
+        """Weights of the other linears: of attention of both kinds, and of dense MLPs."""
+        return sum(self._layers_with(name) * math.prod(shape) for name, shape in self.projections.items())
 
     @property
     def routers(self) -> int:
         """Weights of the routers, which stay in 16 bits."""
         return len(self.decoder.sparse) * self.decoder.experts * self.decoder.hidden
+
+    @property
+    def kept(self) -> int:
+        """Weights of the layers that stay in 16 bits: norms, routers, and the small parts of linear attention."""
+        of_states = len(self.decoder.linear) * self.states.kept(self.hidden) if self.states else 0
+        return self.layers * 2 * self.hidden + self.routers + of_states
 
     @property
     def inner(self) -> int:
@@ -184,7 +187,7 @@ class ModelSizes(ModelShapes):
 
     def weights_bytes(self, format: str) -> float:
         """The checkpoint in memory, with its embeddings and head in 16 bits."""
-        outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden + self.routers
+        outer = self.head * (1 if self.tied else 2) + self.kept
         return self.body * formats.get(format).bytes_per_weight + 2 * outer
 
     def read_bytes(self, format: str, tokens: float) -> float:
@@ -194,11 +197,13 @@ class ModelSizes(ModelShapes):
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim)
+        return 2 * self._layers_with("k_proj") * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim)
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of a LoRA of `rank` on the projections `targets`; see `expert_adapter` for experts."""
-        return rank * sum(self._layers_with(name) * sum(self.projections[name]) for name in targets)
+        return rank * sum(
+            self._layers_with(name) * sum(self.projections[name]) for name in self.decoder.targets(targets)
+        )
 
     def expert_adapter(self, rank: int, shared: bool) -> int:
         """Parameters of a LoRA of `rank` on all experts; `shared`: A of gate and up and B of down are one for all."""
@@ -216,7 +221,7 @@ class ModelSizes(ModelShapes):
         return 2 * numbers
 
     def _layers_with(self, projection: str) -> int:
-        return self.layers - (0 if projection in ATTENTION else len(self.decoder.sparse))
+        return len(self.decoder.layers_with(projection))
 
 
 def read_sizes(base: str) -> ModelSizes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.base_start import DEFAULT_RANK
-from qerl.checkpoint.experts import matching, projections
+from qerl.checkpoint.experts import Decoder, matching
 from qerl.config.names import adapts_experts, expert_rank
 from qerl.formats.nvfp4.ways import padded_power
 
@@ -95,8 +95,8 @@ class PackedAdapter(Adapter):
     start_rank = engine_rank = engine_expert_rank = 0
 
     def start_bytes(self, sizes: ModelSizes) -> int:
-        shapes = (sizes.projections[name] for name in self.adapter.targets)
-        return 2 * sizes.layers * sum(rows * columns for rows, columns in shapes)
+        targets, decoder = sizes.decoder.targets(self.adapter.targets), sizes.decoder
+        return 2 * sum(len(decoder.layers_with(name)) * math.prod(sizes.projections[name]) for name in targets)
 
 
 class Weights(Adapter):
@@ -106,7 +106,7 @@ class Weights(Adapter):
 
     def trained(self, sizes: ModelSizes, ranks: int = 1) -> Trained:
         """There the gradient of one layer exists beside those, until it has been summed."""
-        dealt = shared_out(trained_linears(self.qat, sizes.layers), ranks)
+        dealt = shared_out(trained_linears(self.qat, sizes.decoder), ranks)
         of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
         count = max(map(sum, of_ranks)) + (2 * sizes.layers * sizes.hidden if self.qat.train_norms else 0)
         passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
@@ -154,22 +154,22 @@ def _numbers(linear: str, sizes: ModelSizes) -> int:
     return math.prod(sizes.projections[linear.rpartition(".")[2]])
 
 
-def quantized_linears(qat: QatConfig, layers: int) -> list[str]:
-    """The linears of a model of so many layers that are packed. Raises ConfigError for patterns that do not fit."""
-    linears = projections(layers)
+def quantized_linears(qat: QatConfig, decoder: Decoder) -> list[str]:
+    """The linears of a model that are packed. Raises ConfigError for patterns that do not fit."""
+    linears = decoder.linears()
     kept = set(matching(linears, qat.quant_cfg.ignore, "qat.quant_cfg.ignore"))
     if len(kept) == len(linears):
         raise ConfigError(
-            f"qat.quant_cfg keeps all {layers} decoder layers in 16 bits: write narrower patterns in ignore"
+            f"qat.quant_cfg keeps all {decoder.layers} decoder layers in 16 bits: write narrower patterns in ignore"
         )
     return [name for name in linears if name not in kept]
 
 
-def trained_linears(qat: QatConfig, layers: int) -> list[str]:
+def trained_linears(qat: QatConfig, decoder: Decoder) -> list[str]:
     """The linears that are trained. Raises ConfigError for patterns that do not fit."""
     if qat.targets is None:
-        return quantized_linears(qat, layers)
-    return matching(projections(layers), qat.targets, "qat.targets")
+        return quantized_linears(qat, decoder)
+    return matching(decoder.linears(), qat.targets, "qat.targets")
 
 
 def masters_dtype(qat: QatConfig) -> str:

@@ -22,7 +22,7 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_file import is_of_experts
-from qerl.checkpoint.experts import Decoder, decoder_of
+from qerl.checkpoint.experts import DECAYS, Decoder, decoder_of
 from qerl.checkpoint.folder import REPORT, format_of, quantized_from
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, TensorReader, read_json, read_tensors, with_own_head
@@ -148,7 +148,8 @@ def merged_source(base: Base, adapter: Adapter, to: Format) -> Source:
         if module in base.packed and part in base.format.tensors:
             tensors[f"{module}.weight"] = _in_bf16(info, base.dense_shape(module))
         elif not (module in base.packed and part == INPUT_SCALE):  # `write_merged` adds a quantized result's
-            tensors[name] = _in_bf16(info, info.shape) if info.dtype in WEIGHT_DTYPES else info
+            wide = info.dtype in WEIGHT_DTYPES and not name.endswith(DECAYS)
+            tensors[name] = _in_bf16(info, info.shape) if wide else info
     _check_fit(tensors, base, adapter)
     source = Source(base.name, base.folder, base.config, tensors, (), (), format=to)
     return _with_quantized(source, base) if to.quantized else source

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl import formats
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, write_start
-from qerl.checkpoint.experts import decoder_of, fused
+from qerl.checkpoint.experts import ModelShapes, decoder_of, fused, shapes_of
 from qerl.checkpoint.shards import read_tensors
 from qerl.formats import BF16, NVFP4
 from qerl.plan.sizes import KNOWN
@@ -39,6 +39,11 @@ QWEN = {
     "max_position_embeddings": 32768,
 }
 QWEN3 = {**QWEN, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+QWEN3_5 = {  # the text part; its norms have 1 + weight, so that random ones double a row
+    **{**QWEN, "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "full_attention_interval": 4},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -63,6 +68,8 @@ SHAPES = {
     **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # with Llama 3's context
     "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
     "qwen3-30b-a3b": {**QWEN3, **KNOWN["qwen3-30b-a3b"]},
+    "qwen3.5-9b": {**QWEN3_5, **_sizes(4096, 12288, 32, 16, 4)},
+    "qwen3.5-27b": {**QWEN3_5, **_sizes(5120, 17408, 64, 24, 4), "linear_num_value_heads": 48},
     # For tests: sizes that are not multiples of the kernels' tiles.
     "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
     "tiny-qwen3": {
@@ -71,6 +78,11 @@ SHAPES = {
         "head_dim": 64,
         "tie_word_embeddings": True,
         **_sizes(256, 496, 2, 4, 2),
+    },
+    "tiny-qwen3.5": {
+        **{**QWEN3_5, "vocab_size": 1000, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        **_sizes(256, 496, 4, 4, 2),
     },
     "small-qwen3-moe": {
         **QWEN3,
@@ -194,21 +206,15 @@ def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[di
 
 
 def _layer(number: int, sizes: dict, format: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    hidden, intermediate, prefix = sizes["hidden_size"], sizes["intermediate_size"], f"model.layers.{number}"
-    decoder = decoder_of(sizes, "the shape")
-    head_dim = sizes.get("head_dim") or hidden // sizes["num_attention_heads"]
-    query, key = head_dim * sizes["num_attention_heads"], head_dim * sizes["num_key_value_heads"]
-    groups = [
-        {"self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden), "self_attn.v_proj": (key, hidden)},
-        {"self_attn.o_proj": (hidden, query)},
-    ]
-    if number in decoder.sparse:
-        for modules in fused(name for expert in decoder.experts_of(number) for name in expert):
-            shape = decoder.shape_of(modules[0].rpartition(".")[2])
-            groups.append({name.removeprefix(f"{prefix}."): shape for name in modules})
-    else:
-        groups.append({"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)})
-        groups.append({"mlp.down_proj": (hidden, intermediate)})
+    shapes, prefix = shapes_of(sizes, "the shape"), f"model.layers.{number}"
+    decoder, hidden, groups = shapes.decoder, shapes.hidden, []
+    for modules in fused(decoder.linears_of(number)):
+        leaves = {name: name.rpartition(".")[2] for name in modules}
+        group = {
+            name.removeprefix(f"{prefix}."): decoder.shape_of(leaf) if ".experts." in name else shapes.projections[leaf]
+            for name, leaf in leaves.items()
+        }
+        groups.append(group)
     tensors = {
         f"{prefix}.{name}.weight": _norm(hidden, generator) for name in ("input_layernorm", "post_attention_layernorm")
     }
@@ -225,10 +231,25 @@ def _layer(number: int, sizes: dict, format: str, generator: torch.Generator) ->
             tensors[f"{prefix}.{name}.bias"] = _normal((rows,), generator, std=0.5)
     if number in decoder.sparse:
         tensors[f"{prefix}.mlp.gate.weight"] = _normal((decoder.experts, hidden), generator)
+    if number in decoder.linear:
+        return tensors | _small_parts(f"{prefix}.linear_attn", shapes, generator)
     if sizes["model_type"].startswith("qwen3"):
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            tensors[f"{prefix}.{name}.weight"] = _norm(head_dim, generator)
+            tensors[f"{prefix}.{name}.weight"] = _norm(shapes.head_dim, generator)
     return tensors
+
+
+def _small_parts(prefix: str, shapes: ModelShapes, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What linear attention keeps in 16 bits; half of a state is left after about 10 to 1,000 tokens."""
+    states = shapes.states
+    return {
+        f"{prefix}.conv1d.weight": _normal((states.mixed, 1, states.taps), generator, std=0.5),
+        f"{prefix}.in_proj_a.weight": _normal((states.value_heads, shapes.hidden), generator),
+        f"{prefix}.in_proj_b.weight": _normal((states.value_heads, shapes.hidden), generator),
+        f"{prefix}.A_log": _normal((states.value_heads,), generator, std=1.0) - 4,
+        f"{prefix}.dt_bias": _norm(states.value_heads, generator),
+        f"{prefix}.norm.weight": _norm(states.value_dim, generator),
+    }
 
 
 def _packed(weights: list[torch.Tensor], format: str, pow2: bool) -> list[dict[str, torch.Tensor]]:
@@ -251,7 +272,7 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    unquantized = ["lm_head", *decoder_of(sizes, "the shape").routers()]
+    unquantized = ["lm_head", *decoder_of(sizes, "the shape").kept()]
     sizes = dict(sizes)
     theta = sizes.pop("rope_theta")
     config = AutoConfig.for_model(

@@ -42,9 +42,9 @@ def test_every_expert_is_packed_and_the_rest_is_not(made):
     decoder = decoder_of(config_of(source), "m")
     dense, tensors = load_all(source), load_all(packed)
     assert set(FORMAT.quantized_linears(tensors)) == set(decoder.linears())
-    for module in ("lm_head", "model.embed_tokens", *decoder.routers()):
+    for module in ("lm_head", "model.embed_tokens", *decoder.kept()):
         assert torch.equal(tensors[f"{module}.weight"], dense[f"{module}.weight"])
-    assert config_of(packed)["quantization_config"]["ignore"] == ["lm_head", *decoder.routers()]
+    assert config_of(packed)["quantization_config"]["ignore"] == ["lm_head", *decoder.kept()]
     assert len(report.layers) == 2 * (4 + 3 * 4)
     assert min(layer.sqnr_db for layer in report.layers) > 18
 
@@ -176,7 +176,7 @@ def test_awq_rescales_the_router_with_the_norm_that_it_reads(rows, tmp_path):
         source, tokenizer, load_calibration(rows, tokenizer, 4, 24, 4), QuantizeOptions("awq", global_scale="pow2")
     )
     rescaled = {name: dense_tensor(source, model, name).contiguous() for name in source.tensors}
-    router = f"{source.decoder.routers()[0]}.weight"
+    router = f"{source.decoder.kept()[0]}.weight"
     assert not torch.equal(rescaled[router], load_all(folder)[router])
     other = shutil.copytree(folder, tmp_path / "rescaled", ignore=shutil.ignore_patterns("model*"))
     save_file(rescaled, other / "model.safetensors", metadata={"format": "pt"})

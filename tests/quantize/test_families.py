@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.base.errors import CheckpointError, EngineError
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.config.schema import AdapterConfig
@@ -34,6 +34,10 @@ SIZES = {
     "pad_token_id": 0,
 }  # fmt: skip
 GRANITE = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}
+STATES = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention"],
+}
 FAMILIES = {
     "olmo2": {},
     "olmo3": {"sliding_window": 4},
@@ -44,9 +48,9 @@ FAMILIES = {
     "ernie4_5": {},
     "hunyuan_v1_dense": {},
     "seed_oss": {"attention_dropout": 0.0},
-    "gemma3_text": {"sliding_window": 4},
+    "gemma3_text": {"sliding_window": 4},  # it has four norms per layer, whose gain is 1 + weight
+    "qwen3_5_text": STATES,  # 1 + weight too
 }
-WITHOUT_NOISE = ("gemma3_text",)  # its norms add 1 to their weight
 TEXT_PARTS = {  # whole model -> its class, and what its text part has besides
     "gemma3": ("Gemma3ForConditionalGeneration", {"sliding_window": 4}, {}),
     "mistral3": ("Mistral3ForConditionalGeneration", {}, {"head_dim": 16}),
@@ -60,6 +64,7 @@ TEXT_PARTS = {  # whole model -> its class, and what its text part has besides
         {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}},
         {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", STATES, {"num_position_embeddings": 16}),
 }
 PICTURES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
@@ -110,7 +115,7 @@ def test_a_family_is_quantized_trained_and_merged(family, tmp_path):
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
     policy = build_policy(engine, base, AdapterConfig(rank=4, alpha=8), seed=0)
     packed = {name: module for name, module in policy.base_model.named_modules() if isinstance(module, PackedLinear)}
-    assert len(packed) == 14  # of the engine's own model: there is no second copy
+    assert len(packed) == (13 if family == "qwen3_5_text" else 14)  # of the engine's own model: there is no second copy
     torch.manual_seed(1)
     with torch.no_grad():
         for tensor in adapter_tensors(policy.model).values():
@@ -141,19 +146,20 @@ def merged_folder(policy, base, folder):
 
 
 def check_noise(model, family):
-    """Noise acts on the block norms and leaves no trace; where the norms compute something else it is refused."""
-    if family in WITHOUT_NOISE:
-        with pytest.raises(EngineError, match=r"set noise\.enabled=false"):
-            block_norms(model)
-        return
+    """Noise on the block norms acts as a shift of their weights does, and leaves no trace."""
     norms = block_norms(model)
-    assert len(norms) == 4
+    assert len(norms) == (8 if family == "gemma3_text" else 4)
+    noise = {name: 0.1 * torch.randn_like(norm.weight.float()) for name, norm in norms.items()}
     with torch.no_grad():
         before = logprobs(model)
-        set_norm_noise_(norms, {name: 0.1 * torch.randn_like(norm.weight.float()) for name, norm in norms.items()})
-        assert not torch.allclose(logprobs(model), before, atol=1e-3)
+        set_norm_noise_(norms, noise)
+        noisy = logprobs(model)
+        assert not torch.allclose(noisy, before, atol=1e-3)
         set_norm_noise_(norms, None)
         assert torch.equal(logprobs(model), before)
+        for name, norm in norms.items():
+            norm.weight.add_(noise[name])
+        torch.testing.assert_close(logprobs(model), noisy, rtol=1e-5, atol=1e-5)
 
 
 def with_pictures(family):
@@ -200,6 +206,10 @@ def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_th
                 inner = whole.model.language_model.get_submodule(module_name.removeprefix("model."))
                 inner.weight.copy_(module.dense(torch.float32))
         torch.testing.assert_close(logprobs(model), logprobs(whole), rtol=1e-4, atol=1e-5)
+        if family == "qwen3_5":  # whose norms and attention are transformers' own: without our other modules, all is
+            for module in model.modules():
+                module.__dict__.pop("forward", None)
+            assert torch.equal(logprobs(model), logprobs(whole))
 
 
 @pytest.mark.parametrize(
@@ -219,11 +229,10 @@ def test_a_family_that_is_refused_hears_which_part_is_missing(family, part, tmp_
 
 
 def test_the_text_part_of_another_family_is_refused_by_what_it_has(tmp_path):
-    config = AutoConfig.for_model("qwen3_5")
-    text_config = type(config.text_config)(**SIZES)
+    config = AutoConfig.for_model("qwen3_5_moe")
+    text_config = type(config.text_config)(**SIZES, num_experts=4, num_experts_per_tok=2)
     config = type(config)(text_config=text_config.to_dict(), vision_config=PICTURES, image_token_id=5)
-    folder = saved(transformers.Qwen3_5ForConditionalGeneration(config), tmp_path / "model")
-    with pytest.raises(
-        CheckpointError, match=r"pictures and text \(qwen3_5\).*does not support a text part of the type qwen3_5_text"
-    ):
+    folder = saved(transformers.Qwen3_5MoeForConditionalGeneration(config), tmp_path / "model")
+    said = r"pictures and text \(qwen3_5_moe\).*does not support a text part of the type qwen3_5_moe_text"
+    with pytest.raises(CheckpointError, match=said):
         quantize_checkpoint(folder, tmp_path / "out", ROUNDING)

@@ -89,7 +89,9 @@ def test_only_absolute_paths_lose_their_folders(text, expected):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
-@pytest.mark.parametrize("command", ["bench_attention.py", "bench_linear.py", "check_engine.py --model tiny"])
+@pytest.mark.parametrize(
+    "command", ["bench_attention.py", "bench_gdn.py", "bench_linear.py", "check_engine.py --model tiny"]
+)
 def test_scripts_that_need_a_card_say_so_in_one_line(command, monkeypatch):
     script, *options = command.split()
     file = str(next((ROOT / "scripts").glob(f"*/{script}")))

@@ -119,7 +119,7 @@ CHANGES = {
     "targets": ({"targets": None}, 'qat.targets: null, where it was ["re:.*mlp.*"] when'),
     "norms": ({"train_norms": True}, "qat.train_norms: true, where it was false when"),
     "activations": ({"quant_cfg": {"activations": "dynamic"}}, "qat.quant_cfg.activations: dynamic, where it was none"),
-    "layers": ({"quant_cfg": "nvfp4_w4a16_ffn"}, 'qat.quant_cfg.ignore: ["lm_head", "re:.*self_attn.*"], where it was'),
+    "layers": ({"quant_cfg": "nvfp4_w4a16_ffn"}, 'qat.quant_cfg.ignore: ["lm_head", "re:.*_attn.*"], where it was'),
     "format": ({"quant_cfg": "fp8_block"}, "qat.quant_cfg.weights.format: fp8_block, where it was nvfp4"),
     "no section": (None, "no section qat, and it had one when the run began"),
 }

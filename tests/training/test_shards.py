@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.experts import projections
+from qerl.checkpoint.experts import Decoder
 from qerl.config.recipe import save_config
 from qerl.plan.trained import shared_out
 from tests.helpers.ranks import alone, rows_of, run
@@ -94,7 +94,7 @@ def test_masters_in_bfloat16_get_the_same_random_bits(base, tmp_path):
 
 
 def test_whole_layers_are_dealt_evenly():
-    linears = [name for name in projections(28) if "k_proj" not in name]
+    linears = [name for name in Decoder(28).linears() if "k_proj" not in name]
     dealt = shared_out(linears, 8)
     assert [len(layers) for layers in dealt] == [3, 4, 3, 4, 3, 4, 3, 4]
     assert sorted(name for layers in dealt for layer in layers for name in layer) == sorted(linears)

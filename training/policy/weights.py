@@ -257,7 +257,7 @@ def build_weights_policy(
     """
     qat, model = config.qat, engine.policy_model()
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))
-    names = trained_linears(qat, sizes.layers)
+    names = trained_linears(qat, sizes.decoder)
     norms = block_norms(model) if qat.train_norms else ()
     trained = trainee(config.adapter, qat, config.model.format, config.optim.name).trained(sizes, parallel.size)
     dtype, work_bytes = masters_dtype(qat), trained.work_bytes

@@ -218,7 +218,7 @@ def _leaner_training(config: RunConfig) -> Iterator[dict[str, object]]:
         less["optim.name"] = "adamw_8bit"
     if less:
         yield less
-    if config.qat.targets is None and not any("self_attn" in pattern for pattern in config.qat.quant_cfg.ignore):
+    if config.qat.targets is None and not any("_attn" in pattern for pattern in config.qat.quant_cfg.ignore):
         yield {**less, "qat.targets": [FFN]}
 
 

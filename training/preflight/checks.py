@@ -35,7 +35,7 @@ from qerl.engine.open import choose_engine
 from qerl.plan.engine_memory import Card
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears
-from training.preflight.plan import GIB, check_experts, plan, settled_for, with_values
+from training.preflight.plan import GIB, check_layers, plan, settled_for, with_values
 from training.preflight.start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
@@ -234,12 +234,13 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
 
 def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
     """Raise ConfigError if what is trained does not fit the model."""
-    check_experts(config, sizes.decoder)
+    check_layers(config, sizes.decoder)
     if config.qat is not None:
-        trained_linears(config.qat, sizes.layers)
+        trained_linears(config.qat, sizes.decoder)
     if not config.kind.has_adapter:
         return
-    width = max(min(sizes.projections[target]) for target in config.adapter.targets)
+    targets = sizes.decoder.targets(config.adapter.targets)
+    width = max(min(sizes.projections[target]) for target in targets)
     if config.adapter.rank > width:
         raise ConfigError(
             f"adapter.rank {config.adapter.rank} is more than any linear of this model can have: write adapter.rank: "

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
-from qerl.config.names import OF_EXPERTS, adapts_experts, expert_rank
+from qerl.checkpoint.load import refuse_linear_attention
+from qerl.config.names import OF_EXPERTS, OF_STATES, PROJECTIONS, adapts_experts, expert_rank
 from qerl.data.rows import sources_of
 from qerl.model.costs import UNRECORDED
 from qerl.plan.engine_memory import (
@@ -117,10 +118,11 @@ def check_ranks(config: RunConfig, size: int) -> None:
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine, or one on given rows. `problems` says what does not fit; the rest is planned
     nevertheless. Raises ConfigError for keys that the model cannot have."""
-    check_experts(config, sizes.decoder)
+    check_layers(config, sizes.decoder)
     config = settled_for(config, sizes, card)
     if not config.kind.samples:
         return _plan_of_rows(config, sizes, card)
+    refuse_linear_attention(sizes.decoder, config.model.base)
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks), card.has_fp8)
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
@@ -455,8 +457,14 @@ def validation_sentences(config: RunConfig, made: Plan) -> list[str]:
     ]
 
 
-def check_experts(config: RunConfig, decoder: Decoder) -> None:
-    """Raise ConfigError for keys that do not fit a model: of experts where it has none, or what experts cannot have."""
+def check_layers(config: RunConfig, decoder: Decoder) -> None:
+    """Raise ConfigError for keys that do not fit a model's layers: of experts or linear attention where it has none, or
+    what experts cannot have."""
+    if others := [name for name in config.adapter.targets if name in OF_STATES and not decoder.linear]:
+        raise ConfigError(
+            f"adapter.targets: {', '.join(others)} are of linear attention, which {config.model.base} has not: write "
+            f"some of {', '.join(PROJECTIONS)}"
+        )
     for problem in _of_experts(config, decoder) if decoder.has_experts else _of_dense(config):
         raise ConfigError(str(problem))
 

@@ -29,7 +29,9 @@ from qerl.checkpoint.base_start import (
     start_beside,
     start_of_adapter,
 )
+from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.load import local_folder
+from qerl.checkpoint.shards import read_json
 from qerl.config.names import OF_EXPERTS, PROJECTIONS, expert_rank
 from qerl.config.section import yaml_word
 from qerl.plan.trained import DEFAULT_START
@@ -50,7 +52,8 @@ def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
     leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in factors} | set(
         OF_EXPERTS if of_experts else ()
     )
-    wanted, norms = set(own.targets), any(map(is_block_norm, tensors))
+    decoder = decoder_of(read_json(local_folder(base) / "config.json"), base)
+    wanted, norms = set(decoder.targets(own.targets)), any(map(is_block_norm, tensors))
     if own.experts == "none" and leaves == wanted - set(OF_EXPERTS):
         wanted = leaves
     places = [name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS))

@@ -467,12 +467,13 @@ def capture_sizes(max_sequences: int) -> list[int]:
 
 
 def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None:
-    """Raise EngineError for experts that vLLM would not serve as they are, and CheckpointError if some are missing."""
+    """Raise EngineError for experts that vLLM would not serve as they are, and CheckpointError if some are missing, or
+    for another family than it serves."""
     from qerl.formats.nvfp4.kernel_layout import marlin_takes
 
+    check_served_family(decoder, folder)
     if not decoder.has_experts:
         return
-    check_served_family(decoder, folder)
     if not format.holds_experts:
         raise EngineError(
             f"{folder} has experts in {format.label}, and vLLM serves them in NVFP4 or 16 bits here: quantize the "

@@ -5,10 +5,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.experts import decoder_of, fused, matching, projections
+from qerl.checkpoint.experts import decoder_of, fused, matching
 from qerl.checkpoint.shards import TensorReader, read_json, read_tensors
 from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
 
+SEVEN = [
+    f"model.layers.{layer}.{part}"
+    for layer in range(3)
+    for part in (
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    )
+]
 QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, **EXPERTS["qwen3_moe"]}
 
 
@@ -20,7 +28,7 @@ def opened(folder):
 def test_names_shapes_and_places_are_those_of_transformers(tmp_path, layout):
     decoder, tensors = opened(make_checkpoint(tmp_path, layout))
     matrices = {name for name, info in tensors.items() if len(info.shape) == 2 and ".layers." in name}
-    assert matrices == {f"{module}.weight" for module in (*decoder.linears(), *decoder.routers())}
+    assert matrices == {f"{module}.weight" for module in (*decoder.linears(), *decoder.kept())}
     assert len(decoder.linears()) == len(set(decoder.linears())) == 2 * (4 + 3 * 4)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
     in_memory = {name: tuple(each.shape) for name, each in loaded.items()}
@@ -39,12 +47,12 @@ def test_layers_with_dense_mlps_are_those_of_transformers(tmp_path):
     decoder, tensors = opened(make_checkpoint(tmp_path, "qwen3_moe", **options))
     assert decoder.sparse == (1, 5)
     names = {name.removesuffix(".weight") for name, info in tensors.items() if len(info.shape) == 2}
-    assert names - {"model.embed_tokens", "lm_head"} == {*decoder.linears(), *decoder.routers()}
+    assert names - {"model.embed_tokens", "lm_head"} == {*decoder.linears(), *decoder.kept()}
 
 
 def test_a_dense_decoder_has_the_linears_that_it_always_had():
     decoder = decoder_of({"model_type": "qwen3", "num_hidden_layers": 3}, "m")
-    assert (decoder.linears(), decoder.routers(), decoder.has_experts) == (projections(3), [], False)
+    assert (decoder.linears(), decoder.kept(), decoder.has_experts) == (SEVEN, [], False)
     assert decoder.place_of("model.layers.0.mlp.gate_proj") is None
 
 
@@ -93,3 +101,73 @@ def test_whether_weights_of_experts_sum_to_one():
     mixtral = {"model_type": "mixtral", "intermediate_size": 112, "norm_topk_prob": False}
     for change, normalises in (({}, True), ({"norm_topk_prob": False}, False), (mixtral, True)):
         assert decoder_of({**QWEN3, **change}, "m").normalises is normalises
+
+
+NINE_B = {  # the text part of Qwen3.5-9B
+    "model_type": "qwen3_5_text",
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "vocab_size": 248320},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": False},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "full_attention_interval": 4},
+}
+LARGER = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24}
+TWENTY_SEVEN_B = {**NINE_B, **LARGER, "linear_num_value_heads": 48}
+
+
+@pytest.mark.parametrize("config", [NINE_B, TWENTY_SEVEN_B])
+def test_sizes_of_linear_attention_are_sums_over_the_tensors_of_transformers(config):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from qerl.plan.sizes import sizes_of
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    sizes, decoder = sizes_of(config, "m"), decoder_of(config, "m")
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    convolutions = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Conv1d)}
+    assert {*decoder.linears(), *decoder.kept()} == (linears | convolutions) - {"lm_head"}
+    assert sizes.body == sum(model.get_submodule(name).weight.numel() for name in decoder.linears())
+    rest = sum(each.numel() for each in model.parameters()) - sizes.body
+    own = rest - model.model.norm.weight.numel() - (sizes.layers // 4) * 2 * 256  # of the norms of heads, and the last
+    assert sizes.weights_bytes("bf16") == 2 * sizes.body + 2 * own
+    for name in decoder.linears():
+        assert sizes.projections[name.rpartition(".")[2]] == model.get_submodule(name).weight.shape
+    assert sizes.kv_bytes() == 2 * 2 * 256 * 4 * sizes.layers // 4
+    assert sizes.states.state_bytes * len(decoder.linear) == {32: 49.125, 64: 146.8125}[sizes.layers] * 2**20 - 0
+
+
+def test_an_adapter_on_linear_attention_has_the_parameters_of_its_linears():
+    from qerl.config.names import PROJECTIONS
+    from qerl.plan.sizes import sizes_of
+
+    sizes = sizes_of(TWENTY_SEVEN_B, "m")
+    assert sizes.adapter(32, PROJECTIONS) == 32 * sum(
+        sum(sizes.projections[name.rpartition(".")[2]]) for name in sizes.decoder.linears()
+    )
+    assert sizes.adapter(32, ("out_proj",)) == 48 * 32 * (5120 + 6144)
+    assert sizes.adapter(32, ("v_proj",)) == 16 * 32 * (5120 + 1024)
+
+
+def test_layers_with_linear_attention_are_read_from_layer_types_or_the_interval():
+    kinds = ["full_attention", "linear_attention", "linear_attention"]
+    short = {**NINE_B, "num_hidden_layers": 3}
+    assert decoder_of({**short, "layer_types": kinds}, "m").linear == (1, 2)
+    assert decoder_of({**short, "full_attention_interval": 2}, "m").linear == (0, 2)
+    assert fused(decoder_of(short, "m").linears_of(0))[:2] == [
+        ("model.layers.0.linear_attn.in_proj_qkv", "model.layers.0.linear_attn.in_proj_z"),
+        ("model.layers.0.linear_attn.out_proj",),
+    ]
+    for wrong in ({"layer_types": kinds[:2]}, {"full_attention_interval": 0}, {"layer_types": 3}):
+        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+            decoder_of({**short, **wrong}, "m")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"linear_num_value_heads": 33}, {"linear_key_head_dim": 0}, {"linear_value_head_dim": None}]
+)
+def test_numbers_of_linear_attention_that_cannot_be_are_refused(wrong):
+    from qerl.plan.sizes import sizes_of
+
+    with pytest.raises(CheckpointError, match=next(iter(wrong))):
+        sizes_of({**NINE_B, **wrong}, "m")

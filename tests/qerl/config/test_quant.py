@@ -21,16 +21,16 @@ def test_a_recipe_without_it_trains_an_adapter():
 
 def test_presets_files_and_keys_give_the_same_value(tmp_path):
     file = tmp_path / "ffn.yaml"
-    file.write_text("ignore: [lm_head, 're:.*self_attn.*']\n")
+    file.write_text("ignore: [lm_head, 're:.*_attn.*']\n")
     by_name, by_file = quant_of("qat.quant_cfg=nvfp4_w4a16_ffn"), quant_of(f"qat.quant_cfg={file}")
-    by_keys = quant_of(ON, "qat.quant_cfg.ignore=[lm_head, 're:.*self_attn.*']")
+    by_keys = quant_of(ON, "qat.quant_cfg.ignore=[lm_head, 're:.*_attn.*']")
     assert by_name == by_file == by_keys != QuantConfig()
     assert quant_of(ON) == quant_of("qat.quant_cfg=nvfp4_w4a16") == QuantConfig()
 
 
 def test_keys_change_a_preset_and_what_is_saved_is_complete(tmp_path):
     config = load_recipe("tiny", ["qat.quant_cfg=nvfp4_w4a16_ffn", "qat.quant_cfg.activations=dynamic"])
-    assert config.qat.quant_cfg.ignore == ("lm_head", "re:.*self_attn.*")
+    assert config.qat.quant_cfg.ignore == ("lm_head", "re:.*_attn.*")
     assert config.qat.quant_cfg.activations == "dynamic"
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config

@@ -9,8 +9,9 @@ SIZES = {
 }  # fmt: skip
 OTHERS = {
     "gemma2": ({"attn_logit_softcapping": 50.0}, "gemma2 has attn_logit_softcapping 50.0"),
-    "qwen3_5_text": ({"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16},
-        "qwen3_5_text has linear_num_key_heads 16"),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16},
+        "qwen3_next has linear_num_key_heads 16"),
+    "qwen3_5_text": ({"layer_types": ["linear_attention", "sliding_attention"]}, "layer_types 'sliding_attention'"),
     "zamba": ({"layer_types": ["mamba", "full_attention"]}, "zamba has layer_types 'mamba'"),
     "gemma4_text": ({"hidden_size_per_layer_input": 256, "global_head_dim": 512},
         "gemma4_text has hidden_size_per_layer_input 256"),

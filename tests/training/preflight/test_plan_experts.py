@@ -15,7 +15,7 @@ from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 from tests.helpers.moe import make_moe
 from training.policy.train_memory import measure_layer, model_shapes
 from training.preflight.advice import advice
-from training.preflight.plan import CHOSEN, DECODED, check_experts, plan, trainee_of
+from training.preflight.plan import CHOSEN, DECODED, check_layers, plan, trainee_of
 
 A3B = "Qwen/Qwen3-30B-A3B"
 GIB = 2**30
@@ -150,7 +150,7 @@ def test_replay_is_refused_for_more_experts_than_a_byte_can_name(experts, replay
     sizes = sizes_of({**KNOWN[A3B.split("/")[1].lower()], "num_experts": experts}, "m")
     config = config_with(f"rollout.router_replay={str(replays).lower()}")
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"write rollout\.router_replay: false"):
-        check_experts(config, sizes.decoder)
+        check_layers(config, sizes.decoder)
 
 
 @pytest.mark.parametrize("given", ["adapter.experts none", "adapter.expert_rank 4", "rollout.router_replay false"])

@@ -1,0 +1,226 @@
+"""Linear attention with a state, Gated DeltaNet (arXiv 2412.06464), over the sequences of a packed row.
+
+Each value head has a state S (key dim, value dim), which a token decays, corrects and reads:
+
+    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t / sqrt(key dim)
+
+q, k and v come out of a causal convolution over the last few tokens; q and k have length 1. In a packed row each
+sequence begins with a state and a convolution of its own: of zeros, or of the end of the prompt that it shares with
+others. The gradient of a prompt's state is the sum over its completions, as for keys and values (`gather_rows`).
+
+transformers 5.17 leaves the boundaries out: without kernels it drops `cu_seq_lens_q`, so that a sequence reads the
+state of the one before it. So packed rows never go through its module, and its module is used for sampling alone.
+
+On a card the recurrence is fla-core's (`chunk_gated_delta_rule`), elsewhere its twin here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from qerl.base.errors import EngineError
+from qerl.model.lora import lora_linear, parts_of
+from qerl.model.packing import Copies, Sequences, copies_of, gather_rows
+
+
+class States(NamedTuple):
+    """How the N sequences of a packed row of T tokens go through layers with a state."""
+
+    tokens: int  # of the N1 sequences that begin at zero; they come first in the row
+    starts: torch.Tensor  # (N1 + 1,) int64: where each of them begins
+    later_starts: torch.Tensor  # (N2 + 1,) int64: where each of the others begins, counted from `tokens`
+    prompts: Copies | None  # (N2,) the sequence at whose end each of the others begins; None if all begin at zero
+    inputs: Copies  # (E,) rows that the convolution reads, those before a sequence included; row T is zeros
+    own: torch.Tensor  # (T,) which of its E - taps + 1 results are the tokens'
+
+
+def states_of(sequences: Sequences, tokens: int, taps: int) -> States:
+    """The states of a packed row of `tokens`, for a convolution over `taps` of them. Nothing waits for the GPU."""
+    queries, keys, before = sequences.query_starts.long(), sequences.key_starts.long(), taps - 1
+    count, device = len(queries) - 1, queries.device
+    lengths, numbers = queries.diff(), torch.arange(count, device=device)
+    first = queries[:-1] if sequences.keys is None else sequences.keys.rows[keys[:-1]]  # a shared prompt's, or its own
+    of = numbers if sequences.keys is None else torch.searchsorted(queries, first, right=True) - 1
+    begun, begun_tokens = sequences.begun
+    size = tokens + count * before
+    number = numbers.repeat_interleave(lengths + before, output_size=size)
+    place = torch.arange(size, device=device) - (queries[:-1] + before * numbers)[number] - before
+    reached = queries[of + 1][number] + place  # negative places count back from the end of the shared prompt
+    shared = (of != numbers)[number] & (reached >= first[number])
+    rows = torch.where(place >= 0, queries[number] + place, torch.where(shared, reached, tokens))
+    own = torch.arange(tokens, device=device) + before * numbers.repeat_interleave(lengths, output_size=tokens)
+    return States(
+        begun_tokens,
+        queries[: begun + 1],
+        queries[begun:] - begun_tokens,
+        copies_of(of[begun:], begun) if begun < count else None,
+        copies_of(rows, tokens + 1),
+        own,
+    )
+
+
+def delta_forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    cache_params: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    sequences: Sequences | None = None,
+    states: States | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Replaces the forward of transformers' Gated DeltaNet; a packed row (1, T, hidden) needs its `states`."""
+    if states is None:
+        if sequences is not None:
+            raise EngineError("a packed row has no states for linear attention, and would read those of other rows")
+        return type(self).forward(self, hidden_states, cache_params, attention_mask, **kwargs)
+    x = hidden_states.squeeze(0)
+    parts = parts_of(self.in_proj_qkv, self.in_proj_z)
+    both = torch.cat([self.in_proj_qkv(x), self.in_proj_z(x)], -1) if parts is None else lora_linear(x, parts)
+    mixed, gate = both.split([self.conv_dim, self.value_dim], -1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    beta = self.in_proj_b(x).to(wide).sigmoid()
+    decay = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide))
+    read = gather_rows(torch.cat([mixed, mixed.new_zeros(1, self.conv_dim)]), states.inputs)
+    mixed = _Convolution.apply(read, self.conv1d.weight.squeeze(1)).index_select(0, states.own)
+    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
+    q, k = q.unflatten(1, (-1, self.head_k_dim)), k.unflatten(1, (-1, self.head_k_dim))
+    inputs = q, k, v.unflatten(1, (-1, self.head_v_dim)), decay, beta
+    out = _through_states(inputs, states)
+    rows = out.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim)
+    # The norm would keep five tensors, three of them in float32.
+    normed = checkpoint(self.norm, *rows, use_reentrant=False, preserve_rng_state=False)
+    return self.out_proj(normed.view(1, len(x), -1))
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, g and beta
+
+
+def _through_states(inputs: Inputs, states: States) -> torch.Tensor:
+    """o (T, value heads, value dim): first the sequences that begin at zero, then those that go on from their ends."""
+    if states.prompts is None:
+        return delta_rule(inputs, states.starts)[0]
+    out, ends = delta_rule(tuple(each[: states.tokens] for each in inputs), states.starts)
+    later = tuple(each[states.tokens :] for each in inputs)
+    more, _ = delta_rule(later, states.later_starts, gather_rows(ends, states.prompts))
+    return torch.cat([out, more])
+
+
+class _Convolution(torch.autograd.Function):
+    """silu(sum over j of weight[:, j] * x[i + j]) in the dtype of x, for x (E, C) and weight (C, taps); keeps x."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.silu(_convolved(x, weight)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, weight = ctx.saved_tensors
+        inner = _convolved(x, weight)
+        sigmoid = inner.sigmoid()
+        inner = grad.to(inner.dtype) * sigmoid * (1 + inner * (1 - sigmoid))
+        by_x, taps, results = x.new_zeros(x.shape, dtype=inner.dtype), weight.shape[1], len(grad)
+        for tap in range(taps):
+            by_x[tap : tap + results].addcmul_(inner, weight[:, tap].to(inner.dtype))
+        by_weight = None
+        if ctx.needs_input_grad[1]:
+            each = [(inner * x[tap : tap + results]).sum(0) for tap in range(taps)]
+            by_weight = torch.stack(each, 1).to(weight.dtype)
+        return by_x.to(x.dtype), by_weight
+
+
+def _convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(E - taps + 1, C) in float32 (float64 of float64)."""
+    taps, wide = weight.shape[1], torch.promote_types(x.dtype, torch.float32)
+    results = len(x) - taps + 1
+    out = x.new_zeros(results, x.shape[1], dtype=wide)
+    for tap in range(taps):
+        out.addcmul_(x[tap : tap + results].to(wide), weight[:, tap].to(wide))
+    return out
+
+
+def delta_rule(
+    inputs: Inputs, starts: torch.Tensor, begin: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (T, value heads, value dim) and the last states, float32 (N, value heads, key dim, value dim).
+
+    `inputs` are q and k (T, key heads, key dim), v (T, value heads, value dim), g and beta, float32 (T, value heads),
+    of N sequences that begin at `starts`, int64 (N + 1,), with the states `begin`; None: with zeros. Value heads that
+    are neighbours share a key head. On a card, 16 bits go to fla-core. Raises EngineError if it is not installed.
+    """
+    if not inputs[0].is_cuda or inputs[0].dtype not in (torch.bfloat16, torch.float16):
+        return delta_rule_twin(inputs, starts, begin)
+    q, k, v, g, beta = (each[None] for each in inputs)
+    out, states = _fla_rule()(
+        *(q, k, v, g, beta),
+        initial_state=begin,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=starts,
+    )
+    return out.squeeze(0), states
+
+
+@cache
+def _fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise EngineError(
+            "linear attention on a card needs fla-core, which is not installed: pip install fla-core==0.6.0"
+        ) from error
+    return chunk_gated_delta_rule
+
+
+CHUNK = 64  # tokens that the twin computes at once
+
+
+def delta_rule_twin(
+    inputs: Inputs, starts: torch.Tensor, begin: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `delta_rule` in plain torch and float32, on any device; autograd differentiates it.
+
+    Within a chunk with the cumulative decays c_i, what the tokens add to the state solves a triangular system (section
+    3 of the paper): (I + strictly lower part of A) n = beta v - beta k exp(c) S, with A_ij = beta_i k_i k_j exp(c_i -
+    c_j). Sequences are padded to the longest; a token of zeros changes no state.
+    """
+    q, k, v, g, beta = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in inputs)
+    q, k = (_unit(each).repeat_interleave(v.shape[1] // q.shape[1], 1) for each in (q, k))
+    lengths = starts.diff().tolist()
+    size = -(-max(lengths) // CHUNK) * CHUNK
+
+    def chunks(rows: torch.Tensor) -> torch.Tensor:  # (T, heads, ...) -> (N, heads, size, ...)
+        padded = pad_sequence(list(rows.split(lengths)), batch_first=True).transpose(1, 2)
+        return F.pad(padded, (*(0, 0) * (rows.dim() - 2), 0, size - padded.shape[2])).split(CHUNK, 2)
+
+    shape = len(lengths), v.shape[1], q.shape[-1], v.shape[-1]
+    states = v.new_zeros(shape) if begin is None else begin.to(v.dtype)
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    outputs = []
+    for q_, k_, v_, g_, beta_ in zip(*map(chunks, (q * q.shape[-1] ** -0.5, k, v, g, beta)), strict=True):
+        total, beta_ = g_.cumsum(-1), beta_[..., None]
+        decays = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp()
+        since = total.exp()[..., None]
+        added = beta_ * (v_ - since * (k_ @ states))
+        system = beta_ * (k_ @ k_.mT) * decays  # its diagonal is taken as 1
+        added = torch.linalg.solve_triangular(system, added, upper=False, unitriangular=True)
+        outputs.append(since * (q_ @ states) + (q_ @ k_.mT * decays) @ added)
+        until = (total[..., -1:] - total).exp()[..., None]
+        states = since[..., -1:, :] * states + (until * k_).mT @ added
+    out = torch.cat(outputs, 2).transpose(1, 2)
+    return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)]).to(inputs[2].dtype), states
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -1,0 +1,210 @@
+"""Runs on a small Qwen3.5, whose layers but every fourth have linear attention: trained, resumed, merged, opened."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import training.trainer
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.load import load_model
+from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.shards import TensorReader, read_json, read_tensors
+from qerl.config.recipe import load_recipe
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
+from tests.helpers.bases import write_base
+from tests.helpers.killed import killed_in
+from tests.helpers.roundings import ROUNDING
+from tests.helpers.row_files import write_sums
+from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.small_sft import small_sft
+from training.run import resume, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STATES = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "num_hidden_layers": 4,
+}
+EVERY = 3 * 3 + 4 + 4 * 3  # linears that are packed
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("hybrid") / "base", "qwen3_5_text", **STATES)
+
+
+@pytest.fixture(scope="module")
+def packed(hybrid):
+    out = hybrid.parent / "packed"
+    quantize_checkpoint(str(hybrid), out, ROUNDING)
+    return out
+
+
+@pytest.fixture(scope="module")
+def finished(packed, tmp_path_factory):
+    """A run of 4 steps with an adapter, noise and a KL term."""
+    return start(small_config(packed, tmp_path_factory.mktemp("run"), "loss.kl_coef=0.1", steps=4), "tiny").run_dir
+
+
+def stored(folder):
+    infos = read_tensors(folder)
+    with TensorReader(infos) as read:
+        return {name: read(name) for name in infos}
+
+
+def test_small_parts_stay_in_16_bits_and_what_is_fused_shares_a_scale(hybrid, packed):
+    before, after = stored(hybrid), stored(packed)
+    inside = "model.layers.0.linear_attn"
+    for name in ("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias", "norm.weight"):
+        assert torch.equal(before[f"{inside}.{name}"], after[f"{inside}.{name}"])
+    assert sum(name.endswith("weight_packed") for name in after) == EVERY
+    one, other = (after[f"{inside}.in_proj_{part}.weight_global_scale"] for part in ("qkv", "z"))
+    assert torch.equal(one, other)
+    assert {f"{inside}.in_proj_a", f"{inside}.conv1d"} <= set(
+        read_json(packed / "config.json")["quantization_config"]["ignore"]
+    )
+
+
+@pytest.mark.parametrize("method", ["search_gptq", "gptq"])
+def test_rows_go_through_the_layers_and_both_methods_share_the_scale(hybrid, tmp_path, method):
+    options = QuantizeOptions(
+        method, calibration=write_sums(tmp_path / "rows.jsonl"), calibration_size=2, sequence_length=32
+    )
+    report = quantize_checkpoint(str(hybrid), tmp_path / "packed", options)
+    assert len(report.layers) == EVERY
+
+
+def test_a_rescaling_of_norms_is_refused(hybrid, tmp_path):
+    with pytest.raises(ConfigError, match=r"1 \+ weight"):
+        quantize_checkpoint(str(hybrid), tmp_path / "packed", QuantizeOptions("awq"))
+
+
+def test_patterns_that_split_what_is_fused_are_refused(hybrid, tmp_path):
+    with pytest.raises(ConfigError, match=r"in_proj_z in 16 bits but not .*in_proj_qkv"):
+        quantize_checkpoint(str(hybrid), tmp_path / "packed", QuantizeOptions("rtn", ignore=("re:.*in_proj_z",)))
+
+
+def test_sampler_and_trainer_agree_and_noise_reaches_both_norms_of_each_layer(finished):
+    rows = numbers(finished)
+    assert rows[0]["mismatch_kl"] < 1e-8
+    noisy = [row for row in rows if row["noise/sigma"] == 0.05]
+    assert noisy
+    assert all(row["noise/norms"] == 8 and row["mismatch_kl"] > 1e-6 for row in noisy)
+    tensors, _ = read_adapter(finished / "adapter")
+    assert len(tensors) == 2 * EVERY
+    assert all(tensor.any() for name, tensor in tensors.items() if name.endswith(".lora_B.weight"))
+
+
+def test_a_run_that_died_resumes_to_the_same_numbers(finished, packed, tmp_path):
+    config = small_config(packed, tmp_path, "loss.kl_coef=0.1", steps=4)
+    with killed_in(training.trainer.QerlTrainer, "loss_of", 7):
+        start(config, "tiny")
+    result = resume(tmp_path / "run")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+
+
+def test_the_merged_model_is_what_transformers_opens(finished, tmp_path):
+    options = ExportOptions(adapter=str(finished), to="bf16", out=tmp_path / "out", prompt_count=2, max_new_tokens=4)
+    report = export(options)
+    assert report.effect.kl_merged < report.effect.kl_base / 5
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert type(merged).__name__ == "Qwen3_5ForCausalLM"
+    engine = open_model(resolve_model(str(tmp_path / "out")), EngineOptions(engine="transformers"))
+    completions = [done.token_ids for done in engine.generate(PROMPTS, SamplingParams(8), seed=0)]
+    for prompt, completion, expected in zip(PROMPTS, completions, engine.score(PROMPTS, completions), strict=True):
+        with torch.no_grad():
+            logits = merged(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        own = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        torch.testing.assert_close(own, torch.tensor(expected), rtol=1e-5, atol=1e-4)
+
+
+def test_decays_stay_as_wide_as_the_file_has_them(finished, packed, tmp_path):
+    """Rounded to 16 bits they would be off by up to 0.4% in every token."""
+    wide = shutil.copytree(packed, tmp_path / "wide")
+    name = "model.layers.0.linear_attn.A_log"
+    file = read_tensors(wide)[name].file
+    tensors = load_file(file)
+    tensors[name] = tensors[name].float() + 1e-4
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_model(wide, "nvfp4", "bfloat16")
+    assert torch.equal(model.get_parameter(name), tensors[name])
+    assert model.get_parameter(name.replace("A_log", "norm.weight")).dtype == torch.bfloat16
+    export(ExportOptions(adapter=str(finished), model=str(wide), to="bf16", out=tmp_path / "out", prompt_count=0))
+    assert torch.equal(stored(tmp_path / "out")[name], tensors[name])
+
+
+def test_a_merge_is_packed_again(finished, hybrid, tmp_path):
+    export(ExportOptions(adapter=str(finished), to="nvfp4", out=tmp_path / "out", prompt_count=0))
+    assert sum(name.endswith("weight_packed") for name in stored(tmp_path / "out")) == EVERY
+
+
+@pytest.mark.parametrize("mode", ["weights", "adapter"])
+def test_whole_weights_or_an_adapter_are_trained_through_the_quantizer(hybrid, tmp_path, mode):
+    settings = (f"qat.mode={mode}", "noise.enabled=false", "optim.learning_rate=1e-3", "run.save_every=1")
+    config = small_config(hybrid, tmp_path, *settings, steps=2)
+    run = start(config, "qat").run_dir
+    assert all(row["mismatch_kl"] < 1e-8 for row in numbers(run))
+    begun, model = stored(run / "base") if mode == "weights" else None, stored(run / "model")
+    if begun is not None:
+        changed = {name.rpartition(".")[0] for name, tensor in model.items() if not torch.equal(tensor, begun[name])}
+        assert {"model.layers.0.linear_attn.in_proj_qkv", "model.layers.3.self_attn.q_proj"} <= changed
+    assert sum(name.endswith("weight_packed") for name in model) == EVERY
+
+
+def test_only_the_feed_forward_layers_leaves_attention_of_both_kinds_in_16_bits(hybrid):
+    from qerl.checkpoint.experts import decoder_of
+    from qerl.plan.trained import quantized_linears
+
+    quant = load_recipe("tiny", ["qat.quant_cfg=nvfp4_w4a16_ffn"]).qat
+    linears = quantized_linears(quant, decoder_of(read_json(hybrid / "config.json"), "m"))
+    assert len(linears) == 4 * 3
+    assert all(".mlp." in name for name in linears)
+
+
+def test_given_rows_are_learned(packed, tmp_path):
+    run = start(small_sft(packed, tmp_path, steps=6), "sft").run_dir
+    losses = [row["loss"] for row in numbers(run)]
+    assert losses[-1] < losses[0]
+
+
+def test_norms_can_be_trained(packed, tmp_path):
+    config = small_config(packed, tmp_path, "adapter.train_norms=true", "noise.enabled=false", steps=2)
+    run = start(config, "tiny").run_dir
+    assert all(row["mismatch_kl"] < 1e-8 for row in numbers(run))
+    norm = read_adapter(run / "adapter")[0]["model.layers.0.input_layernorm.weight"]
+    assert not torch.equal(norm, stored(packed)["model.layers.0.input_layernorm.weight"].to(norm.dtype))
+
+
+def test_targets_of_linear_attention_belong_to_models_that_have_it(packed, nvfp4_base, tmp_path):
+    chosen = ("adapter.targets=[in_proj_qkv,o_proj]", "noise.enabled=false")
+    run = start(small_config(packed, tmp_path, *chosen, steps=1), "tiny").run_dir
+    assert len(read_adapter(run / "adapter")[0]) == 2 * (3 + 1)
+    with pytest.raises(ConfigError, match=r"in_proj_qkv are of linear attention, which .* has not"):
+        start(small_config(nvfp4_base, tmp_path, *chosen, steps=1, out="other"), "tiny")
+
+
+def test_the_engine_vllm_and_its_plan_refuse_the_family(packed, hybrid, here, monkeypatch):
+    from qerl import formats
+    from qerl.checkpoint.experts import decoder_of
+    from qerl.engine.vllm.opening import check_experts_served
+
+    decoder = decoder_of(read_json(packed / "config.json"), str(packed))
+    with pytest.raises(CheckpointError, match=r"linear attention in 3 layers.*rollout.engine: transformers"):
+        check_experts_served(packed, formats.get("nvfp4"), decoder)
+    code, _, stderr = here("plan", "--model", packed)
+    assert code == 2
+    assert "linear attention in 3 layers" in stderr
+    code, stdout, stderr = here("plan", "--recipe", "sft_tiny", "--model", packed, "--gpu", "24")
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith("Fits")
