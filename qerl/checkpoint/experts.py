@@ -356,11 +356,6 @@ class StateShapes(NamedTuple):
     def values(self) -> int:
         return self.value_heads * self.value_dim
 
-    @property
-    def state_bytes(self) -> int:
-        """What a sequence keeps in one layer: its state in float32, and the convolution's last inputs in 16 bits."""
-        return 4 * self.values * self.key_dim + 2 * (self.taps - 1) * self.mixed
-
     def kept(self, hidden: int) -> int:
         """Numbers of a layer that stay in 16 bits: convolution, a, b, A_log, dt_bias and norm."""
         return self.taps * self.mixed + 2 * self.value_heads * (hidden + 1) + self.value_dim

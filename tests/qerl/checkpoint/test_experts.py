@@ -134,7 +134,6 @@ def test_sizes_of_linear_attention_are_sums_over_the_tensors_of_transformers(con
     for name in decoder.linears():
         assert sizes.projections[name.rpartition(".")[2]] == model.get_submodule(name).weight.shape
     assert sizes.kv_bytes() == 2 * 2 * 256 * 4 * sizes.layers // 4
-    assert sizes.states.state_bytes * len(decoder.linear) == {32: 49.125, 64: 146.8125}[sizes.layers] * 2**20 - 0
 
 
 def test_an_adapter_on_linear_attention_has_the_parameters_of_its_linears():

@@ -142,9 +142,10 @@ def inputs_of(lengths, dtype, key_heads=2, value_heads=6):
     return [each.requires_grad_() for each in (q, k, v, -g, beta, begin)]
 
 
-def recurrence(q, k, v, g, beta, begin, lengths):
+def recurrence(inputs, lengths):
     """Token after token, as the module docstring of `qerl.model.gated_delta` has it."""
-    outputs, states, ends = [], begin, []
+    q, k, v, g, beta, states = inputs
+    outputs, ends = [], []
     q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))
     at = 0
@@ -165,7 +166,7 @@ def test_the_twin_is_the_recurrence(lengths):
     inputs = inputs_of(lengths, torch.float64)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     found = delta_rule(tuple(inputs[:5]), starts, inputs[5])
-    expected = recurrence(*inputs, lengths)
+    expected = recurrence(inputs, lengths)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     weights = [torch.randn_like(each) for each in expected]
     gradients = [
