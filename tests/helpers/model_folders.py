@@ -4,6 +4,7 @@ import json
 import shutil
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from qerl import formats
 from qerl.checkpoint.folder import TINY_FOLDER
@@ -56,22 +57,28 @@ def hub_snapshot(cache, repo, fill):
     return snapshot
 
 
+def edited(folder, change=None, **config):
+    """`folder` after its tensors, in one file, became those that `change` returns, and config.json got other values."""
+    if change is not None:
+        (file,) = folder.glob("*.safetensors")
+        save_file(change(load_file(file)), file, {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
 def with_activations(folder, kind, out):
     """A copy of an NVFP4 checkpoint that rounds its input, with static scales that differ by layer; returns `out`."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    ignored = config["quantization_config"]["ignore"]
-    config["quantization_config"] = formats.NVFP4.quantization_config(ignored, kind)
-    (out / "config.json").write_text(json.dumps(config))
-    if kind == "static":
-        (file,) = out.glob("*.safetensors")
-        tensors = load_file(file)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+
+    def scaled(tensors):
         modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
         scales = {f"{name}.input_global_scale": torch.tensor([400.0 + int(name.split(".")[2])]) for name in modules}
-        save_file({**tensors, **scales}, file, {"format": "pt"})
-    return out
+        return tensors | scales
+
+    quantization = formats.NVFP4.quantization_config(ignored, kind)
+    return edited(out, scaled if kind == "static" else None, quantization_config=quantization)
 
 
 def without_template(folder):

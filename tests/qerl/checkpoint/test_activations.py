@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl import formats
@@ -16,7 +15,7 @@ from qerl.engine.options import EngineOptions
 from qerl.engine.transformers import engine as transformers_engine
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4.activations import Activations
-from tests.helpers.model_folders import with_activations
+from tests.helpers.model_folders import edited, with_activations
 
 OPTIONS = EngineOptions(engine="transformers")
 PROMPTS, COMPLETIONS = [[5, 6, 7], [8, 9, 10, 11, 12]], [[13, 40], [5, 6, 7]]
@@ -34,9 +33,8 @@ def static(nvfp4_base, tmp_path):
 
 def edit(folder, **changes):
     """Change tensors of the folder by name, dots written as two underscores; None drops one."""
-    (file,) = folder.glob("*.safetensors")
-    tensors = {**load_file(file), **{name.replace("__", "."): value for name, value in changes.items()}}
-    save_file({name: value for name, value in tensors.items() if value is not None}, file, {"format": "pt"})
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    edited(folder, lambda given: {name: each for name, each in (given | changes).items() if each is not None})
 
 
 def logprobs_of(model):

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.folder import TINY_FOLDER
 from qerl.checkpoint.load import CompletionText, check_chat_template, load_model, load_tokenizer, text_of_engine
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import has_own_head, read_json, read_tensors
@@ -31,25 +30,18 @@ from quantize.run import quantize_checkpoint
 from tests.helpers.bases import TINY
 from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
 from tests.helpers.layer_policies import difference
-from tests.helpers.model_folders import without_template
+from tests.helpers.model_folders import edited, without_template
 from tests.helpers.moe import make_moe, pack_moe
 from tests.helpers.roundings import ROUNDING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.fixture
 def damaged(nvfp4_base, tmp_path):
     """A copy of the NVFP4 base whose config.json can be edited: damaged(key=value)."""
-
-    def edit(**changes):
-        folder = tmp_path / "model"
-        shutil.copytree(nvfp4_base, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        return folder
-
-    return edit
+    return lambda **changes: edited(shutil.copytree(nvfp4_base, tmp_path / "model"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +60,8 @@ def test_a_config_that_cannot_be_is_refused_with_the_first_difference_or_transfo
 
 
 def test_a_weight_of_whole_numbers_is_refused(tmp_path):
-    folder = shutil.copytree(TINY_FOLDER, tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].view(torch.int16)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    edited(folder, lambda tensors: tensors | {EMBEDDINGS: tensors[EMBEDDINGS].view(torch.int16)})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight as I16 without scales"):
         load_model(str(folder), "bf16", "float32", "cpu")
 
@@ -87,9 +77,7 @@ def test_a_weight_of_whole_numbers_is_refused(tmp_path):
 )
 def test_weights_of_another_model_than_the_config_are_refused(tmp_path, changes, message, quantizing):
     """transformers would fill missing weights with random numbers, and drop those it has no place for."""
-    folder = make_checkpoint(tmp_path / "model", "llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    folder = edited(make_checkpoint(tmp_path / "model", "llama"), **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, "bf16", "float32")
     with pytest.raises(CheckpointError, match=quantizing or message):
@@ -123,11 +111,8 @@ def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
     assert engine.end_token_ids == settings.stop_token_ids()
 
 
-def test_scales_of_an_8_bit_kv_cache_are_left_to_the_engine(nvfp4_base, tmp_path):
-    folder = shutil.copytree(nvfp4_base, tmp_path / "calibrated")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+def test_scales_of_an_8_bit_kv_cache_are_left_to_the_engine(damaged):
+    folder = edited(damaged(), lambda tensors: tensors | {"model.layers.0.self_attn.k_scale": torch.ones(1)})
     assert not any(name.endswith("k_scale") for name in load_model(folder, "nvfp4").state_dict())
 
 
@@ -182,27 +167,14 @@ def test_a_template_may_stand_in_the_config_or_beside_it(tmp_path):
     check_chat_template(resolve_model("tiny"))
 
 
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IDS = torch.tensor([[5, 60, 200, 33, 110]])
-
-
-def set_tied(folder, value):
-    config = read_json(folder / "config.json")
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": value}))
-    return folder
 
 
 @pytest.fixture
 def model(tmp_path):
     """A model with a head of its own, in one file, whose config says that it is tied."""
     folder = make_checkpoint(tmp_path / "model", "llama", max_shard_size="1GB", rope_theta=1e4)
-    return set_tied(folder, True)
-
-
-def with_tensors(folder, change):
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path, metadata={"format": "pt"})
-    return folder
+    return edited(folder, tie_word_embeddings=True)
 
 
 def own_logits(folder, model):
@@ -224,13 +196,13 @@ def own_logits(folder, model):
     ],
 )
 def test_a_head_is_its_own_if_it_differs(tied, change, own, model):
-    set_tied(with_tensors(model, change), tied)
+    edited(model, change, tie_word_embeddings=tied)
     assert has_own_head(read_json(model / "config.json"), read_tensors(model)) is own
     sizes = read_sizes(str(model))
     untied = own or tied is False
     assert sizes.tied is not untied
     head = 2 * sizes.vocabulary * sizes.hidden
-    whole = read_sizes(str(set_tied(model, False))).weights_bytes("bf16")
+    whole = read_sizes(str(edited(model, tie_word_embeddings=False))).weights_bytes("bf16")
     assert whole - sizes.weights_bytes("bf16") == (0 if untied else head), "a plan counts it"
 
 
@@ -241,7 +213,7 @@ def test_16_bits_and_packed_are_read_with_the_head_of_the_file(model, tmp_path):
     assert read_json(packed / "config.json")["tie_word_embeddings"] is False
     check_head(packed)
     for tied in (False, True):  # True: as others, and earlier versions, write it
-        opened = load_model(set_tied(packed, tied), "nvfp4")
+        opened = load_model(edited(packed, tie_word_embeddings=tied), "nvfp4")
         torch.testing.assert_close(opened(IDS).logits, own_logits(packed, opened))
     assert not plain.config.tie_word_embeddings
     torch.testing.assert_close(plain(IDS).logits, own_logits(model, plain))
@@ -255,7 +227,7 @@ def test_a_trained_head_is_written_as_an_untied_one(to, model, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    with_tensors(model, lambda found: found | {HEAD: found[EMBEDDINGS].clone()})
+    edited(model, lambda found: found | {HEAD: found[EMBEDDINGS].clone()})
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
@@ -270,7 +242,8 @@ def test_a_trained_head_is_written_as_an_untied_one(to, model, tmp_path):
 
 def test_vllm_is_told_of_it(model):
     assert Settings(str(model), "bf16", EngineOptions()).overrides() == {"tie_word_embeddings": False}
-    assert Settings(str(set_tied(model, False)), "bf16", EngineOptions()).overrides() == {}
+    edited(model, tie_word_embeddings=False)
+    assert Settings(str(model), "bf16", EngineOptions()).overrides() == {}
 
 
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -312,34 +285,24 @@ def test_a_layer_may_have_a_dense_mlp(tmp_path):
     assert difference(logits(ours), logits(theirs)) < 1e-5
 
 
-def changed(folder, place, change, **config):
-    """A copy of a checkpoint with other tensors, or with another config.json."""
-    shutil.copytree(folder, place)
-    tensors = load_file(place / "model.safetensors")
-    change(tensors)
-    save_file(tensors, place / "model.safetensors")
-    (place / "config.json").write_text(json.dumps(read_json(place / "config.json") | config))
-    return place
-
-
 EXPERT = "model.layers.1.mlp.experts.2.down_proj"
-
-
-def cut(tensors):
-    tensors[f"{EXPERT}.weight"] = tensors[f"{EXPERT}.weight"][:, :1].contiguous()
+CUT = r"expert 2 has weight as torch.bfloat16 \[64, 1\], and config.json says torch.float32 \[64, 48\]"
 
 
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (lambda tensors: tensors.pop(f"{EXPERT}.weight"), {}, f"lacks experts .*{EXPERT}.weight; 1 tensors in all"),
-        (lambda tensors: None, {"num_experts": 5}, "lacks experts .*; 6 tensors in all"),
-        (lambda tensors: None, {"num_experts": 3}, "6 tensors in all"),
-        (cut, {}, r"expert 2 has weight as torch.bfloat16 \[64, 1\], and config.json says torch.float32 \[64, 48\]"),
+        (lambda matrix: {}, {}, f"lacks experts .*{EXPERT}.weight; 1 tensors in all"),
+        (lambda matrix: {EXPERT: matrix}, {"num_experts": 5}, "lacks experts .*; 6 tensors in all"),
+        (lambda matrix: {EXPERT: matrix}, {"num_experts": 3}, "6 tensors in all"),
+        (lambda matrix: {EXPERT: matrix[:, :1].contiguous()}, {}, CUT),
     ],
 )
 def test_experts_that_do_not_fit_the_config_are_refused(moe, tmp_path, change, config, message):
-    folder = changed(moe, tmp_path / "changed", change, **config)
+    def changed(tensors):
+        return tensors | {f"{name}.weight": each for name, each in change(tensors.pop(f"{EXPERT}.weight")).items()}
+
+    folder = edited(shutil.copytree(moe, tmp_path / "changed"), changed, **config)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, "bf16")
 
@@ -353,8 +316,8 @@ def test_vllm_refuses_a_family_that_its_plugin_does_not_know(tmp_path):
 def test_experts_in_8_bits_or_with_rounded_activations_are_refused(moe, packed, tmp_path):
     """Folders packed by the formats' own arithmetic, as others may publish them."""
     eight, _ = pack_moe(moe, tmp_path, "fp8_block")
-    config = {"quantization_config": NVFP4.quantization_config(["lm_head"], "dynamic")}
-    rounds = changed(packed[0], tmp_path / "rounds", lambda tensors: None, **config)
+    rounds = shutil.copytree(packed[0], tmp_path / "rounds")
+    edited(rounds, quantization_config=NVFP4.quantization_config(["lm_head"], "dynamic"))
     for folder, what in ((eight, "FP8, and"), (rounds, "NVFP4, with rounded activations, and")):
         with pytest.raises(CheckpointError, match=f"{folder} is a mixture of experts in {what} qerl has experts in"):
             resolve_model(str(folder))

@@ -44,6 +44,9 @@ def test_noise_is_relative_to_the_clean_norm_and_restored_bit_exactly(model):
     set_norm_noise_(norms, ones(model, 0.05))
     assert torch.equal(model(tokens).logits, once)  # noise is not cumulative
     assert not torch.equal(once, clean)
+    embeddings = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    model(inputs_embeds=embeddings).logits.sum().backward()
+    assert embeddings.grad.any()
     assert set_norm_noise_(norms, None) == 0
     assert torch.equal(model(tokens).logits, clean)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in state.items())

@@ -11,6 +11,8 @@ import torch
 from qerl.model.packed_attention import attend_each, attend_flash, deterministic_kernels
 from qerl.model.packing import Sequences
 
+pytestmark = pytest.mark.gpu
+
 
 def gpu_inputs(lengths, heads, kv_heads, head_dim):
     """Random (q, k, v) and sequences. Two completions share a prompt of 40 tokens, itself a sequence before them."""
@@ -27,7 +29,6 @@ def gpu_inputs(lengths, heads, kv_heads, head_dim):
     return (q, k[gathered], v[gathered]), sequences
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64), (16, 8, 256)])
 def test_flash_attention_agrees_with_its_twin(heads, kv_heads, head_dim, window):
@@ -45,7 +46,6 @@ def test_flash_attention_agrees_with_its_twin(heads, kv_heads, head_dim, window)
         assert error < 1e-2
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64)])
 def test_with_the_engine_loaded_flash_attention_3_gives_the_same(heads, kv_heads, head_dim, monkeypatch):
     """On Hopper, with strided inputs as after a fused projection. Its gradient repeats if that is requested."""
@@ -83,7 +83,6 @@ def test_with_the_engine_loaded_flash_attention_3_gives_the_same(heads, kv_heads
     assert max(errors["2"]) < 1e-2
 
 
-@pytest.mark.gpu
 def test_a_deterministic_gradient_repeats_to_the_bit():
     qkv, sequences = gpu_inputs([1500, 700, 3000, 90], 28, 4, 128)
     gradients = []

@@ -45,10 +45,16 @@ def test_pack_holds_each_prompt_once_and_each_completion():
     assert block.tolist() == [[4, 5, 0], [1, 2, 3], [0, 0, 0], [6, 7, 8]]
 
 
-def test_different_prompts_share_nothing():
-    sequences = pack(IDS[:2], MASK[:2], 3).sequences
-    assert sequences.keys is None
-    assert sequences.query_starts.tolist() == sequences.key_starts.tolist() == [0, 4, 10]
+def test_different_prompts_share_nothing_and_repeated_keys_of_a_shared_one_are_counted():
+    apart = pack(IDS[:2], MASK[:2], 3)
+    assert apart.sequences.keys is None
+    assert apart.sequences.query_starts.tolist() == apart.sequences.key_starts.tolist() == [0, 4, 10]
+    assert apart.cost == 10
+    ids = torch.arange(1, 15).repeat(5, 1)
+    ids[:, 12:] += torch.arange(5)[:, None]
+    row = pack(ids, torch.ones_like(ids), 2)
+    assert (row.input_ids.shape[1], len(row.sequences.keys.rows)) == (22, 12 + 5 * 14)
+    assert row.cost == 22 + 60 // 6
 
 
 @pytest.mark.parametrize(
@@ -72,15 +78,6 @@ def test_rows_are_split_by_tokens(rows, budget, groups):
 
 def test_row_lengths_number_the_prompts():
     assert row_lengths(IDS[:, :3], MASK[:, :3], [2, 3, 0, 3]) == [(0, 2, 2), (1, 3, 3), (2, 1, 0), (0, 2, 3)]
-
-
-def test_repeated_keys_of_a_shared_prompt_are_counted():
-    ids = torch.arange(1, 15).repeat(5, 1)
-    ids[:, 12:] += torch.arange(5)[:, None]
-    row = pack(ids, torch.ones_like(ids), 2)
-    assert (row.input_ids.shape[1], len(row.sequences.keys.rows)) == (22, 12 + 5 * 14)
-    assert row.cost == 22 + 60 // 6
-    assert pack(IDS[:2], MASK[:2], 3).cost == 10
 
 
 @pytest.mark.parametrize(

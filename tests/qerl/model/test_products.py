@@ -17,14 +17,27 @@ from qerl.model.products import set_recipe_
 
 KINDS = {"dense": lambda linear: linear, "nvfp4": NVFP4Linear.from_linear, "fp8": FP8Linear.from_linear}
 RECIPES = ["tensorwise", "blockwise"]
+GRADIENTS = recipe_of("tensorwise", products="gradients")
 
 
-def model_of(kind, rows=(256, 128), rounds_input=True):
+def model_of(kind, rows=(256, 128), rounds_input=True, master=None):
+    """Linears of 256 inputs, and with masters, `master` of their dense weights, if it is given."""
     torch.manual_seed(0)
     linears = [KINDS[kind](torch.nn.Linear(256, count, bias=False)) for count in rows]
+    model = torch.nn.ModuleList(linears).requires_grad_(False)
     for linear in linears:
         linear.rounds_input = rounds_input
-    return torch.nn.ModuleList(linears).requires_grad_(False)
+        if master is not None:
+            set_master_(linear, master(dense(linear)))
+    return model
+
+
+def dense(linear):
+    return torch.as_tensor(linear.weight + 0).detach().clone()
+
+
+def product_of(model, x):
+    return lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model])
 
 
 def factors(rows):
@@ -44,18 +57,18 @@ def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
     y = lora_linear(x, parts)
     y.backward(upstream)
     grad = upstream.split([256, 128], 1)
-    weights = [recipe.weight(torch.as_tensor(linear.weight + 0)) for linear in model]
+    weights = [recipe.weight(dense(linear)) for linear in model]
     right = [
         recipe.output(x.detach(), w) + 0.5 * x.detach() @ a.t() @ b.t()
         for w, (a, b) in zip(weights, pairs, strict=True)
     ]
     torch.testing.assert_close(y.detach(), torch.cat(right, 1).detach(), rtol=1e-5, atol=1e-5)
-    turned = [recipe.turned(torch.as_tensor(linear.weight + 0)) for linear in model]
+    turned = [recipe.turned(dense(linear)) for linear in model]
     dx = sum(recipe.to_input(g, w) + 0.5 * g @ b @ a for g, w, (a, b) in zip(grad, turned, pairs, strict=True))
     torch.testing.assert_close(x.grad, dx.detach(), rtol=1e-4, atol=1e-4)
     a, b = pairs[0]
     torch.testing.assert_close(a.grad, 0.5 * (grad[0] @ b.detach()).t() @ x.detach(), rtol=1e-4, atol=1e-4)
-    exact = sum(g @ (linear.weight + 0) for g, linear in zip(grad, model, strict=True))
+    exact = sum(g @ dense(linear) for g, linear in zip(grad, model, strict=True))
     assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 1.0
 
 
@@ -63,9 +76,7 @@ def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
 @pytest.mark.parametrize("forward", ["packed", "masters"])
 def test_a_master_gets_the_gradient_of_the_rounded_product(name, forward):
     recipe = recipe_of(name)
-    model = model_of("fp8")
-    for linear in model:
-        set_master_(linear, linear.unpack(torch.float32) + 1e-3)
+    model = model_of("fp8", master=lambda weight: weight + 1e-3)
     if forward == "masters":
         multiply_by_masters_(model)
     set_recipe_(model, [*model], recipe)
@@ -87,14 +98,11 @@ def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, ki
     monkeypatch.setattr(
         training, "round_matrix", lambda x, *given, **named: seen.append(tuple(x.shape)) or own(x, *given, **named)
     )
-    model, recipe = model_of(kind), recipe_of("tensorwise", products="gradients")
-    for linear in model:
-        set_master_(linear, torch.as_tensor(linear.weight + 0).detach().clone())
+    model, recipe = model_of(kind, master=torch.clone), GRADIENTS
     set_recipe_(model, [*model], recipe)
     x, upstream = torch.randn(9, 256, requires_grad=dx_needed), torch.randn(9, 384)
     upstream[:, 256:] *= 1e-3
-    y = lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model])
-    y.backward(upstream)
+    product_of(model, x).backward(upstream)
     assert seen.count((9, 384)) == 1
     assert seen.count((9, 256)) == 1
     right = recipe.to_weight(upstream, x.detach()).split([256, 128])
@@ -102,7 +110,7 @@ def test_linears_with_one_input_round_it_and_their_gradient_once(monkeypatch, ki
         torch.testing.assert_close(master_of(linear).grad, wanted, rtol=1e-6, atol=1e-6)
     if dx_needed:
         (codes, scale), _ = recipe.upstream(upstream)
-        weights = [recipe.turned(torch.as_tensor(linear.weight + 0)) for linear in model]
+        weights = [recipe.turned(dense(linear)) for linear in model]
         dx = sum(
             (g * scale) @ (w.codes.float() * w.scale).t()
             for g, w in zip(codes.float().split([256, 128], 1), weights, strict=True)
@@ -121,12 +129,12 @@ def test_a_card_s_weights_are_turned_from_their_codes_to_the_same_gradient(monke
     for linear in model:
         linear.compute_dtype = torch.float32
         set_master_(linear, linear.unpack(torch.float32))
-    set_recipe_(model, [*model], recipe_of("tensorwise", products="gradients"))
+    set_recipe_(model, [*model], GRADIENTS)
     x, upstream = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384)
 
     def gradient():
         x.grad = None
-        lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model]).backward(upstream)
+        product_of(model, x).backward(upstream)
         return x.grad
 
     right, asked = gradient(), []
@@ -155,7 +163,7 @@ def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_ar
     for name, shape in {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}.items():
         setattr(mlp, name, torch.nn.Linear(*shape, bias=False).requires_grad_(False))
         set_master_(getattr(mlp, name), getattr(mlp, name).weight.detach().clone())
-    set_recipe_(mlp, [*mlp.children()], recipe_of("tensorwise", products="gradients"))
+    set_recipe_(mlp, [*mlp.children()], GRADIENTS)
     x = torch.randn(9, 64, requires_grad=True)
     mlp_forward(mlp, x).backward(torch.randn(9, 64))
     assert seen.count(((9, 192), True)) == seen.count(((9, 96), True)) == 1  # the gradient of gate and up; down's input
@@ -164,8 +172,7 @@ def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_ar
 
 
 def test_the_product_for_a_master_in_bfloat16_is_rounded_to_it_before_it_is_added():
-    model, recipe = model_of("dense", rows=(256,)), recipe_of("tensorwise", products="gradients")
-    set_master_(model[0], model[0].weight.detach().bfloat16())
+    model, recipe = model_of("dense", (256,), master=torch.Tensor.bfloat16), GRADIENTS
     set_recipe_(model, [*model], recipe)
     x, upstream = torch.randn(9, 256), torch.randn(9, 256)
     for _ in range(2):
@@ -177,12 +184,10 @@ def test_the_product_for_a_master_in_bfloat16_is_rounded_to_it_before_it_is_adde
 @pytest.mark.parametrize("rounded", [0, 1])
 def test_a_linear_without_the_recipe_beside_one_with_it_gets_an_exact_gradient(rounded):
     """As where `ignore` keeps q in 16 bits, and k and v are packed."""
-    model, recipe = model_of("dense"), recipe_of("tensorwise", products="gradients")
-    for linear in model:
-        set_master_(linear, linear.weight.detach().clone())
+    model, recipe = model_of("dense", master=torch.clone), GRADIENTS
     set_recipe_(model, [model[rounded]], recipe)
     x, upstream = torch.randn(9, 256), torch.randn(9, 384)
-    lora_linear(x, [Part(linear, master=master_of(linear)) for linear in model]).backward(upstream)
+    product_of(model, x).backward(upstream)
     for number, (linear, grad) in enumerate(zip(model, upstream.split([256, 128], 1), strict=True)):
         right = recipe.to_weight(grad, x) if number == rounded else grad.t() @ x
         torch.testing.assert_close(master_of(linear).grad, right, rtol=1e-5, atol=1e-5)
@@ -212,11 +217,9 @@ def test_an_engine_that_serves_the_trainer_s_modules_is_not_rounded():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recipe_of_gradients_leaves_the_forward_pass_to_the_bit(kind, name):
     """The backward pass is that of the whole recipe."""
-    model, x, upstream = model_of(kind), torch.randn(9, 256), torch.randn(9, 256)
-    before = model[0](x)
-    for linear in model:
-        set_master_(linear, linear.weight + 1e-3)
-    found = {}
+    x, upstream, found = torch.randn(9, 256), torch.randn(9, 256), {}
+    before = model_of(kind)[0](x)
+    model = model_of(kind, master=lambda weight: weight + 1e-3)
     for products in ("gradients", "all"):
         set_recipe_(model, [*model], recipe_of(name, products=products))
         given = x.clone().requires_grad_()
@@ -228,7 +231,7 @@ def test_a_recipe_of_gradients_leaves_the_forward_pass_to_the_bit(kind, name):
     assert torch.equal(y, before)
     assert torch.equal(dx, found["all"][1])
     assert torch.equal(dw, found["all"][2])
-    exact = upstream @ (model[0].weight + 0)
+    exact = upstream @ dense(model[0])
     assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 0.1
 
 

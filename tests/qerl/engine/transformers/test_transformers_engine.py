@@ -168,16 +168,6 @@ def test_a_completion_goes_on_while_others_end_and_begin_and_is_left_unfinished_
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
-    free = shared.generate([PROMPTS[0]], GREEDY)[0]
-    stop = free.token_ids[3]
-    cut = shared.generate([PROMPTS[0]], SamplingParams(12, 0.0, stop_token_ids=(stop,)))[0]
-    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-    assert cut.finish_reason == "stop"
-    assert len(cut.logprobs) == len(cut.token_ids)
-    assert shared.generate([PROMPTS[0]], SamplingParams(2, 0.0))[0].finish_reason == "length"
-
-
 def test_each_request_keeps_its_own_limit_and_temperature(shared):
     """Greedy rows, stop tokens and filters too: each row is the same as alone, with logprobs at its own temperature."""
     free = tokens(shared.generate(PROMPTS, GREEDY))

@@ -50,6 +50,7 @@ def test_a_single_collection_leaves_the_model_to_the_finalizer_and_repeated_ones
     assert model() is not None  # therefore close() collects more than once
     closing.collect_()
     assert model() is None
+    assert closing.collect_() < closing.MOST_COLLECTIONS
 
 
 def test_the_finalizer_runs_at_once_even_if_the_engine_is_still_referred_to(by_hand):

@@ -22,7 +22,7 @@ from qerl.plan.engine_memory import kv_bytes_per_token
 
 ROOT = Path(__file__).resolve().parents[4]
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 CASES = [  # shape, format, kernel, flags
     ("tiny-qwen2", "nvfp4", "auto", ""),
@@ -60,7 +60,6 @@ def report_of(folder, *check, shape="tiny-qwen3", made=()):
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-@pytest.mark.timeout(300)
 def test_what_is_allocated_is_the_base_once(tmp_path):
     """The model's own tensors are within 3% of the checkpoint. Everything else that is allocated (buffers of kernels,
     sampler and CUDA graphs) is less than half of the linears, the smallest part of the base."""
@@ -71,7 +70,6 @@ def test_what_is_allocated_is_the_base_once(tmp_path):
     assert memory["allocated_gib"] - memory["engine_gib"] < linears / 2
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "kernel"),
     [
@@ -92,7 +90,6 @@ def test_the_layouts_of_other_shapes_decode_bit_exactly_too(tmp_path, shape, ker
     assert report["product"]["backward"] < 2.5e-3
 
 
-@pytest.mark.timeout(600)
 class TestOnGPU:
     def test_the_requested_kernel_runs(self, checked):
         hopper = torch.cuda.get_device_capability()[0] == 9
@@ -215,7 +212,6 @@ def told(tmp_path_factory):
     return SimpleNamespace(**report_of(tmp_path_factory.mktemp("told"), *given)["told_of_while"])
 
 
-@pytest.mark.timeout(300)
 def test_a_completion_is_reported_while_others_are_generated(told):
     """Prompts 0 to 3 may write 40, 3, 24 and 9 tokens; one in 1000 draws ends a completion earlier."""
     assert sorted(told.order) == [0, 1, 2, 3]
@@ -227,7 +223,6 @@ def test_a_completion_is_reported_while_others_are_generated(told):
     assert told.same == {"tokens": 1.0, "logprobs": 1.0}
 
 
-@pytest.mark.timeout(300)
 def test_a_callback_may_raise_while_others_are_generated_and_scores_are_the_usual_ones(told):
     assert told.raising["raised"]
     assert told.raising["left"] == 0
@@ -238,7 +233,6 @@ def test_a_callback_may_raise_while_others_are_generated_and_scores_are_the_usua
     assert told.raising["score"]["kl"] < 5e-5
 
 
-@pytest.mark.timeout(300)
 def test_completions_that_a_call_leaves_go_on_in_the_next_after_a_sleep(tmp_path):
     given = "--deterministic", "--memory", 8, "--only", "carried_over"
     found = SimpleNamespace(**report_of(tmp_path, *given)["carried_over"])
@@ -253,7 +247,6 @@ def test_completions_that_a_call_leaves_go_on_in_the_next_after_a_sleep(tmp_path
     assert found.same_afterwards == {"tokens": 1.0, "logprobs": 1.0}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("shape", ["tiny-mistral", "tiny-llama-10-heads"])
 def test_attention_that_our_kernel_does_not_support_is_done_by_flash_attention(tmp_path, shape):
     """A window of 48 tokens in sequences of up to 192, or ten query heads for one key head."""
@@ -264,7 +257,6 @@ def test_attention_that_our_kernel_does_not_support_is_done_by_flash_attention(t
     assert report["agreement"]["score"]["kl"] < 5e-5
 
 
-@pytest.mark.timeout(300)
 def test_packing_needs_little_memory_besides_the_weights(tmp_path):
     """Four layers of a 7B model, with 2.5 GiB of embeddings and head. An H200 once filled by 6 GiB per layer because
     torch could not reuse the memory of a work tensor. Last run on 2026-11-21."""
@@ -272,7 +264,6 @@ def test_packing_needs_little_memory_besides_the_weights(tmp_path):
     assert report["peak_gib"] < report["checkpoint_gib"] + 1.5
 
 
-@pytest.mark.timeout(300)
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     """64 layers take 32 KiB per token, so the rollout needs 4 GiB, and less than 2 are there. One in 1000 tokens ends a
     completion, so 49 of 128 should reach full length, with a standard deviation of 5.5."""
@@ -285,7 +276,6 @@ def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     assert report["policy"]["kl"] < 1e-2  # for 64 random layers; a preempted sequence keeps its logprobs
 
 
-@pytest.mark.timeout(300)
 def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
     model = tmp_path / "model"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
@@ -295,7 +285,6 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
         VLLMEngine(str(model), "bf16", EngineOptions())
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["fp8_per_token_head", "fp8"])
 def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
     """fp8 is calibrated, and policy and engine round alike. The other type uses Triton's attention, and last passed on
@@ -310,7 +299,6 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
     assert -1e-3 <= kv_bytes - kv_bytes_per_token(config, kind) <= 1.05 * pages
 
 
-@pytest.mark.timeout(400)
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
     """`qerl eval` does this with several bases. The driver counts the whole card, so nothing else may run on it. A
     failure prints what was left and who held it."""

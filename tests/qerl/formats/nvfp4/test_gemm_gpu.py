@@ -12,7 +12,7 @@ from qerl.formats.nvfp4.kernel_layout import dequantize
 from qerl.formats.nvfp4.lora import Adapter
 from tests.helpers.gemm_cases import IN_ALL_LAYOUTS, assert_rounded, error, random_adapter, random_weight
 
-pytestmark = pytest.mark.usefixtures("fresh_seed")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
 SIZES = [
     (256, 512),
     (1152, 896),
@@ -53,7 +53,6 @@ def parts_of(rows):
 
 
 # Last run on an H200: 2026-11-24 those of adapters, 2026-11-22 the rest.
-@pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 class TestOnGPU:
     @IN_ALL_LAYOUTS
@@ -86,14 +85,12 @@ class TestOnGPU:
         assert_right_with_an_adapter(product, weight, tokens, 16 * (1 + tokens % 3), parts_of(rows), biased=True)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [257, 384, 512])
 def test_a_split_product_on_the_card(tokens):
     weight = random_weight(1152, 880, device="cuda", seed=tokens)
     assert_right_with_an_adapter(gemm.split_product, weight, tokens, 32, (896, 128, 128), biased=True)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 33, 256, 511])
 @pytest.mark.parametrize("parts", [(3584,), (3584, 512, 512), (1000, 1000), (8, 24)])
 @pytest.mark.parametrize("columns", [896, 18944])
@@ -105,7 +102,6 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
     assert_right_and_repeats(lambda: lora.add_(base.clone(), x, adapter), lora.reference_add(base, x, adapter))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 33, 256, 600])
 @pytest.mark.parametrize("biased", [True, False])
 def test_the_adapter_on_a_second_stream_also_in_a_graph(tokens, biased):
@@ -132,7 +128,6 @@ def test_the_adapter_on_a_second_stream_also_in_a_graph(tokens, biased):
     assert first.shape == kept[0].shape
 
 
-@pytest.mark.gpu
 def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
     """Sizes are 16, 32 and 64 tokens; any number of tokens uses one of them."""
     adapter = random_adapter(512, 256, 16, (512,), "cuda")
@@ -149,7 +144,6 @@ def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
     assert compiled == []
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 @pytest.mark.parametrize("tokens", [1, 9, 33, 80, 128, 160, 256])
 @pytest.mark.parametrize(("parts", "columns"), [((40, 8, 16), 64), ((200, 72, 40), 128), ((1000, 24, 8), 4864)])
@@ -160,7 +154,6 @@ def test_three_parts_that_end_inside_a_tile(tokens, parts, columns, product):
         assert_right_with_an_adapter(product, weight, tokens, ranks, parts)
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 def test_launches_of_other_sizes_in_between_leave_no_values_behind(product):
     """Launches of different sizes use the same memory; a stale value must never be taken for a new one."""
@@ -172,7 +165,6 @@ def test_launches_of_other_sizes_in_between_leave_no_values_behind(product):
         assert_rounded(out, gemm.reference_product(x, weight, None, adapter))
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 @pytest.mark.parametrize("tokens", [8, 100, 250])
 def test_a_graph_of_many_layers_is_right_at_every_replay(tokens, product):
@@ -200,7 +192,6 @@ def test_a_graph_of_many_layers_is_right_at_every_replay(tokens, product):
             assert error(out, expected) < 5e-3
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 @pytest.mark.parametrize("tokens", [1, 16, 96, 128, 192, 256])
 @pytest.mark.parametrize(("thirds", "more"), [(2, 0), (5, 0), (6, 2)], ids=["alone", "whole and alone", "two and cut"])
@@ -212,7 +203,6 @@ def test_each_way_of_distributing_the_rows(thirds, more, tokens, product):
     assert_right_with_an_adapter(product, weight, tokens, 32, parts_of(rows))
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 def test_an_adapter_that_the_launch_before_writes_is_read_after_it(product):
     """With few columns, B is loaded together with the first entry of the ring."""
@@ -226,7 +216,6 @@ def test_an_adapter_that_the_launch_before_writes_is_read_after_it(product):
         adapter.b.zero_()
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 def test_launch_numbers_skip_zero(product):
     """The memory for hidden values starts as zeros, which must never count as written."""
@@ -241,7 +230,6 @@ def test_launch_numbers_skip_zero(product):
         assert_rounded(product(x, weight, None, adapter), expected)
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 def test_work_space_that_grows_between_launches(product):
     """960 ranks with 8064 columns need more than the 2^20 sums that the first work space has room for."""
@@ -250,7 +238,6 @@ def test_work_space_that_grows_between_launches(product):
         assert_right_with_an_adapter(product, weight, 128, ranks, (512,))
 
 
-@pytest.mark.gpu
 @BY_EACH_KERNEL
 def test_values_of_a_launch_that_is_still_running_are_read_after_they_are_written(product):
     """The launch right before writes x, and `shrink` lets the next launch begin while it is running."""

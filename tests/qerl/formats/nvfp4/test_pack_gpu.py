@@ -13,7 +13,7 @@ from qerl.model import master
 from qerl.model.master import LowRankSum
 from tests.helpers.gemm_cases import assert_rounded
 
-pytestmark = pytest.mark.usefixtures("fresh_seed")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
 SIZES = [(256, 64), (16, 16), (48, 176), (272, 880), (24, 48), (1152, 3584)]  # 24 rows end inside a slab
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
@@ -68,7 +68,6 @@ def empty_weight(rows, columns, scale, layout=QERL):
     return KernelWeight(layout, words.cuda(), scales.cuda(), rows, columns, float(scale))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("make", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @DTYPES
@@ -85,7 +84,6 @@ def test_the_bytes_and_the_counts_are_the_references(make, size, dtype):
         assert torch.equal(counts.cpu(), reference.faults(matrix, scale))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("start", "rows"), [(0, 16), (16, 272), (256, 256), (528, 16), (544, 40)])
 def test_other_rows_keep_their_bits(start, rows):
     weight = empty_weight(584, 176, 512.0)
@@ -100,7 +98,6 @@ def test_other_rows_keep_their_bits(start, rows):
     assert torch.equal(weight.scales.cpu(), scales)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("place", [torch.Tensor.cuda, torch.Tensor.pin_memory], ids=["card", "host"])
 def test_weights_with_an_adapter_are_packed_in_pieces_to_the_bytes_of_a_cpu(place, monkeypatch):
     """It has not run on a card yet."""
@@ -118,7 +115,6 @@ def test_weights_with_an_adapter_are_packed_in_pieces_to_the_bytes_of_a_cpu(plac
     assert places == (weight.words.data_ptr(), weight.scales.data_ptr())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("start", "matrix"),
     [
@@ -142,7 +138,6 @@ def test_what_the_kernel_does_not_take_is_packed_by_the_twin(start, matrix):
     assert torch.equal(linear.unpack(torch.float32).cpu(), torch.zeros(matrix.shape))
 
 
-@pytest.mark.gpu
 @DTYPES
 def test_inf_and_nan_are_counted_by_block(dtype):
     matrix = normal(32, 64).to(dtype)
@@ -154,7 +149,6 @@ def test_inf_and_nan_are_counted_by_block(dtype):
     assert counts.tolist() == reference.faults(matrix, scale).tolist() == [3, 1]
 
 
-@pytest.mark.gpu
 def test_packing_repeats_to_the_bit_and_follows_the_stream():
     """A copy on the same stream, right behind the packing, reads what was packed."""
     weight, first, second = empty_weight(3584, 3584, 512.0), normal(3584, 3584).cuda(), normal(3584, 3584).cuda()
@@ -166,7 +160,6 @@ def test_packing_repeats_to_the_bit_and_follows_the_stream():
     assert not torch.equal(seen[0], seen[1])
 
 
-@pytest.mark.gpu
 def test_a_product_after_a_synchronize_multiplies_by_the_new_weight():
     """The product reads its weight before the launch ahead of it has ended."""
     weight, x = empty_weight(3584, 3584, 512.0), torch.randn(8, 3584, device="cuda").bfloat16()
