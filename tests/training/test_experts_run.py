@@ -7,7 +7,7 @@ import pytest
 import torch
 from make_random_checkpoint import end_by_chance
 
-import training.trainer
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.interface import SamplingParams
@@ -17,14 +17,12 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.run import quantize_checkpoint
 from tests.helpers.bases import write_base
-from tests.helpers.killed import killed_in
 from tests.helpers.roundings import ROUNDING
-from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.small_run import numbers, small_config
 from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
-FACTORS = ("gate_up_proj.lora_A", "gate_up_proj.lora_B", "down_proj.lora_A", "down_proj.lora_B")
 
 
 @pytest.fixture(scope="module")
@@ -52,38 +50,18 @@ def test_sampler_and_trainer_agree_and_say_what_the_replay_does(finished):
     assert rows[0]["mismatch/kl_without_replay"] < 1e-8
     assert rows[0]["kl"] == 0
     assert rows[-1]["kl"] > 0
-
-
-def test_the_adapter_is_on_attention_and_experts_and_peft_finds_it(finished):
     tensors, scaling = read_adapter(finished / "adapter")
     config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     assert scaling == config["lora_alpha"] / config["r"]
-    shapes = [tuple(tensors[f"model.layers.1.mlp.experts.{factor}.weight"].shape) for factor in FACTORS]
-    rank = config["r"]
-    assert shapes == [(rank, 64), (4, 96, rank), (4, rank, 48), (64, rank)]
     assert all(tensor.any() for name, tensor in tensors.items() if name.endswith(".lora_B.weight"))
-
-
-def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_moe, tmp_path):
-    config = small_config(nvfp4_moe, tmp_path, "loss.kl_coef=0.1", steps=4)
-    with killed_in(training.trainer.QerlTrainer, "loss_of", 7):
-        start(config, "tiny")
-    result = resume(tmp_path / "run")
-    assert numbers(result.run_dir) == numbers(finished)
-    assert same_adapters(result.adapter, finished / "adapter")
 
 
 def test_episodes_replay_what_was_chosen_in_every_turn(ends_by_chance, tmp_path):
     """In float32 the trainer would choose the same, so that any other token's choices would show."""
-    game = (
-        "data={task: word_game}",
-        "environment={name: word_game}",
-        "rollout.max_new_tokens=60",
-        "noise.enabled=false",
-    )
-    run_dir = start(small_config(ends_by_chance, tmp_path, *game, steps=2), "tiny").run_dir
-    assert [row["mismatch/router_changed"] for row in numbers(run_dir)] == [0, 0]
+    game = ("data={task: word_game}", "environment={name: word_game}", "rollout.max_new_tokens=60")
+    run_dir = start(small_config(ends_by_chance, tmp_path, *game, "noise.enabled=false", steps=1), "tiny").run_dir
+    assert [row["mismatch/router_changed"] for row in numbers(run_dir)] == [0]
     lines = (run_dir / "completions" / "step-000001.jsonl").read_text().splitlines()
     turns = [json.loads(line)["turns"] for line in lines]
     assert max(len([turn for turn in each if turn["role"] == "assistant"]) for each in turns) > 1
@@ -91,11 +69,11 @@ def test_episodes_replay_what_was_chosen_in_every_turn(ends_by_chance, tmp_path)
 
 def test_carried_completions_keep_their_experts_in_a_checkpoint(ends_by_chance, tmp_path):
     settings = ("rollout.carry_over=2", "run.save_every=1", "adapter.experts=per_expert", "rollout.max_new_tokens=40")
-    whole = start(small_config(ends_by_chance, tmp_path, *settings, steps=4, out="whole"), "tiny").run_dir
-    assert all(row["carry_over/kept_tokens"] for row in numbers(whole)[:3])
-    with killed_in(training.trainer.QerlTrainer, "compute_loss", 4):
-        start(small_config(ends_by_chance, tmp_path, *settings, steps=4), "tiny")
-    assert numbers(resume(tmp_path / "run").run_dir) == numbers(whole)
+    settings += ("noise.enabled=false",)
+    whole = start(small_config(ends_by_chance, tmp_path, *settings, steps=3), "tiny").run_dir
+    assert all(row["carry_over/kept_tokens"] for row in numbers(whole)[:2])
+    again = shutil.copytree(whole, tmp_path / "again")
+    assert numbers(resume(again, step=2).run_dir) == numbers(whole)
     tensors, _ = read_adapter(whole / "adapter")
     assert tensors["model.layers.0.mlp.experts.down_proj.lora_B.weight"].dim() == 3
 
@@ -107,15 +85,12 @@ def test_without_replay_or_without_an_adapter_on_experts(nvfp4_moe, tmp_path):
     assert not any(".experts." in name for name in read_adapter(run_dir / "adapter")[0])
 
 
-@pytest.mark.parametrize(("family", "count"), [("olmoe", "num_experts"), ("mixtral", "num_local_experts")])
-def test_other_families_train_and_merge(tmp_path, family, count):
-    base = write_base(tmp_path / family, family, **{count: 4, "num_experts_per_tok": 2})
+def test_another_family_trains_and_merges(tmp_path):
+    base = write_base(tmp_path / "mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2)
     quantize_checkpoint(str(base), tmp_path / "packed", ROUNDING)
-    run_dir = start(small_config(tmp_path / "packed", tmp_path, "noise.enabled=false", steps=2), "tiny").run_dir
+    run_dir = start(small_config(tmp_path / "packed", tmp_path, "noise.enabled=false", steps=1), "tiny").run_dir
     assert all(max(row["mismatch_kl"], row["mismatch/router_changed"]) < 1e-8 for row in numbers(run_dir))
-    report = export(
-        ExportOptions(adapter=str(run_dir), to="bf16", out=tmp_path / "out", prompt_count=2, max_new_tokens=4)
-    )
+    report = export(ExportOptions(str(run_dir), "bf16", tmp_path / "out", prompt_count=2, max_new_tokens=4))
     assert report.effect.kl_merged < report.effect.kl_base / 5  # rounding to 16 bits may change an expert
 
 
@@ -132,18 +107,12 @@ def test_an_engine_opens_the_runs_adapter(finished, nvfp4_moe):
     assert (own - again).abs().max() > 1e-5
 
 
-def test_a_run_starts_from_the_adapter_of_another(finished, nvfp4_moe, tmp_path):
-    from qerl.base.errors import ConfigError
-
+def test_a_run_starts_from_the_adapter_of_another(finished, tmp_path):
     config = small_config(finished, tmp_path, "noise.enabled=false", steps=1)
     assert numbers(start(config, "tiny").run_dir)[0]["mismatch_kl"] < 1e-8
     for override, message in (
-        (
-            "adapter.experts=per_expert",
-            "and the recipe has adapter.experts: per_expert, .*write adapter.experts: shared",
-        ),
+        ("adapter.experts=per_expert", "the recipe has adapter.experts: per_expert, .*write adapter.experts: shared"),
         ("adapter.expert_rank=3", "write adapter.expert_rank: "),
-        ("adapter.experts=none", "write adapter.experts: shared"),
     ):
         with pytest.raises(ConfigError, match=message):
             start(small_config(finished, tmp_path, override, "noise.enabled=false", steps=1, out="other"), "tiny")

@@ -16,7 +16,6 @@ from qerl.config.recipe import load_recipe, save_config
 from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers.engine import TransformersEngine
 from tests.helpers import ranks
-from tests.helpers.killed import Killed
 from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.rollout.carry_over import FILE, Begun, BegunGroup, CarryOver, Kept, due
 from training.rollout.prompts import rollout_rows
@@ -90,13 +89,10 @@ def made_of(prompt, sample, drawn):
     return True
 
 
-def test_where_all_lengths_are_equal_a_run_is_the_one_without(nvfp4_base, tmp_path):
-    plain = start(small_config(nvfp4_base, tmp_path, steps=3, out="plain"), "tiny").run_dir
-    carried = start(small_config(nvfp4_base, tmp_path, CARRIED, steps=3, out="carried"), "tiny").run_dir
-    rows = numbers(carried)
+def test_where_all_lengths_are_equal_a_run_is_the_one_without(whole_run, nvfp4_base, tmp_path):
+    rows = numbers(start(small_config(nvfp4_base, tmp_path, CARRIED), "tiny").run_dir)
     assert {row["carry_over/kept_tokens"] for row in rows} == {0}
-    assert [{key: row[key] for key in row if not key.startswith("carry_over/")} for row in rows] == numbers(plain)
-    assert same_adapters(plain / "adapter", carried / "adapter")
+    assert [{k: row[k] for k in row if not k.startswith("carry_over/")} for row in rows] == numbers(whole_run)
 
 
 def test_the_gradient_is_of_the_tokens_that_were_drawn_with_the_logprobs_of_their_own_policy(traced):
@@ -134,11 +130,6 @@ def test_the_metrics_count_what_was_carried(traced):
         before = row["carry_over/kept_tokens"]
 
 
-def test_no_completion_is_older_than_the_recipe_allows(ending, tmp_path):
-    run = start(configured(ending, tmp_path, "rollout.carry_over=1", "rollout.group_size=2"), "tiny").run_dir
-    assert max(row["carry_over/max_age"] for row in numbers(run)) == 1
-
-
 @pytest.mark.parametrize(
     ("since", "groups", "rollout", "longest", "expected"),
     [
@@ -154,21 +145,9 @@ def test_the_oldest_groups_end_in_time(since, groups, rollout, longest, expected
     assert due(since, groups, rollout, longest) == expected
 
 
-@pytest.mark.parametrize("at", [3, 4])
-def test_a_killed_run_resumes_to_the_same_bits(ending, tmp_path, traced, monkeypatch, at):
-    """Checkpoints are those of steps 2 and 4; what step 4 had sampled before the kill is sampled again."""
-    grade = training.step.grade
-
-    def dying(parts, rollout, moment):
-        if moment == at:
-            raise Killed
-        return grade(parts, rollout, moment)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.step, "grade", dying)
-        with pytest.raises(Killed):
-            start(configured(ending, tmp_path), "tiny")
-    run = resume(tmp_path / "run").run_dir
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path, traced):
+    """What step 5 had sampled for later steps is sampled again."""
+    run = resume(shutil.copytree(traced.run_dir, tmp_path / "run"), step=4).run_dir
     assert numbers(run) == numbers(traced.run_dir)
     assert same_adapters(run / "adapter", traced.run_dir / "adapter")
 
@@ -183,23 +162,23 @@ def trained_rows(folder):
 
 def test_a_run_of_two_ranks_goes_on_with_one(ending, tmp_path, caplog):
     (tmp_path / "reward.py").write_text(ASKED)
-    config = configured(ending, tmp_path, "rollout.prompts_per_step=3", "data.limit=18")
-    save_config(config, tmp_path / "recipe.yaml")
+    settings = ("rollout.prompts_per_step=3", "data.limit=12", "noise.enabled=false", "rollout.max_new_tokens=20")
+    save_config(configured(ending, tmp_path, *settings, steps=4), tmp_path / "recipe.yaml")
     assert ranks.run(2, tmp_path / "recipe.yaml") == [0, 0]
     two = trained_rows(tmp_path)
-    everything = Counter(row for rollout in range(6) for row in rollout_rows(18, 3, 0, rollout))
+    everything = Counter(row for rollout in range(4) for row in rollout_rows(12, 3, 0, rollout))
     assert Counter(row for rows in two.values() for row in rows) == everything
     assert {len(rows) for rows in two.values()} == {3}
 
     run = tmp_path / "run"
-    assert len(torch.load(run / "checkpoints" / "step-000004" / FILE, weights_only=True)["taken"]) == 2
-    shutil.rmtree(run / "checkpoints" / "step-000006")
+    assert len(torch.load(run / "checkpoints" / "step-000002" / FILE, weights_only=True)["taken"]) == 2
+    shutil.rmtree(run / "checkpoints" / "step-000004")
     shutil.rmtree(run / "adapter")
     (tmp_path / "asked.jsonl").unlink()
     resume(run)
     one = trained_rows(tmp_path)
-    assert sorted(one) == [5, 6]
-    assert Counter(row for rows in [*map(two.get, range(1, 5)), *one.values()] for row in rows) == everything
+    assert sorted(one) == [3, 4]
+    assert Counter(row for rows in [*map(two.get, (1, 2)), *one.values()] for row in rows) == everything
     assert "groups that 2 ranks began are dealt to 1" in caplog.text
 
 
@@ -227,10 +206,8 @@ def test_more_ranks_share_what_fewer_had_begun(tmp_path):
     order = [rollout_rows(40, 6, 0, rollout) for rollout in range(3)]
     own = [[row for rows in order for row in rows[first : first + 3]] for first in (0, 3)]
     begun = (Begun((5,), (-0.5,), ((0, 1),)), Begun())
-    kept = [
-        Kept(tuple(BegunGroup(row, 0, begun) for row in rows[3:taken]), taken)
-        for rows, taken in zip(own, (8, 5), strict=True)
-    ]
+    taken = zip(own, (8, 5), strict=True)
+    kept = [Kept(tuple(BegunGroup(row, 0, begun) for row in rows[3:count]), count) for rows, count in taken]
     two, three = (CarryOver(config, prompts, Parallel(0, size)) for size in (2, 3))
     two.keep(0, kept)
     two.save(tmp_path, 1)

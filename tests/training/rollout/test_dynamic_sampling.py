@@ -1,10 +1,14 @@
-"""Dynamic sampling: which groups are kept and which prompts are added, until the batch is full."""
+"""Dynamic sampling: which groups are kept and which prompts are added, and whole runs over several rollouts."""
 
+import json
 import logging
+import shutil
 
 import pytest
 import torch
 
+from qerl.engine.transformers.engine import TransformersEngine
+from tests.helpers.small_run import numbers, small_config
 from training.loss.groups import GradedGroup, Group, Prompt, Sample, informative_groups
 from training.rollout.dynamic_sampling import (
     MAX_EXTRA_ROLLOUTS,
@@ -14,6 +18,9 @@ from training.rollout.dynamic_sampling import (
     keep,
     next_rows,
 )
+from training.rollout.prompts import rollout_rows
+from training.run import resume, start
+from training.run_dir.log import read_metrics
 
 
 def group(row, informative, tokens=3):
@@ -82,18 +89,17 @@ def test_extra_prompts_depend_only_on_seed_and_step():
     assert len({tuple(extra_order(50, seed, step)) for seed in (0, 1) for step in (0, 1)}) == 4
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize("size", [1, 8, 32])
 def test_with_one_informative_group_in_four_every_batch_is_filled(size):
     """All groups of every step have a signal, at a cost close to the minimum of 4 sampled groups for each."""
     torch.manual_seed(size)
-    steps, sampled = 400, 0
+
+    def draw(rows):
+        return [group(row, torch.rand(()).item() < 0.25) for row in rows]
+
+    steps, sampled = 100, 0
     for step in range(steps):
-        batch = fill_batch(
-            lambda rows: [group(row, torch.rand(()).item() < 0.25) for row in rows],
-            list(range(size)),
-            extra_order(1000, 0, step),
-            MAX_EXTRA_ROLLOUTS,
-        )
+        batch = fill_batch(draw, list(range(size)), extra_order(1000, 0, step), MAX_EXTRA_ROLLOUTS)
         assert [member.informative for member in batch.kept] == [True] * size
         assert len({member.group.prompt.row for member in batch.kept}) == size
         sampled += len(batch.sampled)
@@ -126,7 +132,115 @@ def test_groups_missing_at_the_bound_are_filled_up_with_a_warning(caplog):
     assert "1 of 3 groups have no signal after 1 extra rollouts (2 of 11 sampled ones had one)" in caplog.text
 
 
-def test_a_batch_that_is_full_at_once_needs_no_extra_rollout():
-    batch = fill_batch(lambda rows: [group(row, True) for row in rows], [4, 2], [0, 1, 2, 3, 4], MAX_EXTRA_ROLLOUTS)
-    assert [member.group.prompt.row for member in batch.kept] == [4, 2]
-    assert (batch.extra_rollouts, len(batch.sampled)) == (0, 2)
+# --- whole runs
+
+ROWS = 40
+OVERLAPPING = ("time/step_s", "time/train_s", "time/extra_rollouts_s")
+ONE_IN_FOUR = '''
+from pathlib import Path
+
+
+def digits(completions, row, log_metric=None, **columns):
+    """Differs within a group for every fourth row only. Writes down which rows it was asked for."""
+    with (Path(__file__).parent / "asked.txt").open("a") as handle:
+        handle.write(" ".join(map(str, row[::4])) + "\\n")
+    log_metric("asked/mean_row", sum(row) / len(row))
+    return [len(set(text)) if number % 4 == 0 else 1.0 for text, number in zip(completions, row)]
+'''
+SETTINGS = (
+    *("rollout.dynamic_sampling.enabled=true", f"data.limit={ROWS}", "logging.completions_count=8"),
+    "loss.mismatch_gate=null",  # else a trial adapter comes before the first rollout
+)
+
+
+def configured(base, folder, *overrides, **kwargs):
+    (folder / "reward.py").write_text(ONE_IN_FOUR)
+    return small_config(base, folder, *SETTINGS, *overrides, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def watched(nvfp4_base, tmp_path_factory):
+    """(a finished run, for each of its rollouts the seed and the sum of the noise, or None)."""
+    calls, noises = [], []
+    generate, set_noise = TransformersEngine.generate, TransformersEngine.set_noise
+
+    def noisy(self, noise):
+        noises.append(None if noise is None else sum(vector.sum().item() for vector in noise.values()))
+        return set_noise(self, noise)
+
+    def spied(self, prompts, sampling, seed, *more, **others):
+        calls.append((seed, noises[-1]))
+        return generate(self, prompts, sampling, seed, *more, **others)
+
+    config = configured(nvfp4_base, tmp_path_factory.mktemp("finished"), "logging.completions_every=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", spied)
+        patch.setattr(TransformersEngine, "set_noise", noisy)
+        return start(config, "tiny").run_dir, calls
+
+
+def asked(run_dir):
+    """The rows of each rollout in order."""
+    return [[int(word) for word in line.split()] for line in (run_dir.parent / "asked.txt").read_text().splitlines()]
+
+
+def test_every_batch_is_full_of_groups_with_a_signal(watched, caplog):
+    finished, _ = watched
+    with caplog.at_level("INFO"):
+        resume(finished)  # nothing is left to do, so it only says how it ended
+    assert "dynamic sampling: 12 of the 12 groups trained on had a signal; " in caplog.text
+    rows = numbers(finished)
+    assert [row["dynamic_sampling/filled_groups"] for row in rows] == [0] * 6
+    assert [row["groups/zero_variance_share"] for row in rows] == [0] * 6
+    assert sum(row["dynamic_sampling/extra_rollouts"] for row in rows) >= 4
+    for step in range(1, 7):
+        samples = [json.loads(line) for line in (finished / f"completions/step-{step:06d}.jsonl").open()]
+        assert len(samples) == 8
+        for group in (samples[:4], samples[4:]):  # trained on and logged are whole groups with a signal
+            assert len({sample["prompt"] for sample in group}) == 1
+            assert len({sample["rewards"]["digits"] for sample in group}) > 1
+            assert sum(sample["advantage"] for sample in group) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_counts_are_those_of_all_samples(watched):
+    rollouts = iter(asked(watched[0]))
+    for number, row in enumerate(numbers(watched[0])):
+        step = [next(rollouts) for _ in range(1 + int(row["dynamic_sampling/extra_rollouts"]))]
+        assert step[0] == rollout_rows(ROWS, 2, 0, number)  # the data order does not depend on extra prompts before
+        flat = [member for rollout in step for member in rollout]
+        assert row["dynamic_sampling/sampled_groups"] == len(flat) == len(set(flat))
+        assert row["dynamic_sampling/discarded_groups"] == len(flat) - 2
+        assert row["dynamic_sampling/informative_share"] <= sum(member % 4 == 0 for member in flat) / len(flat)
+        assert row["asked/mean_row"] == pytest.approx(sum(flat) / len(flat), rel=1e-6)
+        assert row["sampled/digits"] == row["sampled/reward"]
+        assert (row["sampled/reward"] < row["reward"]) == (len(flat) > 2)  # 1 where nothing differs
+    assert next(rollouts, None) is None
+
+
+def test_time_and_speed_include_all_rollouts(watched):
+    for row in read_metrics(watched[0]):
+        assert (row["time/extra_rollouts_s"] > 0) == (row["dynamic_sampling/extra_rollouts"] > 0)
+        assert row["time/rollout_s"] + row["time/train_s"] <= row["time/step_s"] * 1.01
+        parts = {key: row[key] for key in row if key.startswith("time/") and key not in OVERLAPPING}
+        assert len(parts) == 8
+        assert min(parts.values()) >= 0
+        assert sum(parts.values()) == pytest.approx(row["time/step_s"])
+        tokens = row["dynamic_sampling/discarded_tokens"] + row["completions/mean_tokens"] * 8
+        assert row["speed/rollout_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(tokens)
+
+
+def test_extra_rollouts_have_the_noise_of_their_step_and_their_own_seeds(watched):
+    """A prompt that is sampled again in a step must not give the same completions."""
+    run_dir, calls = watched
+    rows = numbers(run_dir)
+    assert len({seed for seed, _ in calls}) == len(calls) > len(rows)
+    rest = iter(noise for _, noise in calls)
+    for row in rows:
+        of_step = {next(rest) for _ in range(1 + int(row["dynamic_sampling/extra_rollouts"]))}
+        assert len(of_step) == 1
+        assert (of_step == {None}) == (row["noise/sigma"] == 0)
+
+
+def test_a_run_goes_on_from_a_checkpoint_to_equal_numbers(watched, tmp_path):
+    shutil.copytree(watched[0].parent, tmp_path / "copy")
+    assert numbers(resume(tmp_path / "copy" / "run", step=4).run_dir) == numbers(watched[0])

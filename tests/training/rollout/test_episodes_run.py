@@ -1,4 +1,4 @@
-"""Runs with an environment: the shipped ones are learned, a run resumes to the same numbers, files say it all."""
+"""Runs with an environment: a run resumes to the same numbers, files say it all."""
 
 import json
 import shutil
@@ -27,29 +27,19 @@ def recipe(name, folder, *overrides, steps, out="run"):
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory):
-    """Seven steps with the calculator, in which the model learns to use it."""
+def played(tmp_path_factory):
+    """Two steps with the calculator."""
     folder = tmp_path_factory.mktemp("calculator")
-    config = recipe(
-        "calculator", folder, "rollout.prompts_per_step=4", "rollout.group_size=6", "run.save_every=5", steps=7
-    )
-    return config, start(config, "calculator").run_dir
+    settings = ("rollout.prompts_per_step=2", "rollout.group_size=4", "run.save_every=1")
+    return start(recipe("calculator", folder, *settings, steps=2), "calculator").run_dir
 
 
-def test_the_embedded_model_learns_to_use_the_calculator(learned):
-    rows = read_metrics(learned[1])
-    calls = [row["environment/tool_calls"] for row in rows]
-    rewards = [row["reward"] for row in rows]
-    assert sum(calls[-2:]) / 2 > 1.8 > 1.3 > calls[0]
-    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2
-    # Each turn was sampled from what trains, token for token.
+def test_an_episode_is_logged_turn_by_turn_and_trained_token_for_token(played):
+    rows = read_metrics(played)
+    assert max(row["environment/tool_calls"] for row in rows) > 0
     assert max(row["mismatch/max_abs"] for row in rows) < 1e-4
-    # Lengths count what the model wrote.
-    assert all(row["completions/max_tokens"] < 80 for row in rows)
-
-
-def test_an_episode_is_logged_turn_by_turn(learned):
-    lines = (learned[1] / "completions" / "step-000007.jsonl").read_text().splitlines()
+    assert all(row["completions/max_tokens"] < 80 for row in rows)  # lengths count what the model wrote
+    lines = (played / "completions" / "step-000002.jsonl").read_text().splitlines()
     told = next(row for row in map(json.loads, lines) if len(row["turns"]) > 2)
     roles = [turn["role"] for turn in told["turns"]]
     assert roles[:2] == ["assistant", "tool"]
@@ -58,13 +48,11 @@ def test_an_episode_is_logged_turn_by_turn(learned):
     assert told["ended"] == "done"
 
 
-def test_a_run_with_an_environment_resumes_to_the_same_bits(learned, tmp_path):
-    _, whole = learned
-    again = tmp_path / "run"
-    shutil.copytree(whole, again)
-    resume(again, step=5)
-    assert numbers(again) == numbers(whole)
-    assert same_adapters(again / "adapter", whole / "adapter")
+def test_a_run_with_an_environment_resumes_to_the_same_bits(played, tmp_path):
+    again = shutil.copytree(played, tmp_path / "run")
+    resume(again, step=1)
+    assert numbers(again) == numbers(played)
+    assert same_adapters(again / "adapter", played / "adapter")
 
 
 BROKEN = """

@@ -3,10 +3,8 @@
 from itertools import islice
 
 import pytest
-import torch
 
 from qerl.base.errors import DataError
-from qerl.base.philox import derive_seed
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
 from qerl.data.tasks import build_messages, render_prompt
@@ -33,26 +31,6 @@ def test_no_step_has_a_row_twice_at_the_end_of_an_epoch(rows, per_step):
         for epoch in range(3 * per_step):
             assert sorted(picked[rows * epoch : rows * (epoch + 1)]) == list(range(rows))
     assert len({tuple(rollout_rows(100, 3, seed, 0)) for seed in range(5)}) == 5
-
-
-@pytest.mark.parametrize(("rows", "per_step"), [(6, 3), (7, 3), (100, 32), (8, 8)])
-def test_a_step_within_an_epoch_and_one_without_a_repeated_row_are_slices_of_permutations(rows, per_step):
-    """The order that runs had before repeated rows were moved: their numbers stay."""
-    for rollout in range(rows):
-        straight = plain_rows(rows, per_step, 0, rollout)
-        picked = rollout_rows(rows, per_step, 0, rollout)
-        if len(set(straight)) < per_step:
-            at = straight.index(next(row for place, row in enumerate(straight) if row in straight[:place]))
-            assert picked[:at] == straight[:at]
-        elif rollout == 0 or len(set(plain_rows(rows, per_step, 0, rollout - 1))) == per_step:
-            assert picked == straight
-
-
-def plain_rows(rows, per_step, seed, rollout):
-    """Permutations laid end to end, and cut into steps."""
-    generators = (torch.Generator().manual_seed(derive_seed(seed, epoch, "data")) for epoch in range(per_step + 1))
-    laid = [row for generator in generators for row in torch.randperm(rows, generator=generator).tolist()]
-    return laid[rollout * per_step : (rollout + 1) * per_step]
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
