@@ -16,6 +16,9 @@ from qerl.model.lora import Part, lora_linear
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
+if torch.cuda.is_available():
+    from qerl.model import kernels
+
 
 def close(value, twin):
     """Equal, except for the last bit of some 16-bit values."""
@@ -26,8 +29,6 @@ def close(value, twin):
 
 def check_backward(grad, normed, skip=None, dtype=None):
     """Check the backward pass with a trained weight, whose gradient repeats to the bit, and with a frozen one."""
-    from qerl.model import kernels
-
     for trained in (True, False):
         dx, dw = kernels.norm_backward(grad, normed, trained, skip, dtype)
         expected_dx, expected_dw = twins.norm_backward(grad, normed, trained, skip, dtype)
@@ -42,8 +43,6 @@ def check_backward(grad, normed, skip=None, dtype=None):
 @DTYPES
 @pytest.mark.parametrize("shape", [(300, 1, 3584), (33, 28, 128), (2, 7, 8192)], ids=str)
 def test_norms(dtype, shape):
-    from qerl.model import kernels
-
     wide = torch.randn(shape[0], shape[1] * shape[2] + 64, device="cuda", dtype=dtype)
     x = wide[:, : shape[1] * shape[2]].unflatten(1, shape[1:])
     weight, grad = torch.randn(shape[2], device="cuda"), torch.randn(shape, device="cuda", dtype=dtype)
@@ -59,8 +58,6 @@ def test_norms(dtype, shape):
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_norm_beside_the_residual_stream(dtype, stream, adds):
     """The stream is in float32. What is kept of it, the norm, and the gradients inside a layer have `dtype`."""
-    from qerl.model import kernels
-
     delta, skip, grad = (torch.randn(300, 1, 3584, device="cuda", dtype=dtype) for _ in range(3))
     x, weight = torch.randn(300, 1, 3584, device="cuda", dtype=stream or dtype), torch.randn(3584, device="cuda")
     given = x, weight, 1e-6, delta if adds else None, dtype
@@ -78,8 +75,6 @@ def test_a_norm_beside_the_residual_stream(dtype, stream, adds):
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 300, 3584), (3, 7, 50), (0, 8)], ids=str)
 def test_a_sum_of_three(dtype, shape):
-    from qerl.model import kernels
-
     parts = [torch.randn(shape, device="cuda", dtype=kind) for kind in (torch.float32, dtype, dtype)]
     out = kernels.sum_three(*parts)
     assert out.dtype == torch.float32
@@ -88,8 +83,6 @@ def test_a_sum_of_three(dtype, shape):
 
 @DTYPES
 def test_swiglu(dtype):
-    from qerl.model import kernels
-
     x, grad = torch.randn(130, 2 * 2600, device="cuda", dtype=dtype), torch.randn(130, 2600, device="cuda", dtype=dtype)
     close(kernels.swiglu_forward(x), twins.swiglu_forward(x))
     ours, twin = grad.clone(), grad.clone()
@@ -99,8 +92,6 @@ def test_swiglu(dtype):
 
 def test_another_number_of_rows_compiles_no_further_kernel(compiled):
     """A rollout ends with any number of tokens, and Triton compiles a kernel for each way an argument is divisible."""
-    from qerl.model import kernels
-
     weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
     norm = elementwise.RMSNorm(torch.nn.Parameter(weight), 1e-6)
 

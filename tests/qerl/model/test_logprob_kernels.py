@@ -16,6 +16,9 @@ pytestmark = pytest.mark.gpu(instead=INTERPRETED)
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7])
 
+if INTERPRETED or torch.cuda.is_available():
+    from qerl.model import kernels
+
 
 def exact(logits, targets, temperature):
     """(logprobs, entropies, derivatives of both with respect to the divided logits) in float64."""
@@ -42,8 +45,6 @@ def random_logits(spread, columns, seed=0):
 @pytest.mark.parametrize("columns", [7, 4096, 10007, 32000])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
 def test_values_and_slopes_equal_those_in_float64_within_rounding(spread, columns, temperature):
-    from qerl.model import kernels
-
     logits, targets = random_logits(spread, columns)
     measured = kernels.measure_logits(logits, targets, temperature)
     slopes = kernels.slopes_of_logits(logits, targets, measured, temperature, (torch.float32, True))
@@ -80,8 +81,6 @@ def test_a_chunk_agrees_with_the_twin_and_repeats_to_the_bit(temperature):
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_another_number_of_rows_compiles_no_further_kernel(compiled):
     """The last chunk of a step may have any number of tokens, and its targets may begin at any address."""
-    from qerl.model import kernels
-
     logits, targets = torch.randn(64, 1000, device=DEVICE), torch.randint(1000, (70,), device=DEVICE)
 
     def chunk(rows, start):

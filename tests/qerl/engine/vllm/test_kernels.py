@@ -22,6 +22,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 TOKENS, CHOSEN, SCALE = 7, 2, 0.5
 
+if INTERPRETED or torch.cuda.is_available():
+    from qerl.engine.vllm import kernels
+
 
 def tensors_of(kind, rank=RANK):
     """An adapter on the experts of two layers, by the names of its tensors."""
@@ -105,8 +108,6 @@ def test_factors_that_do_not_fit_raise(change, message):
 
 def aligned(ids, block):
     """What vLLM's `moe_align_block_size` says of `ids`, in plain Python."""
-    from qerl.engine.vllm.kernels import Routing
-
     chosen, pairs, experts = ids.flatten().tolist(), [], []
     for expert in range(EXPERTS):
         own = [pair for pair, each in enumerate(chosen) if each == expert]
@@ -115,15 +116,13 @@ def aligned(ids, block):
     filler = [len(chosen)] * (2 * block)  # the tensors are longer than what counts
     numbers = (pairs + filler, [*experts, 77, 77], [len(pairs)])
     tensors = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in numbers)
-    return Routing(*tensors, block, ids.numel(), ids.shape[1])
+    return kernels.Routing(*tensors, block, ids.numel(), ids.shape[1])
 
 
 @pytest.mark.gpu(instead=INTERPRETED)
 @pytest.mark.usefixtures("fresh_seed")
 @pytest.mark.parametrize("block", [8, 16, 48])
 def test_kernels_are_their_twins(block):
-    from qerl.engine.vllm import kernels
-
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     (ids, weights), rank, wide = routed(), 16, 80
     ids, weights = ids.to(DEVICE), weights.to(DEVICE)
@@ -236,10 +235,8 @@ def random_batch(rows, vocabulary, dtype):
 @pytest.mark.parametrize("rows", [1, 7, 128])
 def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtype):
     """The same token, unless noisy logits are equal within float32 rounding, and the logprob of that token."""
-    from qerl.engine.vllm.kernels import draw
-
     logits, request, temperature, seeds, positions = batch = random_batch(rows, vocabulary, dtype)
-    tokens, logprobs = draw(*batch)
+    tokens, logprobs = kernels.draw(*batch)
     expected, _ = reference_draw(*batch)
     assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
     greedy = temperature[request] == GREEDY
@@ -249,19 +246,17 @@ def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtyp
     which = torch.arange(rows, device="cuda")
     assert (noisy[which, expected] - noisy[which, tokens] < 1e-4).all()
     torch.testing.assert_close(logprobs.double(), scaled.log_softmax(1)[which, tokens], rtol=0, atol=1e-4)
-    again = draw(*batch)
+    again = kernels.draw(*batch)
     assert torch.equal(again[0], tokens)
     assert torch.equal(again[1], logprobs)
 
 
 @pytest.mark.gpu
 def test_another_number_of_sequences_compiles_no_further_kernel(compiled):
-    from qerl.engine.vllm.kernels import draw
-
-    draw(*random_batch(16, 5003, torch.bfloat16))
+    kernels.draw(*random_batch(16, 5003, torch.bfloat16))
     compiled.clear()
     for rows in (1, 7, 32, 33, 128):
-        draw(*random_batch(rows, 5003, torch.bfloat16))
+        kernels.draw(*random_batch(rows, 5003, torch.bfloat16))
     assert compiled == []
 
 
@@ -313,15 +308,13 @@ def test_the_twins_of_norm_and_activation_round_once():
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
 @pytest.mark.parametrize("columns", [64, 3584, 5120])
 def test_the_norm_is_its_twin(tokens, columns):
-    from qerl.engine.vllm.kernels import add_norm
-
     x, gain = rows_of(tokens, columns), 1 + rows_of(1, columns, 1, torch.float32)[0]
     residual = rows_of(tokens, columns, 2, torch.float32).contiguous()
     for before in (None, residual, residual.bfloat16()):
-        found, right = add_norm(x, before, gain, 1e-6), twins.add_norm(x, before, gain, 1e-6)
+        found, right = kernels.add_norm(x, before, gain, 1e-6), twins.add_norm(x, before, gain, 1e-6)
         torch.testing.assert_close(found, right, rtol=2.0**-7, atol=1e-6)
     heads = rows_of(tokens, columns).unflatten(1, (-1, 32))  # of which each has a norm of its own
-    found, right = (norm(heads, None, gain[:32], 1e-6)[0] for norm in (add_norm, twins.add_norm))
+    found, right = (norm(heads, None, gain[:32], 1e-6)[0] for norm in (kernels.add_norm, twins.add_norm))
     torch.testing.assert_close(found, right, rtol=2.0**-7, atol=1e-6)
 
 
@@ -329,23 +322,19 @@ def test_the_norm_is_its_twin(tokens, columns):
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
 @pytest.mark.parametrize("columns", [48, 2048, 18944])
 def test_the_activation_is_its_twin(tokens, columns):
-    from qerl.engine.vllm.kernels import swiglu
-
     x = (3 * rows_of(tokens, 2 * columns)).contiguous()
-    torch.testing.assert_close(swiglu(x), twins.swiglu(x), rtol=2.0**-7, atol=1e-6)
+    torch.testing.assert_close(kernels.swiglu(x), twins.swiglu(x), rtol=2.0**-7, atol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300])
 @pytest.mark.parametrize(("heads", "head_dim", "half"), [((28, 4), 128, 64), ((9, 3), 64, 32), ((2, 2), 96, 24)])
 def test_the_rotation_is_its_twin(tokens, heads, head_dim, half):
-    from qerl.engine.vllm.kernels import rotate_
-
     table = angles_of(500, half).bfloat16().to(DEVICE)
     positions = torch.randint(500, (tokens,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     whole = rows_of(tokens, sum(heads) * head_dim)  # q and k are parts of one product
     found, right = whole.clone(), whole.clone()
-    for rotate, rows in ((rotate_, found), (twins.rotate_, right)):
+    for rotate, rows in ((kernels.rotate_, found), (twins.rotate_, right)):
         q, k = rows.split([count * head_dim for count in heads], 1)
         rotate(positions, q, k, table, head_dim)
     torch.testing.assert_close(found, right, rtol=2.0**-7, atol=1e-5)

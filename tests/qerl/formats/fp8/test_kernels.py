@@ -15,14 +15,15 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # 
 
 pytestmark = pytest.mark.gpu(instead=INTERPRETED)
 
+if INTERPRETED or torch.cuda.is_available():
+    from qerl.formats.fp8 import kernels
+
 
 def same_bits(one, other):
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def decoded(codes, scale, dtype):
-    from qerl.formats.fp8 import kernels
-
     return kernels.dequantize(codes, scale, dtype), reference.dequantize_unchecked(codes, scale, dtype)
 
 
@@ -53,8 +54,6 @@ def around(codes):
 
 def packed(matrix, scales):
     """What the kernel writes into rows of a larger weight, and its faults; all that is beside the rows stays."""
-    from qerl.formats.fp8 import kernels
-
     rows, columns = matrix.shape
     codes = torch.full((rows + 256, columns), 0x55, dtype=torch.uint8, device=DEVICE).view(E4M3)
     scale = torch.full((layout.blocks(rows) + 2, layout.blocks(columns)), 7.0, device=DEVICE)
@@ -94,8 +93,6 @@ def test_packing_counts_what_is_not_finite():
 
 def check_rounded(x, dtype, plain=True, turned=0):
     """Compare the kernel's codes and scale of x with those of its twin on the CPU; returns the kernel's codes."""
-    from qerl.formats.fp8 import kernels
-
     found, right = kernels.round_matrix(x, dtype, plain, turned), training.round_matrix(x.cpu(), dtype, plain, turned)
     for one, other in zip(found, right, strict=True):
         assert (one is None) == (other is None)
@@ -146,8 +143,6 @@ def test_the_largest_magnitude_may_be_anywhere_and_a_matrix_of_zeros_has_a_scale
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_rounding_a_matrix_takes_the_even_code_of_two_and_keeps_nan(dtype):
-    from qerl.formats.fp8 import kernels
-
     codes = torch.arange(128, dtype=torch.uint8).view(dtype)
     x = around(codes[codes.float().isfinite()])[None].to(DEVICE)
     check_rounded(x, dtype, plain=False, turned=1)
@@ -160,8 +155,6 @@ def test_rounding_a_matrix_takes_the_even_code_of_two_and_keeps_nan(dtype):
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 5)], ids=str)
 def test_codes_are_turned_also_those_of_rows_of_more(shape):
-    from qerl.formats.fp8 import kernels
-
     rows, columns = shape
     more = torch.randint(0, 256, (rows + 7, columns), dtype=torch.uint8, device=DEVICE).view(E4M3)
     turned = kernels.turn(more[7:])
@@ -174,8 +167,6 @@ def test_codes_are_turned_also_those_of_rows_of_more(shape):
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 @pytest.mark.parametrize("tokens", [1, 5, 64, 1027])
 def test_inputs_are_rounded_to_the_twin_s_bits(tokens, scales, dtype, aligned):
-    from qerl.formats.fp8 import kernels
-
     columns = 128 if INTERPRETED else 3584
     wide = torch.randn(tokens, 2 * columns, device=DEVICE) * torch.logspace(-12, 3, 2 * columns, device=DEVICE)
     wide[tokens // 2, :columns] = 0
@@ -188,8 +179,6 @@ def test_inputs_are_rounded_to_the_twin_s_bits(tokens, scales, dtype, aligned):
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_rounding_an_input_takes_the_even_code_of_two(scales):
-    from qerl.formats.fp8 import kernels
-
     near = around(torch.arange(127, dtype=torch.uint8).view(E4M3))
     near = torch.cat([near, near.new_zeros(-len(near) % 127)]).view(-1, 127)
     x = torch.cat([torch.full((len(near), 1), 448.0), near], 1).to(DEVICE)  # their scale is 1
