@@ -247,6 +247,8 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
             f"adapter.expert_rank: {MOST_EXPERT_RANK}, or less"
         )
     if settings.decoder.has_experts:
+        if options.deterministic:
+            logger.warning("rollout.deterministic does not cover experts: their products may differ in the last bits")
         for_plugin["expert_rank"] = options.expert_rank if options.linear_rank else 0
         for_plugin["shares_outer"] = options.experts == "shared"
         for_plugin["records_experts"] = options.records_experts

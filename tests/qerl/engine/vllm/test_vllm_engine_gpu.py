@@ -267,7 +267,7 @@ def test_packing_needs_little_memory_besides_the_weights(tmp_path):
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     """64 layers take 32 KiB per token, so the rollout needs 4 GiB, and less than 2 are there. One in 1000 tokens ends a
     completion, so 49 of 128 should reach full length, with a standard deviation of 5.5."""
-    given = "--memory", 2.8, "--only", "exhausted_cache"
+    given = "--memory", 3.0, "--only", "exhausted_cache"
     report = report_of(tmp_path, *given, made=("--layers", 64))["exhausted_cache"]
     assert report["tokens"] > 1.3 * report["cache_tokens"]
     assert report["completions"] == report["full"] + report["stopped"] == 128
@@ -295,8 +295,8 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
     assert 1e-7 < report["agreement"]["policy"]["kl"] < 3e-3  # it differs by rounding only
     kv_bytes = report["sleep_and_wake"]["kv_gib"] * 2**30 / report["cache_tokens"]
     config = AutoConfig.from_pretrained(tmp_path / "model")
-    pages = config.num_hidden_layers * 2 * 2**20 / report["cache_tokens"]  # the driver gives out 2 MiB at a time
-    assert -1e-3 <= kv_bytes - kv_bytes_per_token(config, kind) <= 1.05 * pages
+    work = 40 * 2**20 / report["cache_tokens"]  # our attention's space, and the 2 MiB in which the driver gives memory
+    assert 0 <= kv_bytes - kv_bytes_per_token(config, kind) < work
 
 
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
