@@ -60,9 +60,7 @@ class Given:
         """The parts of the run over what is open."""
         check_reference(opened.policy, config.loss.kl_coef)
         rollout, run = config.rollout, config.run
-        sampling = SamplingParams(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
-        )
+        sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
         asking = Asking(sampling, rollout.group_size, self.environments)
         sampler = Sampler(opened.engine, opened.policy, asking, config.noise, run.steps, run.seed)
         if rollout.kv_cache_dtype == "fp8":
@@ -90,8 +88,8 @@ class Given:
         return CarryOver(config, self.prompts, self.parallel)
 
     def _curriculum(self, config: RunConfig) -> Curriculum | None:
-        wanted = config.data.curriculum
-        return wanted and Curriculum(wanted, weights_of(config), self.prompts, self.rewards, config.run.seed)
+        given = (weights_of(config), self.prompts, self.rewards, config.run.seed)
+        return Curriculum(*given) if config.data.curriculum else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ TRL's. All else is the same.
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -370,8 +371,8 @@ def trl_config(config: RunConfig, run_dir: Path) -> GRPOConfig:
         logging_steps=1,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run
         report_to="none",  # training/run_dir/trackers.py makes the callbacks
-        project=config.logging.project or "qerl",
-        run_name=config.logging.run_name or run_dir.name,
+        project=os.environ.get("WANDB_PROJECT") or "qerl",
+        run_name=run_dir.name,
         disable_tqdm=True,
         eval_on_start=config.validation.every is not None,  # the trainer knows whether that validation is due
         remove_unused_columns=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from qerl.base.http import VARIABLE, header_mistake, is_secret, secret_place, url_mistake, url_shown
 from qerl.config.names import TASKS, unknown_name
@@ -35,7 +35,6 @@ class SourceValidationConfig(Section):
     source: str | None = Field(
         None, min_length=1, description="hub id, file or folder; null: the rows of the source's task"
     )
-    split: str = Field("test", min_length=1, description="split that validation reads")
 
 
 class SourceConfig(Section):
@@ -49,24 +48,19 @@ class SourceConfig(Section):
     source: str | None = Field(
         None, min_length=1, description="hub id, file or folder; null: the rows of the source's task"
     )
-    split: str | None = Field(None, min_length=1, description="split that training reads; null: data.split")
     columns: dict[str, str] | None = Field(None, description="names of the source's columns; null: data.columns")
-    limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: data.limit")
     grader: str | None = Field(None, min_length=1, description="your own grading of this source; null: data.grader")
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = Field(
         (), description="rewards of this source's completions; none: the recipe's rewards"
     )
-    held_out: int = Field(0, ge=0, description="the last rows, this many, are validated and not trained on")
     validation: SourceValidationConfig | None = Field(
-        None, description="other rows that validations ask for this source; null: those held out"
+        None, description="other rows that validations ask for this source; null: those of data.held_out"
     )
 
 
-class CurriculumConfig(Section):
-    """Rows by the share of their latest completions that were right. Rows that were not yet tried come in turn."""
-
-    hard_share: float = Field(0.2, ge=0, le=1, description="share of those never right that an epoch tries again")
-    easy_share: float = Field(0.1, ge=0, le=1, description="share of those always right that an epoch tries again")
+def _of_older_recipes(given: object) -> object:
+    """A curriculum had keys of its own, of which `null` was without one and `{}` with their defaults."""
+    return bool(given is not None) if given in (None, {}) else given
 
 
 class DataConfig(Section):
@@ -89,14 +83,13 @@ class DataConfig(Section):
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
     limit: int | None = Field(None, ge=1, description="use only the first rows of each source, this many; null: all")
-    held_out: int = Field(0, ge=0, description="the last rows, this many, are validated and not trained on")
+    held_out: int = Field(
+        0, ge=0, description="the last rows of each source, this many, are validated and not trained on"
+    )
     grader: str | None = Field(
         None,
         min_length=1,
         description="your own grading: file.py, file.py:function or package.module:function; null: the task's",
-    )
-    keep_unreadable: bool = Field(
-        False, description="keep rows whose answer (prose, broken LaTeX) the grader cannot read; else they are dropped"
     )
     chat_template_kwargs: dict[str, object] = Field(
         default_factory=dict, description="switches of the chat template, such as {enable_thinking: false}"
@@ -104,8 +97,8 @@ class DataConfig(Section):
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
         (), description="several sources in place of one, each with a share of every step"
     )
-    curriculum: CurriculumConfig | None = Field(
-        None, description="rows are chosen by how many of their completions were right; null: in turn"
+    curriculum: Annotated[bool, BeforeValidator(_of_older_recipes)] = Field(
+        False, description="rows are chosen by how many of their completions were right; false: in turn"
     )
 
 
@@ -152,11 +145,10 @@ def template_of(key: str, template: str | None) -> Conflicts:
 def sources(config: RunConfig) -> Conflicts:
     """Each source has a name of its own and what one source could have, and nothing says two things of its rows."""
     data = config.data
+    yield from _held_out(config)
     if not data.sources:
-        yield from _held_out(config)
         return
-    given = {"data.sources": "given"}
-    yield from unread(config, given, "each of several sources has its own", "data.source", "data.held_out")
+    yield from unread(config, {"data.sources": "given"}, "each of several sources has its own", "data.source")
     names = [source.name for source in data.sources]
     for i, source in enumerate(data.sources):
         key = f"data.sources.{i}"
@@ -166,15 +158,22 @@ def sources(config: RunConfig) -> Conflicts:
             yield from known_task(f"{key}.task", source.task)
         yield from columns_of(f"{key}.columns", source.columns)
         yield from check_rewards(config, f"{key}.rewards", source.rewards)
-        yield from _validated(config, i)
+        if source.validation is not None:
+            yield from _asked_once(config, {f"{key}.validation": "given"})
 
 
 def _held_out(config: RunConfig) -> Conflicts:
-    """What data.held_out leaves and what it needs, where there is one source."""
+    """What data.held_out leaves and what it needs."""
     data = config.data
     if not data.held_out:
         return
-    yield from _held_out_once(config, "data", data.held_out, data.limit)
+    if data.limit is not None and data.held_out >= data.limit:
+        yield Conflict(
+            {"data.held_out": data.held_out, "data.limit": data.limit},
+            "no row would be left to train on",
+            f"data.limit above {data.held_out}",
+        )
+    yield from _asked_once(config, {"data.held_out": data.held_out})
     if config.validation.every is None:
         yield Conflict(
             {"data.held_out": data.held_out, "validation.every": None},
@@ -183,34 +182,15 @@ def _held_out(config: RunConfig) -> Conflicts:
         )
 
 
-def _held_out_once(config: RunConfig, key: str, held_out: int, limit: int | None) -> Conflicts:
-    """Rows are left to train on, and nothing else says which rows validations ask."""
-    if limit is not None and held_out >= limit:
-        yield Conflict(
-            {f"{key}.held_out": held_out, f"{key}.limit": limit},
-            "no row would be left to train on",
-            f"{key}.limit above {held_out}",
-        )
+def _asked_once(config: RunConfig, given: dict[str, object]) -> Conflicts:
+    """Nothing else says which rows validations ask."""
     for name in ("task", "source"):
         if (value := getattr(config.validation, name)) is not None:
             yield Conflict(
-                {f"validation.{name}": value, f"{key}.held_out": held_out},
+                {f"validation.{name}": value, **given},
                 "both say which rows validations ask",
                 f"validation.{name}: null, or leave held_out and validation out of data",
             )
-
-
-def _validated(config: RunConfig, i: int) -> Conflicts:
-    source, key = config.data.sources[i], f"data.sources.{i}"
-    if source.validation is None and not source.held_out:
-        return
-    if source.validation is not None and source.held_out:
-        yield Conflict(
-            {f"{key}.held_out": source.held_out, f"{key}.validation.split": source.validation.split},
-            "both say which rows validations ask",
-            "one of the two",
-        )
-    yield from _held_out_once(config, key, source.held_out, source.limit or config.data.limit)
 
 
 # Names that training/rewards/rewards.py registers: a misspelt one is noticed before anything heavy is imported.

@@ -28,9 +28,6 @@ class EnvironmentConfig(Section):
     )
     args: dict[str, object] = Field(default_factory=dict, description="keyword arguments that make the environment")
     max_turns: int = Field(8, ge=1, description="turns of the model in an episode")
-    max_observation_tokens: int | None = Field(
-        None, ge=1, description="a longer message of the environment is cut to its beginning; null: no limit"
-    )
     timeout_s: float = Field(60.0, gt=0, description="seconds that one reset or step may take; then its episode ends")
     processes: int = Field(1, ge=1, description="processes in which environments of your own run, a share in each")
 

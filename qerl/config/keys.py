@@ -107,6 +107,21 @@ REMOVED = {  # items of a list are N
     "optim.eps": Removed((1e-8,), "it is 1e-8: leave it out"),
     "run.save_every_minutes": Removed(None, "a checkpoint is due after 30 minutes as well: write run.save_every"),
     "validation.keep_best": Removed(None, "the best checkpoint is always kept: leave it out"),
+    "noise.indexing": Removed(("code",), "write noise.schedule: paper for the paper's (k-1)/(K-1)"),
+    "rollout.min_p": Removed((0.0,), "write rollout.top_p or rollout.top_k"),
+    "sft.long_rows": Removed(("drop",), "longer rows are left out and counted: raise sft.max_tokens, or cut them"),
+    "data.keep_unreadable": Removed((False,), "rows whose answer no grader reads are dropped: give data.grader"),
+    "data.curriculum.hard_share": Removed((0.2,), "write data.curriculum: true, which takes 0.2 of them"),
+    "data.curriculum.easy_share": Removed((0.1,), "write data.curriculum: true, which takes 0.1 of them"),
+    "data.sources.N.split": Removed((None,), "write data.split, which each source has"),
+    "data.sources.N.limit": Removed((None,), "write data.limit, which each source has"),
+    "data.sources.N.held_out": Removed((0,), "write data.held_out, of each source without a validation of its own"),
+    "data.sources.N.validation.split": Removed(("test",), "write validation.split, which each source has"),
+    "environment.max_observation_tokens": Removed((None,), "cut a long message in the environment or its tool"),
+    "validation.target": Removed((None,), "write validation.stop_after, or fewer run.steps"),
+    "logging.project": Removed(None, "set the variable WANDB_PROJECT"),
+    "logging.run_name": Removed(None, "a run has its directory's name at trackers: write run.out"),
+    "train.fp8_products": Removed(("all",), "write train.fp8_recipe: tensorwise_gradients, or blockwise_gradients"),
     "validation.min_improvement": Removed((0.0,), "any improvement counts: write validation.stop_after"),
 }
 
@@ -330,7 +345,9 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{place}: {unknown_key(path)}"
     dotted = ".".join(map(str, path))
-    field = field_at(path)
+    field, given = field_at(path), detail["input"]
+    if isinstance(given, dict) and (gone := next((key for key in given if f"{dotted}.{key}" in REMOVED), None)):
+        return f"{place}: {unknown_key((*path, gone))}"
     if detail["type"] == "missing":
         section = section_at(path)
         if section is not None:

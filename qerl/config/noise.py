@@ -19,12 +19,10 @@ class NoiseConfig(Section):
     sigma_start: float = Field(1e-2, gt=0, description="standard deviation in the first noisy stage")
     sigma_end: float = Field(5e-4, ge=0, description="standard deviation in the last stage")
     num_stages: int = Field(10, ge=2, description="equal intervals of the run's steps")
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = Field(
-        "exponential", description="how sigma goes from start to end"
-    )
-    indexing: Literal["code", "paper"] = Field(
-        "code",
-        description="stage k of K is (k-1)/(K-2) of the way (code), or (k-1)/(K-1) (paper: ends above sigma_end)",
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "paper"] = Field(
+        "exponential",
+        description="how sigma goes from start to end, of which stage k of K is (k-1)/(K-2) of the way; paper: "
+        "exponential and (k-1)/(K-1), which ends above sigma_end",
     )
     where: Literal["rollout", "both"] = Field(
         "rollout", description="noise while sampling only, or in the trainer's forward passes as well"
@@ -56,17 +54,17 @@ def _schedule(config: RunConfig) -> Conflicts:
         )
     if not this.enabled:
         return
-    if this.schedule == "exponential" and this.sigma_end == 0:
+    if this.schedule in ("exponential", "paper") and this.sigma_end == 0:
         yield Conflict(
-            {"noise.sigma_end": 0, "noise.schedule": "exponential"},
+            {"noise.sigma_end": 0, "noise.schedule": this.schedule},
             "an exponential never reaches 0",
             "noise.sigma_end: 5e-4, or noise.schedule: linear",
         )
-    if this.indexing == "code" and this.num_stages < 3:
+    if this.schedule != "paper" and this.num_stages < 3:
         yield Conflict(
-            {"noise.num_stages": this.num_stages, "noise.indexing": "code"},
+            {"noise.num_stages": this.num_stages, "noise.schedule": this.schedule},
             "(k-1)/(K-2) needs K of at least 3 (stage 0 has no noise, one has sigma_start, one sigma_end)",
-            "noise.num_stages: 3 or more, or noise.indexing: paper",
+            "noise.num_stages: 3 or more, or noise.schedule: paper",
         )
     if steps < this.num_stages:
         yield Conflict(

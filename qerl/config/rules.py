@@ -207,7 +207,7 @@ def sampling_filters(config: RunConfig) -> Conflicts:
     if (gate := config.loss.mismatch_gate) is None:
         return
     why = "the trainer's policy has no such filter, and the gate stops a run whose policies differ"
-    keys = ("rollout.top_p", "rollout.top_k", "rollout.min_p")
+    keys = ("rollout.top_p", "rollout.top_k")
     yield from unread(config, {"loss.mismatch_gate": gate}, why, *keys, other="loss.mismatch_gate: null")
 
 

@@ -82,7 +82,6 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="divides the logits; vllm samples at no less")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this mass; 1: off")
     top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: off")
-    min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens under this share of the likeliest; 0: off")
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="groups without a signal are replaced (DAPO)"
     )
@@ -207,12 +206,6 @@ class LoggingConfig(Section):
 
     report_to: Annotated[tuple[Literal["trackio", "tensorboard", "wandb"], ...], Field(strict=False)] = Field(
         (), description="trackers to report to"
-    )
-    project: str | None = Field(
-        None, min_length=1, description="project at the trackers; null: what WANDB_PROJECT says, else qerl"
-    )
-    run_name: str | None = Field(
-        None, min_length=1, description="the run's name at the trackers; null: that of its directory"
     )
     completions_every: int = Field(10, ge=1, description="steps between logged samples of completions")
     completions_count: int = Field(4, ge=0, description="completions in a sample, spread over its prompts; 0: none")

@@ -16,29 +16,31 @@ if TYPE_CHECKING:
 class TrainConfig(Section):
     """How the trainer computes; what samples is not asked."""
 
-    fp8_recipe: Literal["tensorwise", "blockwise"] | None = Field(
+    fp8_recipe: Literal["tensorwise", "blockwise", "tensorwise_gradients", "blockwise_gradients"] | None = Field(
         None,
         description="round products of the decoder's linears and of their gradients to 8 bits, by one scale for each "
-        "matrix or by blocks of 128; null: 16 bits, or as the base does",
+        "matrix or by blocks of 128; *_gradients: those of the backward pass alone; null: 16 bits, or as the base does",
     )
-    fp8_products: Literal["all", "gradients"] = Field(
-        "all", description="products that fp8_recipe rounds; gradients: those of the backward pass alone"
-    )
+
+    @property
+    def fp8(self) -> tuple[str | None, str]:
+        """The recipe, and the products that it rounds: "all" or "gradients"."""
+        scales, gradients, _ = (self.fp8_recipe or "").partition("_gradients")
+        return scales or None, "gradients" if gradients else "all"
 
 
 def train(config: RunConfig) -> Conflicts:
     """A recipe in 8 bits acts on all that it is said to act on, and is corrected for."""
     this, qat = config.train, config.qat
     if this.fp8_recipe is None:
-        yield from unread(config, {"train.fp8_recipe": None}, "nothing is rounded", "train.fp8_products")
         return
     given = {"train.fp8_recipe": this.fp8_recipe}
     yield from unread(config, given, "a linear whose adapter drops out is computed in 16 bits", "adapter.dropout")
-    if this.fp8_products == "all" and config.loss.correction.mode == "off" and config.distill is None:
+    if this.fp8[1] == "all" and config.loss.correction.mode == "off" and config.distill is None:
         yield Conflict(
             {**given, "loss.correction.mode": "off"},
             "the trainer computes with other roundings than what samples, which has to be corrected for",
-            "loss.correction.mode: token_truncate, or train.fp8_products: gradients",
+            f"loss.correction.mode: token_truncate, or train.fp8_recipe: {this.fp8_recipe}_gradients",
         )
     if (
         qat is not None

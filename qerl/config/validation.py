@@ -45,7 +45,6 @@ class ValidationConfig(Section):
     stop_after: int | None = Field(
         None, ge=1, description="end the run after this many validations in a row without improvement; null: never"
     )
-    target: float | None = Field(None, description="end the run once a validation reaches this; null: none")
 
 
 def validation(config: RunConfig) -> Conflicts:
@@ -53,8 +52,8 @@ def validation(config: RunConfig) -> Conflicts:
     this = config.validation
     if this.every is None:
         why = "without validations nothing would end the run"
-        keys = ("validation.stop_after", "validation.target")
-        yield from unread(config, {"validation.every": None}, why, *keys, other="validation.every: 50")
+        given = {"validation.every": None}
+        yield from unread(config, given, why, "validation.stop_after", other="validation.every: 50")
         return
     if this.task is not None:
         yield from known_task("validation.task", this.task)
@@ -88,10 +87,4 @@ def _verdict(config: RunConfig) -> Conflicts:
             {"validation.metric": this.metric},
             "no validation gives a value of that name that is the better the higher it is",
             f"validation.metric: accuracy, reward, or one of the rewards as rewards/NAME{others}",
-        )
-    if config.sft is None and this.metric == "accuracy" and this.target is not None and not 0 < this.target <= 1:
-        yield Conflict(
-            {"validation.target": this.target, "validation.metric": "accuracy"},
-            "an accuracy lies between 0 and 1",
-            f"validation.target: {this.target / 100:g}" if 1 < this.target <= 100 else "validation.target: 0.9",
         )

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 NAMED = 2  # rows named for each reason
 MISSING = object()
 Make = Callable[[str], Iterable[Mapping[str, Any]]]  # the rows of a split that a task makes itself
-KEEP_UNREADABLE = "data.keep_unreadable (eval: --keep-unreadable)"
+KEEP_UNREADABLE = "`qerl eval --keep-unreadable`"
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ MEANT = {"prompt": "question", "messages": "question"}  # other names of a colum
 def examples_of(data: DataConfig, episodes: bool = False) -> list[Example]:
     """The usable rows of one source of a recipe, those that are held out included."""
     task = for_episodes(task_of(data)) if episodes else task_of(data)
-    return load_examples(task, data.source, data.split, data.columns, data.limit, data.keep_unreadable)[0]
+    return load_examples(task, data.source, data.split, data.columns, data.limit)[0]
 
 
 def load_examples(

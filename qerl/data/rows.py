@@ -134,7 +134,7 @@ def _most_gib() -> float:
     return asked
 
 
-AS_DATA = ("task", "split", "columns", "limit", "grader")  # keys that `data` gives where a source leaves them null
+AS_DATA = ("task", "columns", "grader")  # keys that `data` gives where a source leaves them null
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ def _settled(data: DataConfig, rewards: Sequence[RewardConfig], this: SourceConf
     if this.task not in (None, data.task) and this.grader is None:
         own["grader"] = None  # the grader of data is for the task of data
     settled = data.model_copy(update={**own, "source": this.source, "sources": ()})
-    return Source(this.name, this.weight, settled, this.rewards or rewards, this.held_out, this.validation)
+    held_out = 0 if this.validation is not None else data.held_out
+    return Source(this.name, this.weight, settled, this.rewards or rewards, held_out, this.validation)
 
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")

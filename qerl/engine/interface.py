@@ -28,7 +28,7 @@ SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of f
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filters off.
+    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch the filters off.
 
     Raises ConfigError for a temperature between 0 and MIN_TEMPERATURE.
     """
@@ -37,7 +37,6 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()  # in addition to the checkpoint's own end-of-sequence tokens
 
     def __post_init__(self) -> None:

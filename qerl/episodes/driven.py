@@ -84,7 +84,6 @@ class Episode:
     error: str | None  # why the environment failed
     tool_calls: int
     tool_errors: int
-    cut: int  # observations of which only the beginning was shown
     waited_s: float
     environment: Any = None  # the object itself, if it is of this process
     experts: Any = None  # uint8 (tokens, layers, k) as an engine's completions have them: of prompt and `token_ids`
@@ -102,7 +101,6 @@ class Limits:
     max_turns: int = 8  # of the model
     max_tokens: int = 4096  # of the model and the environment together, after the prompt
     context: int = 1 << 30  # tokens of prompt and episode together
-    max_observation_tokens: int | None = None  # of one message of the environment; longer ones are cut
     timeout_s: float = 60.0  # of one reset or step
 
 

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.base.sandbox import encode, guarded
+from qerl.base.sandbox import encode
 from qerl.checkpoint.load import CompletionText
 from qerl.data.messages import text_of
 from qerl.episodes.driven import Action, BadEnvironmentError, Call, Message, Reply, Schema, called, number
@@ -86,11 +86,6 @@ class Chat:
         if self._parse is None:
             return Action(self._text(ids))
         return self._parse(text, ids)
-
-    def cut(self, text: str, limit: int) -> str | None:
-        """The beginning of a text that has more than `limit` tokens; None if it has no more."""
-        ids = self._encode(guarded(self._tokenizer, text, self._switches))
-        return None if len(ids) <= limit else self._tokenizer.decode(ids[:limit], skip_special_tokens=False)
 
     def most_characters(self, tokens: int) -> int:
         """More characters than `tokens` tokens can stand for."""

@@ -22,7 +22,7 @@ from qerl.base.errors import CheckpointError
 from qerl.base.printable import printable
 from qerl.data.tasks import ASKS
 from qerl.engine.interface import Completion, Request, SamplingParams, Source, extended
-from qerl.episodes.driven import Ending, Episode, Limits, Message, Start, Turn
+from qerl.episodes.driven import Ending, Episode, Limits, Start, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,6 @@ class _Open:
     reward: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
-    cut: int = 0
     waited_s: float = 0.0
     call: int | None = None  # the question that the environment has not answered
     asked: float = 0.0
@@ -182,7 +181,7 @@ class Episodes(Source):
 
     def _begin(self, episode: _Open, answer: Answer) -> None:
         """The first turn, with what the reset has said in the prompt."""
-        said = [self._shown(episode, message) for message in answer["messages"]]
+        said = answer["messages"]
         asks = episode.start.row.get(ASKS) and answer["prompt"] is None
         if asks and not said:
             self._fail(episode, "returned no prompt, and the task environment has no other: return it from reset")
@@ -210,7 +209,7 @@ class Episodes(Source):
             self._ready.append(episode)
 
     def _go_on(self, episode: _Open, answer: Answer) -> None:
-        messages = [self._shown(episode, message) for message in answer["messages"]]
+        messages = answer["messages"]
         most = self._chat.most_characters(self._room(episode))  # more than the rest of an episode can hold
         # The text as people read it is not kept whole if it is longer than any observation that fits.
         shown = [m["content"] if len(m["content"]) <= most else m["content"][:most] + CUT for m in messages]
@@ -239,17 +238,6 @@ class Episodes(Source):
         episode.logprobs += [0.0] * len(ids)
         episode.written += [False] * len(ids)
         self._ready.append(episode)
-
-    def _shown(self, episode: _Open, message: Message) -> Message:
-        limit = self._limits.max_observation_tokens
-        if limit is None:
-            return message
-        # A longer beginning would have more tokens than are shown.
-        head = self._chat.cut(message["content"][: self._chat.most_characters(limit + 1)], limit)
-        if head is None:
-            return message
-        episode.cut += 1
-        return {**message, "content": head + CUT}
 
     def _rendered(self, episode: _Open, render: Callable[..., list[int]], *said: Any) -> list[int] | None:
         """Token ids of what an environment said; None, and the episode has failed, if it is what the template refuses.

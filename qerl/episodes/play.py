@@ -102,6 +102,6 @@ def open_environments(
     except BaseException:
         runner.close()
         raise
-    limits = Limits(config.max_turns, max_tokens, context, config.max_observation_tokens, config.timeout_s)
+    limits = Limits(config.max_turns, max_tokens, context, config.timeout_s)
     at_end(runner.close)
     return Environments(runner, chat, limits)

@@ -192,7 +192,7 @@ batch_qat() {
 
 batch_qatfp8() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
-    script qat-7b-gradients-fp8 200 bench_qat 7b-16 --steps 3 --set train.fp8_recipe=tensorwise --set train.fp8_products=gradients
+    script qat-7b-gradients-fp8 200 bench_qat 7b-16 --steps 3 --set train.fp8_recipe=tensorwise_gradients
     script qat-7b-gradients-bf16 180 bench_qat 7b-16 --steps 3
     script step-7b-trl-full 200 bench_trl 7b-16 --full --tuned --steps 3
 }
@@ -210,8 +210,7 @@ batch_qat80() { # a card of 80 GiB, where TRL has to recompute its activations o
 batch_qat80fp8() {
     tests to-fp8 60 tests/qerl/formats/nvfp4/test_to_fp8.py tests/qerl/formats/fp8/test_kernels.py
     checkpoint qwen2.5-7b 7b-16 --format bf16
-    script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise \
-        --set train.fp8_products=gradients
+    script qat-7b-80-gradients-fp8 240 bench_qat 7b-16 --steps 3 --masters auto --set train.fp8_recipe=tensorwise_gradients
 }
 
 batch_w4a4() {

@@ -36,9 +36,10 @@ def digits(completions, **columns):
 '''
 WEIGHTS = {"a": 2, "b": 1}
 SOURCES = (
-    "[{name: a, weight: 2, source: ROWS, held_out: 4}, {name: b, weight: 1, limit: 9, source: ROWS, "
+    "[{name: a, weight: 2, source: ROWS}, {name: b, weight: 1, source: ROWS, "
     "rewards: [{name: accuracy}, {name: length, weight: 0.5}, {name: soft_overlong, args: {cache: 1}}]}]"
 )
+MIXED = ("data.source=null", f"data.sources={SOURCES}", "data.held_out=4")
 COMMON = (
     *("rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=8", "noise.num_stages=3"),
     *("noise.sigma_start=0.05", "noise.sigma_end=0.01", "optim.warmup_ratio=0", "loss.mismatch_gate=null"),
@@ -60,8 +61,13 @@ CHOICES: Sequence[Sequence[Sequence[str]]] = (
     [["adapter.dropout=0.2"], [], []],
     [["adapter.train_norms=true"], [], []],
     [["noise.enabled=false"], ["noise.where=both"], []],
-    [["data.curriculum={}"], [], []],
-    [["data.source=null", f"data.sources={SOURCES}"], ["environment={name: word_game, max_turns: 2}"], [], []],
+    [["data.curriculum=true"], [], []],
+    [
+        ["data.source=null", f"data.sources={SOURCES}", "data.held_out=4"],
+        ["environment={name: word_game, max_turns: 2}"],
+        [],
+        [],
+    ],
     [["validation.every=2", "validation.limit=4", "validation.task=word_game"], [], []],
     [["run.micro_batch_tokens=64"], []],
     [["model.base=tiny_experts"], ["qat.mode=weights"], ["qat.mode=adapter"], ["model.format=bf16"], []],

@@ -224,7 +224,7 @@ STILL = ("noise.enabled=false", "loss.mismatch_gate=null")
         (("model.format=bf16", "train.fp8_recipe=tensorwise"), False),
         (MASTERS, False),
         ((*MASTERS, "train.fp8_recipe=tensorwise"), True),
-        (("qat.mode=weights", "train.fp8_recipe=tensorwise", "train.fp8_products=gradients"), True),
+        (("qat.mode=weights", "train.fp8_recipe=tensorwise_gradients"), True),
     ],
     ids=["adapter", "masters", "both", "gradients through NVFP4"],
 )
@@ -239,7 +239,7 @@ def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, o
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["train.fp8_products=gradients"], "nothing is rounded; write train.fp8_products: all"),
+        (["train.fp8_products=gradients"], "this key is gone; write train.fp8_recipe: tensorwise_gradients"),
         (["train.fp8_recipe=tensorwise", "adapter.dropout=0.1"], "write adapter.dropout: 0"),
         (["train.fp8_recipe=tensorwise", "loss.correction.mode=off", *STILL], "has to be corrected for"),
         (["train.fp8_recipe=blockwise", "qat.quant_cfg=nvfp4_w4a4"], "are rounded to 4 bits already"),

@@ -35,7 +35,7 @@ ADAPTER = ("qat.mode=adapter", "optim.learning_rate=2e-3")
 WEIGHTS = ("optim.learning_rate=1e-3",)  # of which three steps change greedy tokens of eight prompts
 # vLLM fuses q/k/v, whose rows here are no whole blocks of 128: attention stays in 16 bits.
 FP8 = ("qat.quant_cfg=fp8_block", "qat.quant_cfg.ignore=['lm_head', 're:.*self_attn.*']")
-GRADIENTS = ("train.fp8_recipe=tensorwise", "train.fp8_products=gradients")
+GRADIENTS = ("train.fp8_recipe=tensorwise_gradients",)
 RUNS = {  # by name: linears that are packed and trained, in four layers, and settings
     "nvfp4_w4a16": (28, [*WEIGHTS, "qat.quant_cfg=nvfp4_w4a16"]),
     "nvfp4_w4a16_ffn": (12, [*WEIGHTS, "qat.quant_cfg=nvfp4_w4a16_ffn"]),

@@ -34,7 +34,7 @@ def config_of(base, folder, *overrides, **given):
         rows = islice(get_task(name).generate("train"), 12)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [
-        {"name": "sums", "weight": 2, "source": str(folder / "arith.jsonl"), "held_out": 3},
+        {"name": "sums", "weight": 2, "source": str(folder / "arith.jsonl")},
         {
             "name": "chains",
             "task": "word_game",
@@ -44,7 +44,7 @@ def config_of(base, folder, *overrides, **given):
         },
     ]
     listed = f"data.sources={json.dumps(sources)}"
-    return small_config(base, folder, *SETTINGS, listed, "validation.limit=4", *overrides, **given)
+    return small_config(base, folder, *SETTINGS, listed, "data.held_out=3", "validation.limit=4", *overrides, **given)
 
 
 class DatasetDict(dict):
@@ -122,8 +122,8 @@ def test_a_list_of_one_source_is_a_run_without_sources(nvfp4_base, tmp_path):
         ("data.sources.1.name=sums", "data.sources.1.name sums: another source has this name"),
         ("data.sources.1.task=word_gam", "data.sources.1.task word_gam: .*write data.sources.1.task: word_game"),
         ("data.sources.0.rewards=[{name: accurcy}]", "data.sources.0.rewards.0.name accurcy: there is no such reward"),
-        ("data.sources.1.held_out=2", "held_out 2 with data.sources.1.validation.split test: both say which rows"),
-        ("validation.task=arith", "validation.task arith with data.sources.0.held_out 3: both say which rows"),
+        ("data.sources.1.held_out=2", "data.sources.1.held_out: this key is gone; write data.held_out"),
+        ("validation.task=arith", "validation.task arith with data.held_out 3: both say which rows"),
         ("validation.metric=sources/chain/reward", "or of one source sources/sums/accuracy"),
         ("data.sources.0.name=a/b", "data.sources.0.name: got 'a/b'"),
     ],
@@ -145,7 +145,7 @@ def test_a_source_that_is_not_there_or_too_small_is_named(nvfp4_base, tmp_path):
 
 def test_python_gives_several_sources(nvfp4_base, tmp_path):
     """Rows, a path and a task of its own, each with what belongs to it."""
-    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "noise.enabled=false")
+    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "data.held_out=0", "noise.enabled=false")
     save_config(config, tmp_path / "recipe.yaml")
     rows = [{"prompt": f"How much is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
 
@@ -155,7 +155,7 @@ def test_python_gives_several_sources(nvfp4_base, tmp_path):
     sources = {
         "mine": {"data": rows, "reward": short, "weight": 2},
         "file": tmp_path / "arith.jsonl",
-        "made": {"task": "word_game", "limit": 5},
+        "made": {"task": "word_game"},
     }
     run = qerl.train(tmp_path / "recipe.yaml", data=sources, steps=2, out=tmp_path / "run")
     shares = [[row[f"sources/{name}/share"] for name in sources] for row in numbers(tmp_path / "run")]

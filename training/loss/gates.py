@@ -182,7 +182,7 @@ def rounding_causes(config: RunConfig) -> list[str]:
             found.append("qat.forward: masters")
         if config.qat.quant_cfg.activations != "none":
             found.append(f"qat.quant_cfg.activations: {config.qat.quant_cfg.activations}")
-    if config.train.fp8_recipe is not None and config.train.fp8_products == "all":
+    if config.train.fp8_recipe is not None and config.train.fp8[1] == "all":
         found.append(f"train.fp8_recipe: {config.train.fp8_recipe}")
     if config.rollout.kv_cache_dtype != "auto":
         found.append(f"rollout.kv_cache_dtype: {config.rollout.kv_cache_dtype}")

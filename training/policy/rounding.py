@@ -131,7 +131,8 @@ def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
 
     For a quantized base, only its packed linears count, so that what is kept in 16 bits stays so.
     """
-    recipe = recipe_of(train.fp8_recipe, products=train.fp8_products)
+    scales, products = train.fp8
+    recipe = recipe_of(scales, products=products)
     linears = [*base_linears(model).values()]
     packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
     set_recipe_(model, packed or linears, recipe)

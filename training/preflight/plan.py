@@ -289,7 +289,7 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     longest = config.longest_row
     work = None if sizes is None else teacher_work(config.distill, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    extra = (config.train.fp8_recipe, config.rollout.kv_cache_dtype == "fp8", trainee_of(config).gradient_bytes)
+    extra = (config.train.fp8[0], config.rollout.kv_cache_dtype == "fp8", trainee_of(config).gradient_bytes)
     wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, *extra)
     return wishes if config.kind.samples else replace(wishes, length_keys="sft.max_tokens")
 

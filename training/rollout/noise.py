@@ -68,12 +68,12 @@ class NoiseSchedule:
 def stage_sigmas(config: NoiseConfig) -> list[float]:
     """Sigma of stages 0..K-1: stage 0 has no noise, stage 1 has sigma_start.
 
-    With `indexing: code` the exponent is (k - 1) / (K - 2), as in the reference code, so the last stage has sigma_end.
-    With `paper` it is (k - 1) / (K - 1) as printed (eq. 8, algorithm 1: k = 0..K-1), and the last stage stays above
-    sigma_end. Reading equation 8 as K noisy stages after a clean one is `code` with `num_stages` K + 1.
+    The exponent is (k - 1) / (K - 2), as in the reference code, so the last stage has sigma_end. With `schedule: paper`
+    it is (k - 1) / (K - 1) as printed (eq. 8, algorithm 1: k = 0..K-1), and the last stage stays above sigma_end.
+    Reading equation 8 as K noisy stages after a clean one is `exponential` with `num_stages` K + 1.
     """
     stages = config.num_stages
-    span = stages - 2 if config.indexing == "code" else stages - 1
+    span = stages - 1 if config.schedule == "paper" else stages - 2
     shares = [(stage - 1) / span if span else 0.0 for stage in range(1, stages)]
     return [0.0, *(_sigma(config, share) for share in shares)]
 

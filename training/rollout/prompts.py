@@ -35,7 +35,6 @@ from training.loss.groups import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.data import CurriculumConfig
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.tasks import Example, Task
     from qerl.episodes.endpoint import Chat
@@ -160,13 +159,14 @@ class Walk:
 
 FILE = "curriculum.json"  # in a checkpoint
 DECIDING = "accuracy"
+HARD_SHARE, EASY_SHARE = 0.2, 0.1  # of the rows never, or always, right: so many are tried again in an epoch
 
 
 class Curriculum:
     """Chooses the rows of each rollout, and measures what became of them. `sources` are names and weights.
 
     Each source goes through its rows epoch by epoch, as without a curriculum. A row whose latest completions were all
-    right or all wrong is taken in some epochs only (`hard_share`, `easy_share`), so that it is measured again as the
+    right or all wrong is taken in some epochs only (HARD_SHARE, EASY_SHARE), so that it is measured again as the
     policy changes; rows that were not measured are always taken. If an epoch has no other row left, passed-over ones
     are taken in their order. prime-rl calls this difficulty pools (easy_threshold, hard_threshold), verl a curriculum
     sampler.
@@ -177,13 +177,12 @@ class Curriculum:
 
     def __init__(
         self,
-        config: CurriculumConfig,
         sources: Sequence[tuple[str, float]],
         prompts: Sequence[Prompt],
         rewards: Rewards,
         seed: int,
     ) -> None:
-        self._config, self._prompts, self._seed = config, prompts, seed
+        self._prompts, self._seed = prompts, seed
         self._weights = [weight for _, weight in sources]
         self._rows = [[prompt.row for prompt in prompts if prompt.source == source] for source in range(len(sources))]
         streams = ["data" if len(sources) == 1 else f"data/{name}" for name, _ in sources]
@@ -262,9 +261,9 @@ class Curriculum:
     def _admits(self, row: int, epoch: int) -> bool:
         share = 1.0
         if self._is_hard(row):
-            share = self._config.hard_share
+            share = HARD_SHARE
         elif self._is_easy(row):
-            share = self._config.easy_share
+            share = EASY_SHARE
         return derive_seed(self._seed, epoch, f"curriculum/{row}") < share * 2**63
 
     def _is_hard(self, row: int) -> bool:

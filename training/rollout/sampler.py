@@ -231,7 +231,6 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "environment/tool_calls": calls / len(episodes),
         "environment/tool_errors_share": sum(episode.tool_errors for episode in episodes) / max(calls, 1),
         "environment/turn_limit_share": mean([episode.ended == "turns" for episode in episodes]),
-        "environment/cut_observations": mean([episode.cut for episode in episodes]),
         "environment/failed_share": mean([episode.ended == "failed" for episode in episodes]),
         "time/environment_s": mean([episode.waited_s for episode in episodes]),
         "time/environment_longest_s": max(episode.waited_s for episode in episodes),

@@ -78,8 +78,8 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> None:
     import wandb
 
     wandb.init(
-        project=config.logging.project or os.environ.get("WANDB_PROJECT") or "qerl",
-        name=config.logging.run_name or run_dir.name,
+        project=os.environ.get("WANDB_PROJECT") or "qerl",
+        name=run_dir.name,
         id=_id(run_dir),
         resume="allow",
         dir=str(run_dir),

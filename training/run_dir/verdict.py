@@ -62,8 +62,6 @@ def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
     if config.every is None or not step or not values or values[-1][0] != step:
         return None
     last = shown(metric, values[-1][1])
-    if config.target is not None and height(values[-1][1]) >= height(config.target):
-        return f"validation {metric} {last} has reached validation.target {config.target:g}"
     since = _without_improvement([height(value) for _, value in values])
     if config.stop_after is not None and since >= config.stop_after:
         return (

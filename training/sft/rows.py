@@ -20,7 +20,7 @@ from qerl.data.conversations import Conversation, Source, held_out_source, load_
 from qerl.data.tasks import task_of
 from qerl.engine.interface import check_tokens
 from training.loss.batch import Batch, padded_left, padded_right
-from training.sft.marking import REFUSES, Marked, Marker, UnmarkableError
+from training.sft.marking import REFUSES, Marker, UnmarkableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,13 +118,13 @@ def batch_of(rows: Sequence[Row], pad_id: int) -> Batch:
 def _rows(
     config: RunConfig, marker: Marker, conversations: Sequence[Conversation], where: str
 ) -> tuple[list[Row], bool]:
-    """The conversations as rows, and whether some were too long. Says how many were cut or left out, and why."""
-    this, rows = config.sft, []
+    """The conversations as rows, and whether some were too long. Says how many were left out, and why."""
+    rows: list[Row] = []
     left_out: Counter[str] = Counter()
     named: dict[str, str] = {}
     unended: Counter[int] = Counter()
     quoting, quoted = [], set()
-    parts = cut = 0
+    parts, too_long = 0, f"longer than sft.max_tokens={config.sft.max_tokens}"
     for each in conversations:
         try:
             marked = marker.rows(each)
@@ -138,15 +138,12 @@ def _rows(
             quoted |= names
         for row in marked:
             unended.update(row.unended)
-            cut += len(row.ids) > this.max_tokens
-            if (kept := _within(row, this.max_tokens, this.long_rows)) is None:
-                reason = f"longer than sft.max_tokens={this.max_tokens}"
-                left_out[reason] += 1
-                named.setdefault(reason, each.id)
+            learned = [0, *row.learned[1:]]  # the first token cannot be predicted
+            if len(row.ids) > config.sft.max_tokens or not any(learned):
+                left_out[too_long] += 1
+                named.setdefault(too_long, each.id)
             else:
-                rows.append(Row(each.id, kept.ids, kept.learned))
-    if cut and this.long_rows == "truncate":
-        logger.warning("%s: %d rows are longer than sft.max_tokens=%d and are cut there", where, cut, this.max_tokens)
+                rows.append(Row(each.id, row.ids, learned))
     for reason, count in left_out.items():
         logger.warning("%s: %d rows are left out, %s (e.g. row %s)", where, count, reason, named[reason])
     if quoting:
@@ -157,7 +154,7 @@ def _rows(
         raise DataError(f"{where}: no row is left to learn from: {'; '.join(map(_with_remedy, left_out))}")
     if unended and where == "data":
         logger.warning("%s", marker.unended_text(unended))
-    return rows, cut > 0
+    return rows, too_long in left_out
 
 
 def _with_remedy(reason: str) -> str:
@@ -170,14 +167,6 @@ def _with_remedy(reason: str) -> str:
             "into the first message of the user"
         )
     return reason
-
-
-def _within(row: Marked, longest: int, long_rows: str) -> Marked | None:
-    """The row if it is short enough, or cut; None if it is left out. Its first token cannot be predicted."""
-    if len(row.ids) > longest and long_rows == "drop":
-        return None
-    ids, learned = row.ids[:longest], [0, *row.learned[1:longest]]
-    return Marked(ids, learned) if any(learned) else None
 
 
 def _unseen(rows: Sequence[Row], trained: Sequence[Row]) -> list[Row]:

@@ -77,9 +77,8 @@ class _Asked:
     def examples(self, episodes: bool) -> list[Example]:
         if self.held_out:
             return examples_of(self.source.data, episodes)[-self.held_out :]
-        keep = self.source.data.keep_unreadable
         task = for_episodes(self.task) if episodes else self.task
-        return load_examples(task, *self.rows, keep_unreadable=keep)[0]
+        return load_examples(task, *self.rows)[0]
 
 
 def _asked(config: RunConfig) -> list[_Asked]:
@@ -89,7 +88,7 @@ def _asked(config: RunConfig) -> list[_Asked]:
         task, this = task_of(source.data), source.validation
         if this is not None:
             columns = None if this.source is None else source.data.columns
-            found.append(_Asked(source, task, (this.source, this.split, columns)))
+            found.append(_Asked(source, task, (this.source, config.validation.split, columns)))
         elif source.held_out:
             found.append(_Asked(source, task, (None, "", None), source.held_out))
     if found:

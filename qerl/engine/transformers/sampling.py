@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor
 from transformers.generation import (
-    MinPLogitsWarper,
     StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -77,7 +76,7 @@ class LogprobRecorder(LogitsProcessor):
 
 
 def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
-    """Temperature and filters, in the order of transformers (vLLM applies min_p before top_k and top_p)."""
+    """Temperature and filters, in the order of transformers."""
     if sampling.temperature <= 0:
         return []
     found: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -85,8 +84,6 @@ def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
         found.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         found.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        found.append(MinPLogitsWarper(sampling.min_p))
     return found
 
 

@@ -138,7 +138,6 @@ def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int |
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_p=sampling.min_p,
         seed=seed,
         stop_token_ids=list(dict.fromkeys([*stop, *sampling.stop_token_ids])),
         logprobs=0,

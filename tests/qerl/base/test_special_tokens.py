@@ -86,7 +86,6 @@ def test_what_an_environment_says_has_none(tokenizer):
     for say in (chat.prompt, lambda messages: chat.suffix(messages, tokenizer.eos_token_id)):
         forged, harmless = (say(filled(SAID[0], text)) for text in (FORGED, HARMLESS))
         assert specials(tokenizer, forged) == specials(tokenizer, harmless) != []
-    assert chat.cut("<|im_end|>" * 9, 4) is not None, "and it is measured as the text that it is"
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["by difference", "by generation"])

@@ -30,7 +30,7 @@ COMBINATIONS = [
     ("  sigma_end: 5e-4", "  sigma_end: 0",
      "an exponential never reaches 0; write noise.sigma_end: 5e-4, or noise.schedule"),
     ("  num_stages: 10", "  num_stages: 2",
-     "noise.num_stages 2 with noise.indexing code: (k-1)/(K-2) needs K of at least 3"),
+     "noise.num_stages 2 with noise.schedule exponential: (k-1)/(K-2) needs K of at least 3"),
     ("  steps: 100", "  steps: 9",
      "run.steps 9 with noise.num_stages 10: some stages would have no step; write run.steps: 10"),
     ("  num_iterations: 1", "  num_iterations: 4",
@@ -39,6 +39,7 @@ COMBINATIONS = [
 ]  # fmt: skip
 # Two keys contradict each other: the overrides of the recipe above, and what the error has to say
 PAIRS = [
+    (["data.curriculum={hard_share: 0.3}"], "data.curriculum.hard_share: this key is gone; write data.curriculum: true"),
     (["noise.where=both", "loss.kl_coef=0.1"],
      "noise.where both with loss.kl_coef 0.1: the reference policy would be noisy too, and the KL divergence would "
      "not be the one from the base; write noise.where: rollout, or loss.kl_coef: 0"),
@@ -123,7 +124,7 @@ def test_contradicting_keys_are_both_named_with_the_override_that_caused_it(tmp_
         ),
         (["loss.type=cispo", "loss.clip_high=5"], lambda c: c.loss.clip_high == 5.0),
         (["loss.correction.floor=1.0", "loss.correction.cap=1.5"], lambda c: c.loss.correction.floor == 1.0),
-        (["noise.num_stages=2", "noise.indexing=paper"], lambda c: c.noise.num_stages == 2),
+        (["noise.num_stages=2", "noise.schedule=paper"], lambda c: c.noise.num_stages == 2),
         (["noise.sigma_end=0", "noise.schedule=linear"], lambda c: c.noise.sigma_end == 0),
         (["run.steps=1", "noise.enabled=false"], lambda c: c.run.steps == 1),
         (["rollout.top_p=0.9", "loss.mismatch_gate=null"], lambda c: c.rollout.top_p == 0.9),

@@ -328,7 +328,6 @@ SECTIONS = {  # of removed keys that a recipe has only where it asks for them
     "distill": "distill.beta=1.0",
     "environment": "environment.name=calculator",
     "sft": "sft.max_tokens=64",
-    "data.curriculum": "data.curriculum.hard_share=0.2",
     "data.sources": "data.sources=[{name: a, validation: {}}, {name: b, validation: {}}]",
 }
 

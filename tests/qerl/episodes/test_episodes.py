@@ -164,13 +164,6 @@ def test_a_column_of_the_row_reaches_an_environment_of_trl_and_its_prompt_stays(
     assert tokenizer.decode(episode.prompt_ids).count("Say it.") == 1
 
 
-def test_a_long_observation_is_cut(tokenizer):
-    made = scripted_environments(tokenizer, f"{OWN}:Guess", max_observation_tokens=2, max_tokens=200)
-    _, (episode,) = run(tokenizer, made, ["books"], ["pens pens pens", "books"])
-    assert episode.cut == 2  # of the reset and of the step
-    assert "the rest is not shown" in episode.turns[1].text
-
-
 def test_functions_are_tools(tokenizer):
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
     lines = [call % ("double", '{"number": 4}') + call % ("calculate", '{"expression": "7 / (2 - 2)"}'), "8"]
@@ -266,7 +259,6 @@ def test_marks_of_turns_parts_of_text_and_empty_contents_are_text(tokenizer):
     ("answer", "lines", "limits", "ended"),
     [
         ("books", ("flood", "last flood", "flood in a role", "flood in a name"), {}, "tokens done tokens tokens"),
-        ("books", ("flood", "books"), {"max_observation_tokens": 5}, "done"),
         ("flood", (), {"context": 300}, "failed"),
     ],
 )
@@ -278,7 +270,6 @@ def test_a_flood_of_text_costs_no_more_than_what_fits(answer, lines, limits, end
     assert [episode.ended for episode in episodes] == ended.split()
     for episode in episodes:
         assert sum(len(turn.text) for turn in episode.turns) < 1_000_000
-        assert episode.cut == ("max_observation_tokens" in limits)
         assert episode.ended != "done" or episode.reward >= 0.5
 
 

@@ -54,7 +54,7 @@ def test_a_sample_s_reward_is_by_the_weights_of_its_source():
 
 
 def recipe(*sources, **changed):
-    overrides = [f"data.sources={json.dumps(sources)}", "validation.every=10", "validation.limit=50"]
+    overrides = [f"data.sources={json.dumps(sources)}", "data.held_out=4", "validation.every=10", "validation.limit=50"]
     return load_recipe("tiny", [*overrides, *(f"{key}={value}" for key, value in changed.items())])
 
 
@@ -63,8 +63,8 @@ def test_the_plan_weighs_prompts_and_counts_questions_of_all_sources(tmp_path):
         rows = [{"prompt": f"{n} " + "a" * words, "answer": "1"} for n in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     listed = [
-        {"name": "s", "task": "own", "source": str(tmp_path / "short.jsonl"), "weight": 3, "held_out": 4},
-        {"name": "l", "task": "own", "source": str(tmp_path / "long.jsonl"), "validation": {"split": "train"}},
+        {"name": "s", "task": "own", "source": str(tmp_path / "short.jsonl"), "weight": 3},
+        {"name": "l", "task": "own", "source": str(tmp_path / "long.jsonl"), "validation": {}},
     ]
     expected = likely(recipe(*listed)).lengths.prompt
     assert expected == pytest.approx((3 * (4 + 2) + (400 + 2)) / 4 / 4 + 20)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.config.data import CurriculumConfig
+import training.rollout.prompts
 from tests.helpers.small_run import numbers, same_adapters, small_config
 from training.loss.groups import Prompt
 from training.rewards.rewards import Rewards
@@ -22,9 +22,16 @@ def solved(completions, row, **columns):
 '''
 
 
-def curriculum(rows=30, **settings):
+def curriculum(rows=30):
     prompts = [Prompt(row, [row], "", None) for row in range(rows)]
-    return Curriculum(CurriculumConfig(**settings), [("", 1.0)], prompts, REWARDS, seed=3)
+    return Curriculum([("", 1.0)], prompts, REWARDS, seed=3)
+
+
+@pytest.fixture
+def never(monkeypatch):
+    """No hard and no easy row is tried again."""
+    monkeypatch.setattr(training.rollout.prompts, "HARD_SHARE", 0)
+    monkeypatch.setattr(training.rollout.prompts, "EASY_SHARE", 0)
 
 
 def group(row, right, of=4):
@@ -49,18 +56,18 @@ def test_with_several_sources_the_first_epochs_are_those_of_a_run_without_a_curr
     places, sources = [list(range(12)), list(range(12, 20))], [("a", 2.0), ("b", 1.0)]
     prompts = [Prompt(row, [row], "", None, source=int(row >= 12)) for row in range(20)]
     rewards = Rewards([SimpleNamespace(__name__="accuracy")] * 2, [1.0] * 2, (0, 1), ("a", "b"))
-    this, expected = Curriculum(CurriculumConfig(), sources, prompts, rewards, 3), mixed_rows(sources, places, 5, 3)
+    this, expected = Curriculum(sources, prompts, rewards, 3), mixed_rows(sources, places, 5, 3)
     for rollout in range(6):
         assert this.rows(rollout, 5) == next(expected)
 
 
-def test_rows_that_were_always_or_never_right_are_passed_over_while_there_are_others():
-    few = curriculum(rows=6, hard_share=0, easy_share=0)
+def test_rows_that_were_always_or_never_right_are_passed_over_while_there_are_others(never):
+    few = curriculum(rows=6)
     for rollout in range(9):
         taken = few.rows(rollout, 4)
         assert len(set(taken)) == 4
         few.observe([group(row, 0) for row in taken])
-    this = curriculum(hard_share=0, easy_share=0)
+    this = curriculum()
     played(this, 6)
     shares = {"measured_share": 1.0, "hard_share": 6 / 30, "easy_share": 6 / 30, "passed_rows": 0.0}
     assert this.metrics() == {f"curriculum/{name}": share for name, share in shares.items()}
@@ -71,12 +78,12 @@ def test_rows_that_were_always_or_never_right_are_passed_over_while_there_are_ot
 
 
 def test_a_share_of_them_comes_again():
-    this = curriculum(rows=400, hard_share=0.5, easy_share=0.25)
+    this = curriculum(rows=400)
     played(this, 20, prompts=20)
     epochs = [row for taken in played(this, 3 * 14, prompts=20, first=20) for row in taken]
     rest = len([row for row in epochs if row % 5 in (1, 2, 3)]) / 240
-    assert len([row for row in epochs if row % 5 == 0]) / 80 / rest == pytest.approx(0.5, abs=0.1)
-    assert len([row for row in epochs if row % 5 == 4]) / 80 / rest == pytest.approx(0.25, abs=0.1)
+    assert len([row for row in epochs if row % 5 == 0]) / 80 / rest == pytest.approx(0.2, abs=0.07)
+    assert len([row for row in epochs if row % 5 == 4]) / 80 / rest == pytest.approx(0.1, abs=0.07)
 
 
 def test_a_loaded_state_continues_with_the_same_rows_also_within_a_step(tmp_path):
@@ -102,7 +109,7 @@ def test_extra_prompts_of_dynamic_sampling_begin_with_rows_that_are_neither():
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(nvfp4_base, tmp_path):
     (tmp_path / "solved.py").write_text(BY_ROW)
-    settings = ("data.limit=6", "data.curriculum={hard_share: 0.0, easy_share: 0.5}")
+    settings = ("data.limit=6", "data.curriculum=true")
     settings += (f"rewards=[{{name: '{tmp_path}/solved.py:solved'}}]",)
     whole = start(small_config(nvfp4_base, tmp_path, *settings), "tiny").run_dir
     again = resume(shutil.copytree(whole, tmp_path / "again"), step=4)
@@ -118,7 +125,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(nvfp4_base, tmp_path):
 @pytest.mark.parametrize(("names", "hard"), [(("format", "accuracy"), [0]), (("format", "length"), [1])])
 def test_of_several_rewards_accuracy_says_what_is_right_or_else_the_first(names, hard):
     rewards = Rewards([SimpleNamespace(__name__=name) for name in names], [1.0, 1.0])
-    this = Curriculum(CurriculumConfig(), [("", 1.0)], [Prompt(row, [row], "", None) for row in range(2)], rewards, 3)
+    this = Curriculum([("", 1.0)], [Prompt(row, [row], "", None) for row in range(2)], rewards, 3)
     for row, (first, second) in enumerate([(1.0, 0.0), (0.0, 1.0)]):
         prompt = SimpleNamespace(prompt=SimpleNamespace(row=row, source=0))
         this.observe([SimpleNamespace(group=prompt, rewards_G_F=torch.tensor([[first, second]] * 2))])

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "metrics.md"
 # With these settings together, runs on a CPU write every key that they can.
 RUNS = {
     "terms": (
-        *("data.curriculum={}", "loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.num_iterations=2"),
+        *("data.curriculum=true", "loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.num_iterations=2"),
         "rollout.dynamic_sampling.enabled=true",
     ),
     "masked": ("loss.correction.mode=token_mask",),
@@ -26,7 +26,8 @@ RUNS = {
     "carried": ("rollout.carry_over=2",),
     "sources": (
         *("validation.every=3", "validation.limit=2", "data.source=null", "data.limit=null"),
-        "data.sources=[{name: a, held_out: 9, source: ROWS}, {name: b, limit: 9, source: ROWS}]",
+        "data.held_out=9",
+        "data.sources=[{name: a, source: ROWS}, {name: b, source: ROWS, validation: {}}]",
     ),
     "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
 }

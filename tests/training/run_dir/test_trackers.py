@@ -48,17 +48,18 @@ def reported(nvfp4_base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reported")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_PROJECT", "mine")
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         import trackio.utils
 
         patch.setattr(trackio.utils, "TRACKIO_DIR", folder / "trackio")
         patch.setattr("trackio.sqlite_storage.TRACKIO_DIR", folder / "trackio")
-        given = (*REPORTS, "run.save_every=1", "logging.project=mine", "logging.run_name=the run")
+        given = (*REPORTS, "run.save_every=1")
         run = start(small_config(nvfp4_base, folder, *given, steps=1), "tiny").run_dir
         resume(run, steps=2)
         from trackio.sqlite_storage import SQLiteStorage
 
-        yield run, SQLiteStorage.get_logs("mine", "the run"), SQLiteStorage.get_all_run_configs("mine")
+        yield run, SQLiteStorage.get_logs("mine", "run"), SQLiteStorage.get_all_run_configs("mine")
 
 
 @installed

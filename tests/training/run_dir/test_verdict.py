@@ -36,10 +36,6 @@ def test_the_best_is_by_the_metric():
         ((0.5, 0.6, 0.6, 0.61), {"stop_after": 2}, False),
         ((0.5, 0.4, 0.3), {"stop_after": 2}, True),  # the validation before the first step counts as the first value
         ((0.5, 0.6, 0.59, 0.6), {"stop_after": 2}, True),  # an equal one is not an improvement
-        ((0.5, 0.7), {"target": 0.7}, True),
-        ((0.5, 0.69), {"target": 0.7}, False),
-        ((0.8,), {"target": 0.7}, False),  # before the first step
-        ((0.8, 0.6), {"target": 0.7}, False),
     ],
 )
 def test_what_ends_a_run(values, given, ends):

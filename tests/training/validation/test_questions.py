@@ -121,7 +121,6 @@ SOURCES = ("data.sources=[{name: a, source: a.jsonl}]", "data.source=null", "dat
         (["validation.temperature=0"], "greedy completions of one question are all the same"),
         (["validation.metric=perplexity"], "write validation.metric: accuracy, reward, or one of the rewards as"),
         (["validation.metric=loss"], "no validation gives a value of that name"),
-        (["validation.target=90", "validation.metric=accuracy"], "lies between 0 and 1; write validation.target: 0.9"),
         (["validation.min_improvement=0.1"], "this key is gone; any improvement counts"),
         (["loss.num_iterations=2", "validation.every=3"], "write validation.every: 4"),
         (["validation.every=null", "validation.stop_after=3"], "stop_after: null, or validation.every: 50"),
@@ -131,7 +130,6 @@ SOURCES = ("data.sources=[{name: a, source: a.jsonl}]", "data.source=null", "dat
         ([OWN, HELD, "data.held_out=12"], "no row would be left to train on; write data.limit above 12"),
         ([HELD], "both say which rows validations ask; write validation.source: null"),
         ([OWN, HELD, "validation.every=null"], "would be neither trained on nor validated; write validation.every"),
-        ([OWN, HELD, *SOURCES], "each of several sources has its own; write data.held_out: 0"),
     ],
 )
 def test_a_recipe_that_cannot_validate_is_refused(nvfp4_base, tmp_path, settings, says):

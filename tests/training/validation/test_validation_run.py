@@ -145,15 +145,20 @@ def test_a_validation_that_takes_too_long_after_sigterm_is_abandoned(nvfp4_base,
     assert [row["step"] for row in read_metrics(result.run_dir)] == [0, 1, 2]
 
 
-def test_a_run_that_reaches_its_target_is_finished(validated, nvfp4_base, tmp_path, caplog):
-    values = rewards(validated)
-    target = max(values[2], values[4])
-    ends = 2 if values[2] >= target else 4
+def without_improvement(folder):
+    """Settings by which the first validation after a step ends the run."""
+    (folder / "same.py").write_text("def same(completions, **columns):\n    return [0.5] * len(completions)\n")
+    reward = f"rewards=[{{name: accuracy}}, {{name: '{folder}/same.py:same'}}]"
+    return reward, "validation.metric=rewards/same", "validation.stop_after=1", "noise.enabled=false"
+
+
+def test_a_run_that_does_not_improve_is_finished(nvfp4_base, tmp_path, caplog):
+    ends = 2
     caplog.set_level("INFO")
-    result = start(validated_config(nvfp4_base, tmp_path, f"validation.target={target!r}"), "tiny")
+    result = start(validated_config(nvfp4_base, tmp_path, *without_improvement(tmp_path)), "tiny")
     assert result.steps == ends
     assert same_adapters(result.adapter, result.run_dir / "checkpoints" / f"step-{ends:06d}")
-    assert f"has reached validation.target {target:g}: the run ends after step {ends}" in caplog.text
+    assert f"(validation.stop_after 1): the run ends after step {ends}" in caplog.text
     before = (result.run_dir / "metrics.jsonl").read_bytes()
     shutil.rmtree(result.run_dir / "adapter")  # as if it was killed before its end
     shutil.rmtree(result.run_dir / "best")
@@ -167,8 +172,7 @@ def test_an_interrupted_validation_that_ends_the_run_does_so_when_it_is_made_up_
     nvfp4_base, tmp_path, monkeypatch, signalled
 ):
     signalled(signal.SIGINT, 2)
-    rule = "validation.target=-1"  # any value reaches it, but the validation before the first step ends no run
-    result = start(validated_config(nvfp4_base, tmp_path, rule, "noise.enabled=false", steps=3), "tiny")
+    result = start(validated_config(nvfp4_base, tmp_path, *without_improvement(tmp_path), steps=3), "tiny")
     assert (result.steps, result.adapter) == (2, None)
     monkeypatch.undo()
     result = resume(result.run_dir)
