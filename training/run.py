@@ -31,7 +31,7 @@ from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.base.program import write_given_rows
 from qerl.checkpoint.folder import BASE, beside, weights_digest
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import ModelRef, describe, resolve_model, starting_model
+from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.config.recipe import save_config
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
@@ -67,6 +67,7 @@ from training.run_dir.resume import (
     note_base_,
     prolong_,
     rewind_,
+    starting_base,
 )
 from training.run_dir.stop import EndedError, OutOfTimeError, Stop, stop_on_signals
 from training.run_dir.terminal_gone import terminal_may_go
@@ -120,7 +121,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     check_same(parallel, {"recipe": config.model_dump()})
-    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.kind.packs))
+    config, base = settle_start(config, starting_base(config))
     config = parallel.broadcast(settle_qat(config, base, parallel.size) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 

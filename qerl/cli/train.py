@@ -308,11 +308,11 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
 
     base = config.model.base
     if config.kind.packs:
-        from qerl.checkpoint.resolve import starting_model
+        from training.run_dir.resume import starting_base
 
         if quantize_first:
             raise ConfigError("--quantize is for an adapter's base; qat quantizes its own: leave it out")
-        starting_model(config.model.base, config.model.format, config.kind.packs)
+        starting_base(config)
         return
     try:
         check_chat_template(resolve_model(base, config.model.format))

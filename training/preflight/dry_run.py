@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from qerl.base.isolate import closed_at_end
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import starting_model
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
@@ -23,6 +22,7 @@ from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.plan import validation_count
 from training.preflight.start import settle_start
 from training.rewards.rewards import rewards_of_run
+from training.run_dir.resume import starting_base
 from training.validation.questions import Questions, read_questions
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     in which the model says these in each turn. Raises the errors that the run itself would raise for its model,
     adapter, data or rewards.
     """
-    config, base = settle_start(config, starting_model(config.model.base, config.model.format, config.kind.packs))
+    config, base = settle_start(config, starting_base(config))
     if not config.kind.samples:
         return _dry_run_of_rows(config, base, console, show_plan)
     tokenizer, prompts, environments = read_prompts(config, base)

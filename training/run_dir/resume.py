@@ -251,6 +251,11 @@ def _split(value: str) -> tuple[Path, str]:
     return (Path(path), f":{function}") if path.endswith(".py") else (Path(value), "")
 
 
+def starting_base(config: RunConfig, run_dir: Path | None = None) -> ModelRef:
+    """What a recipe starts from, for a new run or for one that continues in `run_dir`. Raises as `starting_model`."""
+    return starting_model(config.model.base, config.model.format, config.kind.packs, run_dir)
+
+
 def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
     """The base of a run that continues.
 
@@ -259,7 +264,7 @@ def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
     """
     base = config.model.base
     try:
-        found = starting_model(config.model.base, config.model.format, config.kind.packs, run_dir)
+        found = starting_base(config, run_dir)
     except CheckpointError as error:
         if is_hub_id(base) or expanded(beside(run_dir, base)).exists():
             raise
