@@ -119,8 +119,8 @@ REMOVED = {  # items of a list are N
     "data.sources.N.validation.split": Removed(("test",), "write validation.split, which each source has"),
     "environment.max_observation_tokens": Removed((None,), "cut a long message in the environment or its tool"),
     "validation.target": Removed((None,), "write validation.stop_after, or fewer run.steps"),
-    "logging.project": Removed(None, "set the variable WANDB_PROJECT"),
-    "logging.run_name": Removed(None, "a run has its directory's name at trackers: write run.out"),
+    "logging.project": Removed((None,), "set the variable WANDB_PROJECT"),
+    "logging.run_name": Removed((None,), "a run has its directory's name at trackers: write run.out"),
     "train.fp8_products": Removed(("all",), "write train.fp8_recipe: tensorwise_gradients, or blockwise_gradients"),
     "validation.min_improvement": Removed((0.0,), "any improvement counts: write validation.stop_after"),
 }
