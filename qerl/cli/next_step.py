@@ -44,7 +44,7 @@ def _evaluation(config: RunConfig, source: Source, run_dir: Path) -> str | None:
     data, played, task = source.data, config.environment, get_task(source.data.task)
     asked, name = source.validation or config.validation, task.name
     graded = data.grader is not None or any(reward.name == "accuracy" for reward in source.rewards)
-    rows = asked.source if graded and asked.split == "test" and config.validation.task is None else None
+    rows = asked.source if graded and config.validation.split == "test" and config.validation.task is None else None
     if rows is None:
         if data.source is not None or task.free_form:
             return None

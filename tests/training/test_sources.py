@@ -24,7 +24,7 @@ def letters(completions, row, log_metric, **columns):
 '''
 SETTINGS = ("rollout.prompts_per_step=3", "data.source=null", "data.limit=null", "validation.every=2")
 SETTINGS += ("validation.metric=sources/sums/reward",)
-PLAIN = ("validation.every=null", "validation.metric=accuracy")
+PLAIN = ("validation.every=null", "validation.metric=accuracy", "data.held_out=0")
 
 
 def config_of(base, folder, *overrides, **given):
@@ -145,7 +145,7 @@ def test_a_source_that_is_not_there_or_too_small_is_named(nvfp4_base, tmp_path):
 
 def test_python_gives_several_sources(nvfp4_base, tmp_path):
     """Rows, a path and a task of its own, each with what belongs to it."""
-    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "data.held_out=0", "noise.enabled=false")
+    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "noise.enabled=false")
     save_config(config, tmp_path / "recipe.yaml")
     rows = [{"prompt": f"How much is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
 

@@ -92,7 +92,7 @@ def draw_noise(sizes: Mapping[str, int], sigma: float, seed: int, step: int) -> 
 def _sigma(config: NoiseConfig, share: float) -> float:
     start, end = config.sigma_start, config.sigma_end
     match config.schedule:
-        case "exponential":
+        case "exponential" | "paper":
             return start * (end / start) ** share
         case "linear":
             return start + (end - start) * share

@@ -328,6 +328,7 @@ SECTIONS = {  # of removed keys that a recipe has only where it asks for them
     "distill": "distill.beta=1.0",
     "environment": "environment.name=calculator",
     "sft": "sft.max_tokens=64",
+    "data.curriculum": "data.curriculum=true",
     "data.sources": "data.sources=[{name: a, validation: {}}, {name: b, validation: {}}]",
 }
 
@@ -340,7 +341,9 @@ def with_removed(data, path, value):
         for item in data:
             with_removed(item, rest, value)
     else:
-        with_removed(data.setdefault(key, {}), rest, value)
+        if not isinstance(data.get(key), dict | list):
+            data[key] = {}
+        with_removed(data[key], rest, value)
 
 
 @pytest.mark.parametrize("key", REMOVED)

@@ -79,5 +79,5 @@ def test_completions_are_not_carried_over_between_sources(tmp_path):
     listed = ("data.source=null", "data.limit=null", f"data.sources={sources}")
     with pytest.raises(ConfigError, match=r"data\.sources given with rollout\.carry_over 2: a step trains"):
         small_config("tiny", tmp_path, *listed, "rollout.carry_over=2")
-    with pytest.raises(ConfigError, match=r"data\.curriculum given with rollout\.carry_over 2"):
-        small_config("tiny", tmp_path, "data.curriculum={}", "rollout.carry_over=2")
+    with pytest.raises(ConfigError, match=r"data\.curriculum true with rollout\.carry_over 2"):
+        small_config("tiny", tmp_path, "data.curriculum=true", "rollout.carry_over=2")

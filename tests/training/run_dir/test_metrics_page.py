@@ -26,8 +26,7 @@ RUNS = {
     "carried": ("rollout.carry_over=2",),
     "sources": (
         *("validation.every=3", "validation.limit=2", "data.source=null", "data.limit=null"),
-        "data.held_out=9",
-        "data.sources=[{name: a, source: ROWS}, {name: b, source: ROWS, validation: {}}]",
+        "data.sources=[{name: a, source: ROWS, validation: {}}, {name: b, source: ROWS, validation: {}}]",
     ),
     "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
 }
