@@ -45,11 +45,8 @@ def main() -> None:
     report = {"command": command(), **machine(), "gb_per_s": bandwidth, "us": rows}
     write(report, arguments.out)
     for entry in rows:
-        print(
-            "{sequences:5} x {tokens!s:>5}  ours {ours:7.2f}  flash attention {flash:7.2f}  limit {limit:7.2f}".format(
-                **entry
-            )
-        )
+        line = "{sequences:5} x {tokens!s:>5}  ours {ours:7.2f}  flash attention {flash:7.2f}  limit {limit:7.2f}"
+        print(line.format(**entry))
 
 
 def take_splits(bits: int, text: str) -> None:

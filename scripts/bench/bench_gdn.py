@@ -28,7 +28,7 @@ NAMES = ("q", "k", "v", "g", "beta", "begin")
 
 
 def main() -> None:
-    from scripts.bench.provenance import command, machine, require_card
+    from scripts.bench.provenance import command, machine, require_card, write
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
@@ -40,8 +40,7 @@ def main() -> None:
         found = {"errors": errors(heads), "speed": [speed(heads, tokens) for tokens in arguments.tokens]}
         report["shapes"][name] = found
         print(name, json.dumps(found, indent=1))
-        if arguments.out:
-            arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(report, arguments.out)
 
 
 def inputs_of(heads: tuple[int, int], lengths: list[int], dtype: Any) -> tuple[list[Any], Any]:

@@ -52,11 +52,8 @@ def start(arguments: argparse.Namespace) -> dict:
     from qerl.engine.options import EngineOptions
     from qerl.engine.vllm.engine import VLLMEngine
 
-    options = EngineOptions(
-        max_context=arguments.context,
-        max_rank=arguments.rank,
-        max_sequences=arguments.sequences,
-    )
+    sizes = {"max_context": arguments.context, "max_rank": arguments.rank, "max_sequences": arguments.sequences}
+    options = EngineOptions(**sizes)
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     return {"startup_s": engine.startup_s, "kernel": engine.kernel}
 

@@ -13,7 +13,7 @@
 #     pack     100 s  tests of packing weights
 #     qatsmall 460 s  training through the quantizer and distillation on the embedded model
 #     start    560 s  a frozen start of rank 32 at 7B: decode speed, a step, agreement
-#     quantize 560 s  `qerl quantize` of a 7B, and of a 32B by three of its layers
+#     quantize 400 s  `qerl quantize` of a 7B
 #     qat      480 s  7B: steps of full-weight training through the quantizer
 #     qatfp8   360 s  the same with gradients in FP8, in BF16, and TRL's; 120 GiB of memory
 #     qat80    540 s  full weights under 80 GiB: ours, and TRL's with micro-batches of 4, 16 and 32
@@ -177,10 +177,11 @@ batch_start() { # a frozen start beside the base: decode speed, a step, and agre
     tests start 200 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "start"
 }
 
-batch_quantize() { # seconds and memory of the default at 7B whole and at 32B by three layers, and llm-compressor's best
+batch_quantize() { # the default at 7B; seconds and what was chosen are in quantize_report.json
     tests quantize 90 tests/quantize/test_gptq_kernel.py tests/quantize/test_gpu.py
-    run quantize-7b 240 "$python" scripts/bench/bench_quantize.py --shape qwen2.5-7b --layers 1 28 --out "$out/quantize-7b.json"
-    run quantize-32b 240 "$python" scripts/bench/bench_quantize.py --shape qwen2.5-32b --layers 1 3 --out "$out/quantize-32b.json"
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    run quantize-7b 240 "$python" -m qerl.cli.main quantize --model "$checkpoints/7b-16" --overwrite --out "$checkpoints/7b-quantized"
+    cp "$checkpoints/7b-quantized/quantize_report.json" "$out/quantize-7b.json"
 }
 
 batch_qat() {
