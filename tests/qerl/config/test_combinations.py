@@ -39,7 +39,7 @@ COMBINATIONS = [
 ]  # fmt: skip
 # Two keys contradict each other: the overrides of the recipe above, and what the error has to say
 PAIRS = [
-    (["data.curriculum={hard_share: 0.3}"], "data.curriculum.hard_share: this key is gone; write data.curriculum: true"),
+    (["data.curriculum={hard_share: 0.3}"], "data.curriculum.hard_share: this key is gone; write data.curr"),
     (["noise.where=both", "loss.kl_coef=0.1"],
      "noise.where both with loss.kl_coef 0.1: the reference policy would be noisy too, and the KL divergence would "
      "not be the one from the base; write noise.where: rollout, or loss.kl_coef: 0"),
