@@ -135,12 +135,16 @@ def scales(model, noise):
     for name, z in noise.items():
         layer, _, norm = name.rpartition(".")
         for reader in READERS[norm]:
-            yield f"{layer}.{reader}", 1 + z / norms[name].weight.detach()
+            gain = norms[name].weight.detach() + ("Gemma" in type(norms[name]).__name__)
+            yield f"{layer}.{reader}", 1 + z / gain
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma"])
 def test_a_noisy_model_is_the_model_with_scaled_weights(family, tmp_path):
-    """q, k and v share one vector, and gate and up another. The tolerance is tight enough to tell them apart."""
+    """q, k and v share one vector, and gate and up another. The tolerance is tight enough to tell them apart.
+
+    Gemma's norm multiplies by 1 + weight.
+    """
     engine, noise = open_noisy(write_base(tmp_path, family), "bf16")
     model = engine.policy_model()
     assert sorted(noise) == [f"model.layers.{layer}.{norm}" for layer in range(2) for norm in READERS]

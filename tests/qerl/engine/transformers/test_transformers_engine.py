@@ -14,7 +14,6 @@ from qerl.engine.open import choose_engine, open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.model.norms import block_norms
-from tests.helpers.bases import write_base
 from tests.helpers.request_sources import Supplied
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
@@ -260,10 +259,9 @@ def test_noise_acts_and_is_removed(engine):
         engine.set_noise({"model.layers.7.input_layernorm": torch.zeros(64)})
 
 
-def test_a_model_with_other_norms_runs_without_noise(tmp_path):
-    """Gemma's norm multiplies by 1 + weight. Noise is not defined for it, but a run without noise works."""
-    base = write_base(tmp_path / "gemma", "gemma")
-    engine = open_engine(str(base), "bf16", EngineOptions(engine="transformers"))
+def test_a_model_with_other_norms_runs_without_noise(engine, monkeypatch):
+    kind = type(next(iter(block_norms(engine.policy_model()).values())))
+    monkeypatch.setattr(kind, "forward", lambda self, x: self.weight * (x - x.mean(-1, keepdim=True)))
     assert engine.set_noise(None) == 0
     with pytest.raises(EngineError, match=r"noise\.enabled=false"):
         engine.set_noise({"model.layers.0.input_layernorm": torch.zeros(64)})

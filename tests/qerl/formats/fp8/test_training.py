@@ -83,4 +83,3 @@ def test_a_recipe_has_a_name_and_its_products():
     assert recipe_of("tensorwise") == Tensorwise(E5M2)
     assert recipe_of("blockwise") == Blockwise()
     assert recipe_of("tensorwise", "gradients") == Tensorwise(rounds_output=False)
-    assert recipe_of(None) is None
