@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 import os
@@ -92,9 +91,7 @@ def init(options: InitOptions) -> Path:
     try:
         aside.mkdir(parents=True)
         texts = {RECIPE: _recipe(folder, expanded(options.data), base, found, config)}
-        texts |= {GRADER: _grader(found, folder), REWARDS: _rewards(found)}
-        for name, template in {GRADER: _GRADERS[found.kind], REWARDS: _SHORT}.items():
-            _check_code(texts[name], template)
+        texts |= {GRADER: _GRADERS[found.kind], REWARDS: _SHORT}  # no name of the rows becomes code
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
         load_recipe(aside / RECIPE)
@@ -113,19 +110,6 @@ def _check_encodable(*names: str) -> None:
             name.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"{name!r} has bytes that are no text in UTF-8: rename it") from None
-
-
-def _check_code(text: str, template: str) -> None:
-    """Raise ConfigError unless `text` has the code of its template, so that no name of the rows became code."""
-    try:
-        same = ast.dump(ast.parse(text.encode())) == ast.dump(ast.parse(template))
-    except (SyntaxError, ValueError):
-        same = False
-    if not same:
-        raise ConfigError(
-            "the names of the data file, its columns or --out cannot be written into Python: rename what has "
-            "characters other than letters, digits, - and _"
-        )
 
 
 _KINDS = {"number": "numbers", "text": "text", "none": "no answers"}
@@ -156,6 +140,7 @@ data:
   task: own                  # your prompts as they stand; nothing is added to them
   source: {source}
 {columns}\
+  # further columns: {further}
   # system_prompt: "Reason step by step. End with the answer alone on the last line."
   # prompt_template: "{{question}}\\n\\nEnd with the answer."
   max_prompt_tokens: {max_prompt_tokens}     # longer prompts are left out; the dry run counts them
@@ -199,6 +184,7 @@ def _recipe(folder: Path, data: Path, base: str, found: Guess, config: RunConfig
         base=base if base in recipe_names() else quoted(os.path.relpath(base, folder)),
         model=quoted(config.model.base),
         source=quoted(str(data)),
+        further=_further(found),
         columns=f"  columns: {json.dumps(found.columns)}\n" if found.columns else "",
         max_prompt_tokens=config.data.max_prompt_tokens,
         grader="" if found.kind == "none" else grader,
@@ -216,7 +202,7 @@ _NUMBER = '''"""Says whether a completion is right."""
 
 import re
 
-# `qerl eval` takes this file too: --grader {place}
+# `qerl eval` takes this file too: --grader FILE
 
 NUMBER = re.compile(r"-?\\d[\\d,]*(?:\\.\\d+)?")
 
@@ -232,7 +218,7 @@ def grade(completion, answer):
 
 _TEXT = '''"""Says whether a completion is right."""
 
-# `qerl eval` takes this file too: --grader {place}
+# `qerl eval` takes this file too: --grader FILE
 
 
 def grade(completion, answer):
@@ -248,11 +234,9 @@ def _plain(text):
 
 _NONE = '''"""Would say whether a completion is right. Your rows have no answers, so the recipe does not name this file.
 
-Where a completion shows by itself whether it is right, write how, and add the line below to data and
-`- name: accuracy` to rewards in the recipe.
+Where a completion shows by itself whether it is right, write how, and add `grader: FILE` to data and `- name: accuracy`
+to rewards in the recipe.
 """
-
-# grader: {place}
 
 
 def grade(completion, question):
@@ -261,9 +245,7 @@ def grade(completion, question):
 '''
 
 _SHORT = '''"""A reward of your own. It takes columns by name: completions, completion_ids, prompts, question, answer,
-step, max_new_tokens, and every further column of your rows."""
-
-# Your rows' further columns: {columns}
+step, max_new_tokens, and every further column of your rows, which the recipe lists."""
 
 
 def short(completions, completion_ids, max_new_tokens, **columns):
@@ -275,16 +257,9 @@ def short(completions, completion_ids, max_new_tokens, **columns):
 _GRADERS = {"number": _NUMBER, "text": _TEXT, "none": _NONE}
 
 
-def _grader(found: Guess, folder: Path) -> str:
-    place = str(folder / GRADER)
-    # A shell's word, or a YAML value where the file is to be named in the recipe. Neither ends the comment.
-    shown = quoted(place) if found.kind == "none" else in_comment(shlex.quote(place))
-    return _GRADERS[found.kind].replace("{place}", shown)
-
-
-def _rewards(found: Guess) -> str:
-    """The reward's file. Columns that are identifiers stand as they are, others in quotes, and all in a comment."""
+def _further(found: Guess) -> str:
+    """The columns that graders and rewards get besides: identifiers as they stand, others in quotes."""
     used = {found.question.split(".")[0], (found.answer or "").split(".")[0]}
     others = [str(name)[:LONGEST_NAME] for name in found.sample if name not in used]
     shown = [name if name.isidentifier() else quoted(name) for name in others[:8]]
-    return _SHORT.replace("{columns}", ", ".join(shown) or "there are none")
+    return ", ".join(shown) or "there are none"

@@ -89,7 +89,7 @@ class PackedPolicy:
             hidden = hidden_states(self._model, row)
             head = dense_head(self._model.get_output_embeddings(), self._temperature)
             found = teacher.divergences(hidden, taught, row.targets, head)
-        return found._make(row.scatter(values, shape) for values in found)
+        return type(found)(*(row.scatter(values, shape) for values in found))
 
     @torch.no_grad()
     def score(

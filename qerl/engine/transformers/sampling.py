@@ -120,9 +120,7 @@ def forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
 
 def blocks_of(model: nn.Module) -> list[ExpertBlock]:
     """The blocks of experts in a model, from the first layer to the last; none in a dense model."""
-    from qerl.model.experts import ExpertBlock
-
-    return [module for module in model.modules() if isinstance(module, ExpertBlock)]
+    return [module for module in model.modules() if getattr(module, "replays", False)]
 
 
 @contextmanager

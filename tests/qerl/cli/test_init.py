@@ -1,6 +1,5 @@
 """`qerl init`: what it writes from a look at somebody's rows can be planned, graded and trained."""
 
-import ast
 import shlex
 from pathlib import Path
 
@@ -116,7 +115,7 @@ def test_rows_without_answers_are_trained_by_the_reward_alone(tmp_path, monkeypa
     )
     config = load_recipe(folder / "recipe.yaml")
     assert (config.data.grader, [reward.name for reward in config.rewards]) == (None, ["asked/rewards.py:short"])
-    assert "topic" in (folder / "rewards.py").read_text(encoding="utf-8")
+    assert "further columns: topic\n" in (folder / "recipe.yaml").read_text(encoding="utf-8")
 
 
 NAMES = {
@@ -124,10 +123,6 @@ NAMES = {
     "other line ends": "a\rb\x0cc\x85d\u2028open('PWN', 'w')", "escapes": "\\N{x} \\", "NUL": "a\0b",
     "half a character": "\ud800", "encoding": "coding: utf-7 +AAo-open('PWN', 'w')", "braces": "{columns} {place} {0}",
 }  # fmt: skip
-
-
-def code_of(path):
-    return ast.dump(ast.parse(path.read_bytes()))
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
@@ -138,10 +133,9 @@ def test_names_of_columns_never_become_code(name, answer, tmp_path, monkeypatch)
     init(InitOptions(write_jsonl(tmp_path / "plain.jsonl", [plain]), recipe="tiny"))
     init(InitOptions(write_jsonl(tmp_path / "odd.jsonl", [{**plain, name: 1}]), recipe="tiny"))
     for file in ("grader.py", "rewards.py"):
-        assert code_of(tmp_path / "odd" / file) == code_of(tmp_path / "plain" / file)
-        exec((tmp_path / "odd" / file).read_bytes(), {})
-    assert not (tmp_path / "PWN").exists()
-    assert "further columns: level, " in (tmp_path / "odd" / "rewards.py").read_text(encoding="utf-8")
+        assert (tmp_path / "odd" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    assert load_recipe(tmp_path / "odd" / "recipe.yaml").data.columns is None
+    assert "# further columns: level, " in (tmp_path / "odd" / "recipe.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +152,7 @@ def test_names_of_files_never_become_code_keys_or_options(name, tmp_path, monkey
     odd = Path(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "1 + 1?", "answer": "2"}]))
     for folder in (init(InitOptions(f"./{odd.name}", recipe="tiny")), init(InitOptions(str(odd), Path(name), "tiny"))):
         for file in ("grader.py", "rewards.py"):
-            assert code_of(folder / file) == code_of(plain / file)
+            assert (folder / file).read_bytes() == (plain / file).read_bytes()
         config, expected = load_recipe(folder / "recipe.yaml"), load_recipe(plain / "recipe.yaml")
         assert (config.data.grader, Path(config.data.source).name) == (str(folder / "grader.py"), odd.name)
         assert config.run.steps == expected.run.steps
@@ -180,13 +174,3 @@ def test_the_command_that_comes_next_is_words_of_a_shell(tmp_path, monkeypatch, 
         assert code == 0
         words = shlex.split(printed.splitlines()[-1].removeprefix("Next: "))
         assert words[:4] == ["qerl", "train", "--recipe", f"{folder}/recipe.yaml"]
-
-
-def test_code_that_a_name_has_changed_is_not_written(tmp_path, monkeypatch):
-    """The check behind the quotes, with quotes that do nothing."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("qerl.cli.init.quoted", str)
-    row = {"prompt": "1 + 1?", "answer": "2", NAMES["closes a line"]: 1}
-    with pytest.raises(ConfigError, match="cannot be written into Python: rename what has"):
-        init(InitOptions(write_jsonl(tmp_path / "odd.jsonl", [row]), recipe="tiny"))
-    assert [path.name for path in tmp_path.iterdir()] == ["odd.jsonl"]
