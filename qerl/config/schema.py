@@ -48,7 +48,9 @@ class AdapterConfig(Section):
     rank: int = Field(32, ge=1, description="rank of A (rank, in) and B (out, rank)")
     alpha: int = Field(64, ge=1, description="B A is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
-    targets: Projections = Field(PROJECTIONS, description="linear layers that get an adapter")
+    targets: Projections = Field(
+        PROJECTIONS, description="linear layers that get an adapter; all seven stand for those of linear attention too"
+    )
     start: Literal["auto", "none", "frozen", "trained"] = Field(
         "auto",
         description="what rounding took from an NVFP4 base, as far as a small rank holds it; frozen: it stays beside "

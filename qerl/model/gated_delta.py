@@ -162,7 +162,7 @@ def delta_rule(
     if not inputs[0].is_cuda or inputs[0].dtype not in (torch.bfloat16, torch.float16):
         return delta_rule_twin(inputs, starts, begin)
     q, k, v, g, beta = (each[None] for each in inputs)
-    out, states = _fla_rule()(
+    out, states = fla_rule()(
         *(q, k, v, g, beta),
         initial_state=begin,
         output_final_state=True,
@@ -173,7 +173,8 @@ def delta_rule(
 
 
 @cache
-def _fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """fla-core's function for 16 bits on a card. Raises EngineError if it is not installed."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:

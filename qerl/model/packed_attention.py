@@ -147,8 +147,18 @@ def logits_divisor(config: PretrainedConfig) -> float:
     return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
-def check_config(config: PretrainedConfig) -> None:
-    """Raise EngineError if the model's attention or head computes something that the packed path leaves out."""
+def has_states(config: PretrainedConfig) -> bool:
+    """Whether some layers have linear attention (`qerl.model.gated_delta`)."""
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def check_config(config: PretrainedConfig, device: str = "cpu") -> None:
+    """Raise EngineError if the model's attention or head computes something that the packed path leaves out, or that
+    needs a package on this device which is not installed."""
+    if device == "cuda" and has_states(config):
+        from qerl.model.gated_delta import fla_rule
+
+        fla_rule()
     for key in UNKNOWN_KEYS:
         if getattr(config, key, None) not in (None, 1.0):
             raise EngineError(
@@ -284,7 +294,7 @@ def make_backward_deterministic(node: torch.autograd.graph.Node) -> None:
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
     """The last hidden states (M, hidden) at the predicting positions; to be called inside `packed_attention_of`."""
     states = {}
-    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+    if has_states(model.config):
         from qerl.model.gated_delta import states_of
 
         taps = model.config.linear_conv_kernel_dim

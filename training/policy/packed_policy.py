@@ -45,12 +45,11 @@ class PackedPolicy:
 
         Raises EngineError for a model that cannot be packed.
         """
-        check_config(model.config)
-        self._model = model
+        self._model, self.device = model, model.get_input_embeddings().weight.device
+        check_config(model.config, self.device.type)
         self._temperature, self._plan = temperature * logits_divisor(model.config), plan
         self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False
-        self.device = self._model.get_input_embeddings().weight.device
         self.planned = 0  # bytes at the peak of the largest micro-batch so far
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
         for layer in self._layers:

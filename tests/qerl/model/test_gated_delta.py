@@ -1,5 +1,6 @@
 """Linear attention over packed rows. Oracles: transformers' model on one row at a time, and the recurrence itself."""
 
+import sys
 import types
 
 import pytest
@@ -11,9 +12,9 @@ from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.adapter_file import linear_targets
 from qerl.config.names import PROJECTIONS
 from qerl.model import packing
-from qerl.model.gated_delta import delta_rule, delta_rule_twin, states_of
+from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, states_of
 from qerl.model.layers import fuse_, recompute_by_
-from qerl.model.packed_attention import hidden_states, packed_attention_of
+from qerl.model.packed_attention import check_config, hidden_states, packed_attention_of
 from qerl.model.packing import pack
 
 PROMPT, COMPLETION = 10, 80  # a chunk of the recurrence has 64 tokens
@@ -200,3 +201,12 @@ def test_each_token_is_convolved_with_those_before_it_in_its_own_sequence():
     assert {(0, 0, 0, 9), (0, 0, 9, 10), (0, 0, 9, 30), (0, 9, 30, 31), (9, 30, 31, 32)} <= seen
     assert (states.tokens, states.starts.tolist(), states.later_starts.tolist()) == (4, [0, 3, 4], [0, 3, 6, 9, 12])
     assert states.prompts.rows.tolist() == [0, 0, 1, 1]
+
+
+def test_a_card_without_fla_core_is_refused_before_a_rollout(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    fla_rule.cache_clear()
+    config = tiny_hybrid().config
+    check_config(config, "cpu")
+    with pytest.raises(EngineError, match=r"pip install fla-core==0\.6\.0"):
+        check_config(config, "cuda")
