@@ -224,19 +224,15 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _no_evaluation(folder: Path) -> CheckpointError:
     """The error for a folder without a result, which names the evaluation that may be meant."""
-    if os.path.isfile(folder):
-        return CheckpointError(f"{folder} is a file: give the folder that holds it, in which `qerl eval` ended")
-    if not os.path.isdir(folder):
-        return CheckpointError(f"{no_folder(str(folder))}: give a folder in which `qerl eval` ended")
     if (folder / SETTINGS).is_file():
         return CheckpointError(
             f"the evaluation in {folder} did not end: repeat the `qerl eval` that writes there, it continues"
         )
-    inner = [str(file.parent) for depth in ("*", "*/*") for file in sorted(folder.glob(f"{depth}/{RESULT}"))]
-    if not inner:
-        return CheckpointError(f"{folder} holds no evaluation: give a folder in which `qerl eval` ended")
-    others = f", and {len(inner) - 1} others" if len(inner) > 1 else ""
-    return CheckpointError(f"{folder} holds no evaluation, but {inner[-1]} does{others}: give that")
+    what = f"{folder} holds no evaluation" if os.path.exists(folder) else no_folder(str(folder))
+    inner = [file.parent for depth in ("*", "*/*") for file in sorted(folder.glob(f"{depth}/{RESULT}"))]
+    if inner:
+        return CheckpointError(f"{what}, but {inner[-1]} does: give that")
+    return CheckpointError(f"{what}: give a folder in which `qerl eval` ended")
 
 
 class _Result(Shape):

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from eval.plan import context_length, default_out, find_model, versions, with_engine, with_memory
+from eval.plan import context_length, default_out, find_model, with_engine, with_memory
 from eval.result import write_json
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
-from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError
+from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError, first_line
+from qerl.base.versions import versions
 from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.resolve import ModelRef, describe, run_of
 
@@ -111,29 +111,14 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
             )
             pipeline.evaluate()
         except (ValueError, OSError, ImportError, TransportError) as error:
-            raise DataError(f"lighteval cannot run {settings.task!r}{_reason(error)}") from error
+            raise DataError(
+                f"lighteval cannot run {settings.task!r} ({first_line(error)}): write task|few_shot, or give a task on "
+                "local files with --suite-tasks FILE; without it lighteval downloads what a task needs"
+            ) from error
         finally:
             engine.close()
         results = pipeline.get_results()["results"]
     return {name: {key: float(v) for key, v in scores.items()} for name, scores in results.items() if name != "all"}
-
-
-def _reason(error: BaseException) -> str:
-    """Why lighteval failed, and what to do. Its libraries raise several kinds of error without a network."""
-    from httpx import TransportError
-    from requests import ConnectionError as Unreached
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (ConnectionError, TransportError, Unreached)):
-            asked = cause.request if isinstance(cause, Unreached) else None  # else it is the hub's client that failed
-            host = urlsplit(asked.url).hostname if asked is not None else "the hub"
-            return (
-                f": it downloads what the task needs, and {host} cannot be reached: check the network, or give a task "
-                "on local files with --suite-tasks FILE"
-            )
-        cause = cause.__cause__ or cause.__context__
-    return f" ({error}): write task|few_shot, or give a file with your own tasks with --suite-tasks FILE"
 
 
 PARSER = "latex2sympy2_extended"

@@ -21,9 +21,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -322,9 +320,6 @@ def environment_seed(seed: int, row: int) -> int:
     return int.from_bytes(hashlib.sha256(f"eval/{seed}/environment/{row}".encode()).digest()[:4], "big") >> 1
 
 
-PACKAGES = ("qerl", "torch", "transformers", "peft", "vllm", "compressed-tensors", "math-verify")
-
-
 def describe_identity(plan: Plan) -> dict[str, Any]:
     """What decides the numbers of a planned evaluation."""
     settings, ref, sampling = plan.settings, plan.ref, plan.sampling
@@ -360,12 +355,3 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
 def digest(value: Any) -> str:
     """16 hex digits of the SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def versions() -> dict[str, str]:
-    """The installed versions of the packages that may change a completion or its grade."""
-    found = {}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found

@@ -18,13 +18,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.plan import Plan, batch_seed, episode_fields, make_plan, versions
+from eval.plan import Plan, batch_seed, episode_fields, make_plan
 from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import no_folder
 from qerl.base.isolate import closed_at_end
 from qerl.base.parallel import ALONE, Parallel, check_same
+from qerl.base.versions import versions
 from qerl.checkpoint.folder import checkpoints_of, export_line, kind_of, kind_of_run
 from qerl.checkpoint.load import text_of_engine
 from qerl.checkpoint.resolve import describe

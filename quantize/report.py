@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.versions import versions
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.verify import LayerCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from rich.table import Table
 
@@ -120,15 +120,9 @@ def table_of(title: str, rows: Mapping[str, str]) -> Table:
     return table
 
 
-def made_by(packages: Iterable[str]) -> dict[str, Any]:
+def made_by() -> dict[str, Any]:
     """The fields `created` and `versions` of a report."""
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
+    return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions()}
 
 
 def _by_layer(entries: list[dict]) -> list[dict]:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
 START_RANK = 64  # of the file; runs use the first 32 components or as many as they say
 LIMIT_S = 300.0  # for what is done without being asked for, by estimate
 CPU_S = 1.65e-10  # per weight, token and thread, with SmolLM2-135M on two cores with AVX-512 (2.5 GHz, torch 2.13)
@@ -187,7 +186,7 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
         bytes_before=source.size_bytes(),
         sqnr_reference=RESCALED.get(options.method, "the source"),
         layers=layers,
-        **made_by(PACKAGES),
+        **made_by(),
     )
 
 

@@ -29,6 +29,7 @@ from qerl.base.files import replace_text
 from qerl.base.isolate import closed_at_end
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.base.program import write_given_rows
+from qerl.base.versions import versions
 from qerl.checkpoint.folder import BASE, beside, weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
@@ -55,7 +56,7 @@ from training.preflight.start import keep_start_, settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import check_shared, new_run_dir, only_writer, read_about, written
-from training.run_dir.inputs import Inputs, check_same_inputs, note_inputs, qat_record, versions
+from training.run_dir.inputs import PACKAGES, Inputs, check_same_inputs, note_inputs, qat_record
 from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.result import TrainResult, finished, settle_best
 from training.run_dir.resume import (
@@ -219,7 +220,7 @@ def agree_on_inputs(config: RunConfig, base: ModelRef, place: Place, inputs: Inp
     """Raise QerlError if ranks were given different things, or other things than when the run began."""
     parallel = place.parallel
     if parallel.size > 1:
-        facts = {"recipe": config.model_dump(), **inputs, "version of a package": versions()}
+        facts = {"recipe": config.model_dump(), **inputs, "version of a package": versions(PACKAGES)}
         check_same(parallel, {**facts, "base": weights_digest(local_folder(base.base))})
     if parallel.first:
         check_same_inputs(place.run_dir, inputs, accept_changes)
@@ -412,7 +413,7 @@ def _open_run_dir(run: Opened) -> None:
         save_config(config, run_dir / "config.yaml")
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():
-        about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
+        about = {"recipe": run.place.name, "base": base.base, "command": sys.argv, "versions": versions(PACKAGES)}
         about |= {"inputs": dict(run.inputs), "on_adapter": base.adapter is not None}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": asdict(run.loaded.plan)}
         about |= {"kind": config.kind.model_dump(), "qat": qat_record(config.qat)}

@@ -65,8 +65,6 @@ NO_START = (
     "rounding takes a part of the merged weights again, and this model has no start that repairs it: for one that has, "
     f"write `qerl merge --adapter {{}} --to {formats.BF16.name}` and give its result to `qerl quantize --model`"
 )
-MERGE_PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
-PACKAGES = ("qerl", "torch", "transformers", "compressed-tensors")
 CARD = "README.md"
 
 if TYPE_CHECKING:
@@ -207,7 +205,7 @@ def _packed_report(run: Path, out: Path, step: int, masters: Masters, options: E
         linears=sum(len(info.shape) == 2 for info in masters.trained.values()),
         trained=masters.what,
         bytes=0,
-        **made_by(PACKAGES),
+        **made_by(),
         commands={"chat": chat_line(out), **({} if _only_qerl(run, options) else {"vllm": serve_model_line(out)})},
     )
 
@@ -354,7 +352,7 @@ def _report(options: ExportOptions, adapter: Adapter, out: Path, base: str, onto
         scaling=adapter.scaling,
         trained_norms=len(adapter.norms),
         bytes=0,
-        **made_by(MERGE_PACKAGES),
+        **made_by(),
     )
 
 

@@ -175,7 +175,7 @@ def test_a_path_that_holds_no_evaluation_is_named_with_what_is_there(tmp_path):
     cases = {
         tmp_path / "gsm8k-1a2c": r"there is no folder .*gsm8k-1a2c \(did you mean .*gsm8k-1a2b\?\): give",
         first / "result.jsno": r"there is no folder .*result.jsno: give",
-        first / "completions.jsonl": r"completions.jsonl is a file: give the folder that holds it",
+        first / "completions.jsonl": r"completions.jsonl holds no evaluation: give a folder",
         tmp_path / "run": rf"run holds no evaluation, but {inner} does: give that",
         tmp_path / "run" / "eval": rf"eval holds no evaluation, but {inner} does: give that",
     }

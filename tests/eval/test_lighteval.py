@@ -71,13 +71,13 @@ def test_a_missing_task_gives_one_line_and_leaves_nothing(tasks_file, tmp_path, 
     assert "Cannot find task none" in refused("none", tasks_file, tmp_path / "out", capsys)
 
 
-def test_a_host_that_cannot_be_reached_is_named_in_a_short_line(tasks_file, tmp_path, capsys):
+def test_a_host_that_cannot_be_reached_is_named_in_one_line(tasks_file, tmp_path, capsys):
     download = "import requests\n    requests.get('http://127.0.0.1:9/rows.pkl')\n    return Doc("
     tasks_file.write_text(tasks_file.read_text().replace("return Doc(", download))
-    assert refused("mine|0", tasks_file, tmp_path / "out", capsys) == (
-        "error: lighteval cannot run 'mine|0': it downloads what the task needs, and 127.0.0.1 cannot be reached: "
-        "check the network, or give a task on local files with --suite-tasks FILE"
-    )
+    line = refused("mine|0", tasks_file, tmp_path / "out", capsys)
+    assert line.startswith("error: lighteval cannot run 'mine|0' (")
+    assert "127.0.0.1" in line
+    assert line.endswith("without it lighteval downloads what a task needs")
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.base.program import GivenFunction
+from qerl.base.versions import versions
 from qerl.config.data import REWARD_NAMES, is_url
 from qerl.config.keys import drop_removed_
 from qerl.data.grading.grade import find_grader
@@ -89,17 +88,6 @@ def _digests(prompts: Sequence[Prompt]) -> tuple[str, str]:
     return rows.hexdigest(), ids.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """The installed version of each package that a result depends on."""
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def check_same_inputs(run_dir: Path, inputs: Inputs, accept: bool) -> None:
     """Raise ConfigError if rows, rewards or packages are not those that the run began with; `accept` only says it."""
     about = read_about(run_dir)
@@ -108,7 +96,7 @@ def check_same_inputs(run_dir: Path, inputs: Inputs, accept: bool) -> None:
     if not about.get("inputs"):
         logger.warning("%s was begun without digests: whether its rows and rewards changed is not known", run_dir)
     changed = [f"{what} changed" for what in _differing(about.get("inputs") or inputs, inputs)]
-    installed, before = versions(), about.get("versions") or {}
+    installed, before = versions(PACKAGES), about.get("versions") or {}
     for name in _differing(before, installed):
         changed.append(f"{name} is {installed.get(name, 'not installed')} and was {before.get(name, 'not installed')}")
     if not changed:
@@ -123,7 +111,7 @@ def check_same_inputs(run_dir: Path, inputs: Inputs, accept: bool) -> None:
 
 def note_inputs(run_dir: Path, inputs: Inputs, step: int) -> None:
     """Let run.json say what is there from `step` on; what was there before is kept in it."""
-    about, now = read_about(run_dir), {"inputs": dict(inputs), "versions": versions()}
+    about, now = read_about(run_dir), {"inputs": dict(inputs), "versions": versions(PACKAGES)}
     before = {key: about[key] for key in now if about.get(key)}
     if before == now:
         return

@@ -1,0 +1,19 @@
+"""The installed versions of the packages that a result depends on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+
+PACKAGES = ("qerl", "torch", "transformers", "peft", "vllm", "compressed-tensors", "llmcompressor", "math-verify")
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """The version of Python and of those that are installed, by name."""
+    found = {"python": sys.version.split()[0]}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
