@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, first_line
 from qerl.checkpoint.output import set_aside
 from qerl.checkpoint.shards import TensorReader
 from qerl.checkpoint.source import Source, power_of_two_scale_of, weight_for_scales
@@ -301,7 +301,7 @@ def kept_if_calibrated(method: str | None, staging: Path, out: Path) -> Iterator
         if not isinstance(error, Exception):
             logger.warning("stopped before the check ended: the weights by %s are in %s", method, kept)
             raise
-        reason = error.detail if isinstance(error, FailedCheck) else (str(error).splitlines() or [repr(error)])[0]
+        reason = error.detail if isinstance(error, FailedCheck) else first_line(error)
         raise CheckpointError(
             f"the checkpoint by {method} does not pass its check and is not at {out}: {reason}. It is kept as {kept}: "
             "use it under that name if you accept this, or give more rows, such as it will see, or write --method rtn"

@@ -24,7 +24,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.hub import is_hub_id
-from qerl.checkpoint.output import check_ours, check_space, staged_folder
+from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, read_source
@@ -87,7 +87,7 @@ def make_start(base: str, model: str, out: Path | None, options: QuantizeOptions
         )
     folder = local_folder(ref.base, options.trust_remote_code)
     source = _with_linears_of(folder, base, source)
-    target = _target(folder, base, out, options)
+    target = _target(folder, base, source.folder, out, options)
     device = resolve_device(options.device)
     rank = START_RANK if options.start_rank is None else options.start_rank
     choice = choose(source, replace(options.chosen(), start_rank=rank), device)
@@ -122,7 +122,7 @@ def _with_linears_of(folder: Path, base: str, source: Source) -> Source:
     return replace(source, quantized=quantized, kept=tuple(module for module in linears if module not in packed))
 
 
-def _target(folder: Path, base: str, out: Path | None, options: QuantizeOptions) -> Path:
+def _target(folder: Path, base: str, source: Path, out: Path | None, options: QuantizeOptions) -> Path:
     """Where the start goes. Raises CheckpointError for the hub's cache, and for one that is there."""
     from huggingface_hub import constants
 
@@ -130,11 +130,7 @@ def _target(folder: Path, base: str, out: Path | None, options: QuantizeOptions)
     if out is None and cached:
         raise CheckpointError(f"{base} is in the hub's cache, which qerl does not write to: write --out FOLDER as well")
     target = folder / START if out is None else Path(out).expanduser()
-    if target.is_dir() and any(target.iterdir()):
-        if not (options.overwrite or options.force):
-            raise CheckpointError(f"{target} exists: write `--overwrite` to replace it, or another folder as --out")
-        if not options.force:
-            check_ours(target)
+    check_target(target, source, options.overwrite, options.force)
     return target
 
 

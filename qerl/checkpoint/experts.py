@@ -51,6 +51,7 @@ MOST = {  # bounds far beyond every published model: a larger number would only 
     "linear_value_head_dim": 2**13,
     "linear_conv_kernel_dim": 2**8,
     "max_position_embeddings": 2**31,
+    "sliding_window": 2**31,
 }
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
@@ -238,28 +239,6 @@ class Decoder:
         parent, _, leaf = self.in_memory(module).rpartition(".")
         return f"{parent}.{LINEARIZED[self.family.leaves.index(leaf)]}"
 
-    def shapes_in_memory(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The names and shapes in memory of a 16-bit file's tensors, by their names and shapes there.
-
-        Where an expert is missing or has another shape than config.json says, the tensors keep their names, which exist
-        nowhere in memory.
-        """
-        parts: dict[str, list[str]] = {}
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in shapes.items():
-            module = name.removesuffix(".weight")
-            place = self.place_of(module)
-            if place is None or shape != self.shape_of(module.rpartition(".")[2]):
-                found[self.in_memory(name) if place is None else name] = shape
-            else:
-                parts.setdefault(place.tensor, []).append(name)
-        for tensor, names in parts.items():
-            if len(names) == self.experts * (1 if tensor.endswith(DOWN) else 2):
-                found[tensor] = self.shape_in_memory(tensor.split(".", 3)[3])
-            else:
-                found |= {name: shapes[name] for name in names}
-        return found
-
     def in_memory(self, name: str) -> str:
         """The name in memory of a tensor or a module that is not an expert's, by its name in files."""
         return name.replace(f".{self.family.block}.", ".mlp.", 1) if self.family else name
@@ -412,14 +391,6 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
             raise CheckpointError(
                 f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
             )
-    kind = str(config.get("model_type"))  # Llama never reads it, Qwen where use_sliding_window says so
-    window = config.get("sliding_window")
-    read = config.get("use_sliding_window", not kind.startswith(("qwen", "llama")))
-    if read and isinstance(window, int | float) and not window >= 1:
-        raise CheckpointError(
-            f"{name}: config.json has sliding_window {window}, with which no token sees any: write null for no window, "
-            "or copy the file from the original model"
-        )
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:

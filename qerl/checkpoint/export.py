@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import CheckpointError, ConfigError, first_line
 from qerl.base.hub import HUB_ID
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter import A_SUFFIX, B_SUFFIX, check_fit
@@ -238,7 +237,7 @@ def check_push(repo: str) -> None:
         user = HfApi().whoami()
     except Exception as error:  # of httpx, of the hub's client, or an OSError
         raise CheckpointError(
-            f"{repo} cannot be pushed: the hub does not answer, or does not take the token ({_first_line(error)}): run "
+            f"{repo} cannot be pushed: the hub does not answer, or does not take the token ({first_line(error)}): run "
             "`hf auth login` with one that may write, or leave --push-to-hub out and upload the folder later with `hf "
             "upload`"
         ) from error
@@ -257,11 +256,7 @@ def push(folder: Path, repo: str, private: bool, command: str) -> str:
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload by qerl {command}")
     except Exception as error:  # of httpx, of the hub's client, or an OSError
         raise CheckpointError(
-            f"{folder} is complete, but could not be pushed to {repo} ({_first_line(error)}): try again with "
+            f"{folder} is complete, but could not be pushed to {repo} ({first_line(error)}): try again with "
             f"`hf upload {repo} {folder}`"
         ) from error
     return str(url)
-
-
-def _first_line(error: Exception) -> str:
-    return re.split(r"[\r\n]", str(error).strip(), maxsplit=1)[0] or type(error).__name__

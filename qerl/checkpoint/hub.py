@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, first_line
 from qerl.base.files import is_path, no_folder
 from qerl.base.hub import HUB_ID, reachable, refusal
 
@@ -87,7 +87,7 @@ def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
             raise CheckpointError(f"{_not_here(ref)}, and {refused}; or give a folder with the model") from error
         raise CheckpointError(
             f"{_not_here(ref)}, and it cannot be fetched from the hub ({type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}): check the name and the network, or give a folder with the model"
+            f"{first_line(error)}): check the name and the network, or give a folder with the model"
         ) from error
 
 

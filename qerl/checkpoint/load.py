@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import CheckpointError, ConfigError, first_line
 from qerl.base.sandbox import SWITCH, try_tokenizer
 from qerl.checkpoint.activations import INPUT_SCALE, check_experts, kind_of_activations, place_activations_
 from qerl.checkpoint.experts import DECAYS, DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
@@ -185,7 +185,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         ) from error
     except Exception as error:  # an odd value raises whatever the code that met it raises
         raise CheckpointError(
-            f"{folder} has no tokenizer that can be read ({_first_line(error)}): copy tokenizer.json and "
+            f"{folder} has no tokenizer that can be read ({first_line(error)}): copy tokenizer.json and "
             "tokenizer_config.json from the original model into it"
         ) from error
     if tokenizer.eos_token is None:
@@ -242,7 +242,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # an odd value raises whatever the code that met it raises
         raise CheckpointError(
-            f"{folder}/generation_config.json cannot be read ({_first_line(error)}): copy it from the original model"
+            f"{folder}/generation_config.json cannot be read ({first_line(error)}): copy it from the original model"
         ) from error
 
 
@@ -256,10 +256,17 @@ def _check_format(folder: Path, wanted: Format, found: Format) -> None:
 
 
 def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_remote_code: bool = False) -> None:
-    """Raise CheckpointError if config.json describes another model than the 16-bit `tensors`; reads headers only."""
+    """Raise CheckpointError if config.json describes another model than the 16-bit `tensors`; reads headers only.
+
+    Experts are left out: `qerl.checkpoint.source.check_layout` checks them by their names in files.
+    """
     decoder = decoder_of(read_json(folder / "config.json"), str(folder))
+    model = empty_model(folder, None, trust_remote_code)
+    for layer in decoder.sparse:
+        del model.get_submodule(f"model.layers.{layer}.mlp").experts
     there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
-    _refuse_misfits(folder, empty_model(folder, None, trust_remote_code), decoder.shapes_in_memory(there))
+    there = {decoder.in_memory(name): shape for name, shape in there.items() if ".experts." not in name}
+    _refuse_misfits(folder, model, there)
 
 
 def _refuse_misfits(folder: Path, model: PreTrainedModel, there: Mapping[str, tuple[int, ...]]) -> None:
@@ -291,7 +298,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the model's code, whatever value of the config it met
         raise CheckpointError(
-            f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
+            f"{folder} cannot be loaded: {first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
         ) from error
 
 
@@ -358,13 +365,6 @@ def _refuse_bare_codes(folder: Path, tensors: Mapping[str, TensorInfo], packed: 
             f"{folder} holds {bare[0]} as {tensors[bare[0]].dtype} without scales ({len(bare)} such tensors): the "
             "checkpoint is incomplete or of another format, give the 16-bit model"
         )
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says, with the second line of one that begins with a heading; one word alone says too little."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
-    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-    return said if " " in said else f"{type(error).__name__} {said}".strip()
 
 
 # What a chat template is given already.

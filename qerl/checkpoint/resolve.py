@@ -28,7 +28,6 @@ from qerl.checkpoint.folder import (
     EMBEDDED,
     REPORT,
     TINY,
-    TINY_FOLDER,
     WORDS,
     ModelKind,
     adapter_of_run,
@@ -54,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 
 RUNS = Path("runs")
+BF16 = formats.BF16.name
+DEEPEST = 16  # runs that begin from one another
 STARTS = ("auto", "none")
 
 
@@ -122,10 +123,6 @@ def _start_of(found: ModelRef, asked: str) -> BaseStart | None:
 
 def _locate(ref: str) -> tuple[Path, bool]:
     """The folder whose files show what `ref` is, and whether `ref` is itself a folder on this machine."""
-    if ref == TINY:
-        if not (TINY_FOLDER / "config.json").is_file():
-            raise CheckpointError(f"the embedded model is not in {TINY_FOLDER}: install qerl again")
-        return TINY_FOLDER, True
     folder = EMBEDDED.get(ref) or expanded(ref)
     if os.path.isdir(folder):
         return folder, True
@@ -133,13 +130,11 @@ def _locate(ref: str) -> tuple[Path, bool]:
         raise CheckpointError(f"{ref} is a file: give the folder that holds it")
     if is_hub_id(ref):
         return config_folder(ref), False
-    example = f"a hub id such as Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
-    if is_path(ref):
-        raise CheckpointError(f"{no_folder(ref)}: give an existing folder, {example}")
     close = close_to(ref)
+    nowhere = f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}"
     raise CheckpointError(
-        f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}: give an existing folder, "
-        f"{example}"
+        f"{no_folder(ref) if is_path(ref) else nowhere}: give an existing folder, a hub id such as "
+        f"Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
     )
 
 
@@ -256,35 +251,26 @@ def _resolve_adapter(folder: Path, load: str) -> ModelRef:
 def model_under(ref: str) -> str:
     """The model at the bottom of a run or an adapter, which need not be on this machine; of any other `ref`, itself.
 
-    Raises CheckpointError for runs and adapters that name themselves or one another.
+    Raises CheckpointError for runs and adapters that rest on themselves.
     """
-    above: list[Path] = []
-    while (named := _named_base(ref)) is not None:
-        file, base = named
-        above.append(file.parent.resolve())
-        folder = expanded(base).resolve()
-        if folder in above and base not in EMBEDDED:
-            kind = "run" if file.suffix == ".yaml" else "adapter"
-            how = f"is the {kind} itself" if folder == above[-1] else "rests on it"
-            raise CheckpointError(
-                f"{file} names {base}, which {how}, as its base: write there the model that it was trained on, or give "
-                f"`--model BASE --adapter {file.parent}`"
-            )
-        ref = base
-    return ref
+    bottom = ref
+    for _ in range(DEEPEST):
+        if (named := _named_base(bottom)) is None:
+            return bottom
+        bottom = named
+    raise CheckpointError(
+        f"{ref} names itself as its base, or one that rests on it: write there the model that it was trained on, or "
+        f"give `--model BASE --adapter {ref}`"
+    )
 
 
-def _named_base(ref: str) -> tuple[Path, str] | None:
-    """If `ref` is a run or an adapter, the file that names its base, and that base; None otherwise."""
+def _named_base(ref: str) -> str | None:
+    """The base that `ref` names, if it is a run or an adapter."""
     folder = expanded(ref)
-    if ref in EMBEDDED or not os.path.isdir(folder):
+    kind = resting_kind(folder) if ref not in EMBEDDED and os.path.isdir(folder) else None
+    if kind is None:
         return None
-    match resting_kind(folder):
-        case "run":
-            return folder / "config.yaml", beside(folder, model_in_recipe(folder)[0])
-        case "adapter":
-            return folder / "adapter_config.json", beside(folder, model_of_adapter(folder)[0])
-    return None
+    return beside(folder, model_in_recipe(folder)[0] if kind == "run" else model_of_adapter(folder)[0])
 
 
 def adapter_folder(ref: str) -> Path:
@@ -336,26 +322,25 @@ def starting_model(base: str, format: str, masters: bool, run: Path | None = Non
     if not masters:
         return resolve_model(base, format) if run is None else resolve_base_of_run(base, format, run)
     found = resolve_model(base if run is None else beside(run, base))
-    _check_whole(found, "model.base", base, "qat trains")
+    check_whole(found, f"model.base {base}", "qat trains")
     return replace(found, format=format)
 
 
-def _check_whole(found: ModelRef, key: str, given: str, use: str) -> None:
-    """Raise ConfigError unless the recipe's `key` names a whole 16-bit model."""
-    if found.kind == "base16":
-        return
+def check_whole(found: ModelRef, named: str, use: str, to: str = BF16) -> None:
+    """Raise ConfigError unless what was `named` (an option or a key, and its value) is a whole 16-bit model.
+
+    `to` is the format in which an export of an adapter or a run helps.
+    """
     if found.kind == "quantized":
         source, label = quantized_from(found.path), formats.get(found.format).label
-        remedy = f"write {key}: {source}" if source else "give the 16-bit model that it was made from"
-        raise ConfigError(f"{key} {given} is already quantized ({label}), and {use} a 16-bit model: {remedy}")
-    command = f"qerl merge --adapter {given}" if found.adapter else export_line(found.path)
-    raise ConfigError(
-        f"{key} {given} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and {use} a whole 16-bit model: "
-        f"write `{command} --to {BF16}` and give the folder that it makes"
-    )
-
-
-BF16 = formats.BF16.name
+        remedy = f"give {source}" if source else "give the 16-bit model that it was made from"
+        raise ConfigError(f"{named} is already quantized ({label}), and {use} a 16-bit model: {remedy}")
+    if found.kind != "base16":
+        command = f"qerl merge --adapter {found.path}" if found.adapter else export_line(found.path)
+        raise ConfigError(
+            f"{named} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and {use} a whole 16-bit model: "
+            f"write `{command} --to {to}`, and take the folder that it makes"
+        )
 
 
 def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
@@ -366,7 +351,7 @@ def teacher_model(given: str | None, base: ModelRef) -> ModelRef:
     if given is None:
         return _own(base.base)
     found = resolve_model(given)
-    _check_whole(found, "distill.teacher", given, "a teacher is")
+    check_whole(found, f"distill.teacher {given}", "a teacher is")
     return found
 
 

@@ -104,8 +104,6 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    if any(folder.glob("model-*-of-*.safetensors")):
-        raise CheckpointError(f"{folder} has shards but no {INDEX} to list them: copy or download it again")
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise CheckpointError(

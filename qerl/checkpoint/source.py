@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.experts import TITLES, Decoder, check_decoder, check_numbers, decoder_of, fused, matching
-from qerl.checkpoint.folder import WORDS, export_line, kind_of, kind_of_run
+from qerl.checkpoint.folder import WORDS
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.load import COMPUTED
-from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.resolve import check_whole, resolve_model
 from qerl.checkpoint.shards import (
     DTYPE_BYTES,
     TensorInfo,
@@ -118,7 +118,7 @@ def read_source(
     linears = check_layout(folder, config, tensors)
     config = with_own_head(config, tensors)
     kept = matching(linears, ignore, option)
-    _check_whole(linears, decoder_of(config, str(folder)), frozenset(kept), option)
+    _refuse_split(linears, decoder_of(config, str(folder)), frozenset(kept), option)
     quantized = tuple(module for module in linears if module not in set(kept))
     if not quantized:
         raise ConfigError(f"{option} {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
@@ -135,18 +135,8 @@ def read_source(
 
 
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
-    kind = kind_of(Path(model)) if Path(model).is_dir() else "base16"
-    if kind in ("adapter", "run"):  # checked first, since `resolve_model` would look for its base
-        whole = kind == "run" and kind_of_run(Path(model)).packs
-        command = export_line(Path(model)) if whole else f"qerl merge --adapter {model}"
-        raise CheckpointError(
-            f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "
-            f"`{command} --to {formats.DEFAULT.name}`, or give the model that it was trained on"
-        )
     ref = resolve_model(model)
-    if ref.kind == "quantized":
-        label = formats.get(ref.format).label
-        raise CheckpointError(f"{model} is already quantized ({label}): use it as it is, or give its 16-bit model")
+    check_whole(ref, model, "quantizing takes", formats.DEFAULT.name)
     if is_hub_id(ref.base):
         return ref.base, download_model(ref.base, trust_remote_code)
     folder = Path(ref.base)
@@ -192,7 +182,7 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
     return linears
 
 
-def _check_whole(linears: Sequence[str], decoder: Decoder, kept: Collection[str], option: str) -> None:
+def _refuse_split(linears: Sequence[str], decoder: Decoder, kept: Collection[str], option: str) -> None:
     """Refuse patterns that split what engines multiply by at once: q/k/v, gate/up, and a layer's experts."""
     experts = [[module for expert in decoder.experts_of(layer) for module in expert] for layer in decoder.sparse]
     for modules in (*fused(linears), *experts):

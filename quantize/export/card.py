@@ -118,7 +118,7 @@ def _title(report: ExportReport | MergeReport) -> str:
     licence = licence_of(report.base)
     rows = {
         "what": report.kind,
-        **report.card_rows(f"`{base_on_hub(report.base) or Path(report.base).name}`"),
+        **report.rows(f"`{base_on_hub(report.base) or Path(report.base).name}`"),
         "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
         "made": f"{report.created} by `qerl export --to {report.to}`",
     }

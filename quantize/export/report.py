@@ -78,23 +78,20 @@ class ExportReport(_Written):
         """As in a `MergeReport`."""
         return self.begun_from
 
-    def rows(self) -> dict[str, str]:
-        """What the result is, by the names that people read."""
+    def rows(self, origin: str | None = None) -> dict[str, str]:
+        """What the result is, by the names that people read; for a card, with the base as `origin`, without paths."""
+        run = f"`{Path(self.run).name}`" if origin else self.run
         how = f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
         if formats.get(self.to).quantized:
             how = "packed as the engine holds them"
         rows = {
-            "run": f"{self.run}, step {self.step}",
-            "begun from": self.begun_from,
+            "run": f"{run}, step {self.step}",
+            "begun from": origin or self.begun_from,
             "weights": f"{self.linears} trained linears, {how}",
         }
         if self.lowest_sqnr_db is not None:
             rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
         return rows
-
-    def card_rows(self, origin: str) -> dict[str, str]:
-        """The same for a card, which others read: names in place of paths."""
-        return {**self.rows(), "run": f"`{Path(self.run).name}`, step {self.step}", "begun from": origin}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,31 +134,16 @@ class MergeReport(_Written):
         """The content of merge_report.json."""
         return {**super().to_json(), "warnings": self.warnings()}
 
-    def rows(self) -> dict[str, str]:
-        """What the result is, by the names that people read."""
-        norms = {"trained norms": str(self.trained_norms)} if self.trained_norms else {}
-        return {
-            "adapter": f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}",
-            **({"start": self.start_text()} if self.start is not None else {}),
-            "base" if self.to == "adapter" else "merged onto": self.onto,
-            **norms,
-        }
-
-    def card_rows(self, origin: str) -> dict[str, str]:
-        """The same for a card, which others read: names in place of paths."""
-        norms = f", and {self.trained_norms} trained norms" if self.trained_norms else ""
-        onto = {"merged onto" if self.to != "adapter" else "for": f"`{self.onto}`"} if self.onto != self.base else {}
-        return {
-            "trained on": origin,
-            "adapter": f"LoRA, rank {self.rank}, alpha / rank {self.scaling:g}{norms}",
-            **({"start": self.start_text()} if self.start is not None else {}),
-            **onto,
-        }
-
-    def start_text(self) -> str:
-        """How the adapter was trained with its start, in words."""
-        how = "acts beside the adapter" if self.start.kind == "frozen" else "the adapter began at it and holds it"
-        return f"rank {self.start.rank}, {how}"
+    def rows(self, origin: str | None = None) -> dict[str, str]:
+        """What the result is, by the names that people read; for a card, with the base as `origin`, without paths."""
+        rows = {"trained on": origin} if origin else {}
+        rows["adapter"] = f"{'LoRA' if origin else self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}"
+        if self.start is not None:
+            how = "acts beside the adapter" if self.start.kind == "frozen" else "the adapter began at it and holds it"
+            rows["start"] = f"rank {self.start.rank}, {how}"
+        if not origin or self.onto != self.base:
+            rows["base" if self.to == "adapter" else "merged onto"] = f"`{self.onto}`" if origin else self.onto
+        return rows | ({"trained norms": str(self.trained_norms)} if self.trained_norms else {})
 
     def measured(self) -> dict[str, str]:
         """The measurements, by the names that people read."""

@@ -125,7 +125,7 @@ def test_a_part_of_the_linears_is_trained(base, tmp_path, overrides, trained, pa
 @pytest.mark.parametrize(
     ("given", "overrides", "message"),
     [
-        ("nvfp4_base", (), r"already quantized \(NVFP4\).*write model\.base: "),
+        ("nvfp4_base", (), r"already quantized \(NVFP4\), and qat trains a 16-bit model: give "),
         ("base", ("qat.targets=['re:.*gate']", "qat.quant_cfg.ignore=['re:nothing']"), "'re:nothing' matches no layer"),
         ("base", ("qat.targets=[q_proj]",), r"qat\.targets 'q_proj' matches no layer: write a full name"),
         ("base", ("qat.quant_cfg.ignore=['re:.*layers.*']",), "keeps all 2 decoder layers in 16 bits"),

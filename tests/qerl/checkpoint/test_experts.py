@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
-from qerl.checkpoint.experts import decoder_of, fused, matching
+from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, decoder_of, fused, matching
+from qerl.checkpoint.load import check_config_fits
 from qerl.checkpoint.shards import TensorReader, read_json, read_tensors
 from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
 
@@ -32,7 +33,13 @@ def test_names_shapes_and_places_are_those_of_transformers(tmp_path, layout):
     assert len(decoder.linears()) == len(set(decoder.linears())) == 2 * (4 + 3 * 4)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
     in_memory = {name: tuple(each.shape) for name, each in loaded.items()}
-    assert decoder.shapes_in_memory({name: info.shape for name, info in tensors.items()}) == in_memory
+    for name in (FUSED_GATE_UP, DOWN):
+        assert in_memory[f"model.layers.1.{name}"] == decoder.shape_in_memory(name)
+    check_config_fits(tmp_path, tensors)
+    router = decoder.kept()[0]
+    left = {name: info for name, info in tensors.items() if name != f"{router}.weight"}
+    with pytest.raises(CheckpointError, match=f"{decoder.in_memory(router)}.weight is missing"):
+        check_config_fits(tmp_path, left)
     with TensorReader(tensors) as read:
         for expert in decoder.experts_of(1):
             for module in expert:

@@ -7,8 +7,7 @@ import pytest
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint import hub
-from qerl.checkpoint import resolve as checkpoint
-from qerl.checkpoint.folder import EMBEDDED, beside, default_quantized_dir
+from qerl.checkpoint.folder import EMBEDDED, TINY_FOLDER, beside, default_quantized_dir
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from tests.helpers.checkpoint_factory import fake_checkpoint
 from tests.helpers.model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
@@ -61,7 +60,7 @@ def test_steps_count_as_numbers_and_unfinished_checkpoints_do_not_count(tmp_path
 def test_the_embedded_model_is_named_by_a_word_and_not_by_a_folder(tmp_path):
     make_nvfp4("tiny")
     found = resolve_model("tiny")
-    assert (found.kind, found.format, found.base) == ("base16", "bf16", str(checkpoint.TINY_FOLDER))
+    assert (found.kind, found.format, found.base) == ("base16", "bf16", str(TINY_FOLDER))
     assert resolve_model("./tiny").kind == "quantized"
 
 
@@ -172,7 +171,7 @@ def test_which_names_are_hub_ids():
     [
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B-Instruct"),
         *((model, "Small-1B") for model in ("models/Small-1B", "models/Small-1B/", "./models/../models/Small-1B")),
-        *((model, "tiny") for model in ("tiny", str(checkpoint.TINY_FOLDER))),
+        *((model, "tiny") for model in ("tiny", str(TINY_FOLDER))),
     ],
 )
 def test_default_folder_of_a_quantized_model(model, name):

@@ -108,7 +108,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path, weight_map, 
         ([], "no model.safetensors and no"),
         (["pytorch_model.bin"], "only as pickled files .pytorch_model.bin"),
         (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "only as pickled files"),
-        (["model-00001-of-00002.safetensors", "training_args.bin"], "has shards but no model.safetensors.index.json"),
+        (["model-00001-of-00002.safetensors"], "no model.safetensors and no model.safetensors.index.json"),
     ],
 )
 def test_folders_without_weights_say_what_they_lack(tmp_path, files, message):

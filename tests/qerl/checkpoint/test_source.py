@@ -195,13 +195,13 @@ def test_a_missing_tokenizer_is_refused(tmp_path):
 def test_a_quantized_model_and_an_adapter_are_refused(tmp_path):
     quantization = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
     nvfp4 = fake_checkpoint(tmp_path / "done", quantization_config=quantization)
-    with pytest.raises(CheckpointError, match=r"is already quantized .NVFP4.: use it as it is"):
+    with pytest.raises(ConfigError, match=r"is already quantized .NVFP4., and quantizing takes a 16-bit model: give"):
         read_source(str(nvfp4))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(nvfp4)}))
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is an adapter, not a model: write `qerl merge --adapter .* --to"):
+    with pytest.raises(ConfigError, match=r"is an adapter, and quantizing takes .* `qerl merge --adapter .* --to"):
         read_source(str(adapter))
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import qerl.checkpoint.resolve
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, BaseStart, TrainedStart, digest_of, read_start, start_of_adapter
-from qerl.checkpoint.folder import CHECKSUMS, REPORT, seal
+from qerl.checkpoint.folder import CHECKSUMS, REPORT, TINY_FOLDER, seal
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, card_text, plain_base
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.open import open_model
@@ -130,7 +129,7 @@ def test_a_card_says_why_it_names_no_16_bit_model(nvfp4_base, tmp_path):
         (block,) = blocks(card)
         assert "CompressedTensorsConfig(dequantize=True)" in block
     (other / REPORT).write_text('{"source": "tiny"}')
-    assert plain_base(origin) == str(qerl.checkpoint.resolve.TINY_FOLDER)
+    assert plain_base(origin) == str(TINY_FOLDER)
 
 
 @pytest.fixture(scope="module", params=["frozen", "trained"])
