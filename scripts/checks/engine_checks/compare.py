@@ -11,8 +11,8 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers.engine import kv_in_8_bits
 
 
-def compare(context: Context, completions: list, temperature: float, prompts: list | None = None) -> dict:
-    prompts = context.prompts[: len(completions)] if prompts is None else prompts
+def compare(context: Context, completions: list, temperature: float) -> dict:
+    prompts = context.prompts[: len(completions)]
     sampled = [c.logprobs for c in completions]
     trained = policy_logprobs(context.policy, prompts, [c.token_ids for c in completions], temperature)
     scored = context.engine.score(prompts, [c.token_ids for c in completions], temperature)

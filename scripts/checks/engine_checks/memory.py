@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine_checks.compare import compare, policy_logprobs, same
+from engine_checks.compare import mismatch, policy_logprobs, same
 from engine_checks.context import Context
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams
@@ -165,7 +165,9 @@ def exhausted_cache(context: Context) -> dict:
     logging.getLogger("qerl.engine.vllm.engine").addHandler(handler)
     completions = engine.generate(prompts, sampling, seed=3)
     stopped = sum(completion.finish_reason == "stop" for completion in completions)
-    short = compare(context, completions[:16], 1.0, prompts[:16])["policy"]
+    some = completions[:16]
+    trained = policy_logprobs(context.policy, prompts[:16], [completion.token_ids for completion in some])
+    short = mismatch([completion.logprobs for completion in some], trained)
     tokens = sum(len(prompt) + len(c.token_ids) for prompt, c in zip(prompts, completions, strict=True))
     return {
         "cache_tokens": engine.cache_tokens,
