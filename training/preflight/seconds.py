@@ -31,8 +31,8 @@ from qerl.plan.trained import trainee
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
-LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
-DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
+LAUNCH = 31e-6  # seconds that a decoder layer takes beside reading its weights
+DECODE_RATE, TRAIN_RATE = 0.91, 0.74  # shares of the card's rate that are reached
 EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top, for routing and more kernels
 EXPERT_RATES = {"decode": 0.27, "train": 0.31}  # of products over experts, each of which has few rows
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
