@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -174,14 +176,29 @@ def delta_rule(
 
 @cache
 def fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """fla-core's function for 16 bits on a card. Raises EngineError if it is not installed."""
+    """fla-core's function for 16 bits on a card. Raises EngineError if it is missing or cannot train here."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
         raise EngineError(
             "linear attention on a card needs fla-core, which is not installed: pip install fla-core==0.6.0"
         ) from error
+    check_gradients(torch.cuda.get_device_capability(), version("triton"))
     return chunk_gated_delta_rule
+
+
+def check_gradients(capability: tuple[int, int], triton: str) -> None:
+    """Raise EngineError for a card on which fla-core's gradients need a package that is not installed.
+
+    On Hopper, Triton 3.4 to 3.7.0 computes one of its kernels wrongly (fla-org/flash-linear-attention#640), so fla-core
+    0.6.0 takes TileLang's for it and raises in the first backward pass without it. Seen on an H200 with Triton 3.6.0.
+    """
+    numbers = tuple(int(part) for part in triton.split("+")[0].split(".")[:3])
+    if capability[0] == 9 and (3, 4) <= numbers < (3, 7, 1) and find_spec("tilelang") is None:
+        raise EngineError(
+            f"linear attention on a Hopper card with Triton {triton} needs TileLang for its gradients, and tilelang is "
+            "not installed: pip install tilelang==0.1.9"
+        )
 
 
 CHUNK = 64  # tokens that the twin computes at once

@@ -11,7 +11,7 @@ from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.adapter_file import linear_targets
 from qerl.config.names import PROJECTIONS
-from qerl.model import packing
+from qerl.model import gated_delta, packing
 from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, states_of
 from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.packed_attention import check_config, hidden_states, packed_attention_of
@@ -210,3 +210,22 @@ def test_a_card_without_fla_core_is_refused_before_a_rollout(monkeypatch):
     check_config(config, "cpu")
     with pytest.raises(EngineError, match=r"pip install fla-core==0\.6\.0"):
         check_config(config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "refused"),
+    [
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.4.0", True),
+        ((9, 0), "3.7.1", False),
+        ((9, 0), "3.3.1", False),
+        ((8, 9), "3.6.0", False),
+    ],
+)
+def test_a_card_whose_gradients_would_be_wrong_is_refused_before_training(monkeypatch, capability, triton, refused):
+    monkeypatch.setattr(gated_delta, "find_spec", lambda name: None)
+    if refused:
+        with pytest.raises(EngineError, match=r"tilelang==0\.1\.9"):
+            gated_delta.check_gradients(capability, triton)
+    else:
+        gated_delta.check_gradients(capability, triton)
