@@ -32,7 +32,7 @@ CASES = {
     "no such folder": ("quantize --model ./missing", "./missing", "existing folder"),
     "no such run": ("eval arith --model runs/dune", "no folder runs/dune", "did you mean runs/done"),
     "an adapter of itself": (
-        "eval arith --model loop", "loop/adapter_config.json names .*loop, which is the adapter", "write there",
+        "eval arith --model loop", "loop names itself as its base, or one that rests on it", "write there",
     ),
     "no such home": ("eval arith --model ~nobody-here/base", "there is no folder ~nobody-here/base", "existing folder"),
     "a name too long": (f"eval arith --model {'x' * 300}", "neither a folder here nor a hub id", "existing folder"),

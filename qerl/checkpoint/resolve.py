@@ -326,11 +326,8 @@ def starting_model(base: str, format: str, masters: bool, run: Path | None = Non
     return replace(found, format=format)
 
 
-def check_whole(found: ModelRef, named: str, use: str, to: str = BF16) -> None:
-    """Raise ConfigError unless what was `named` (an option or a key, and its value) is a whole 16-bit model.
-
-    `to` is the format in which an export of an adapter or a run helps.
-    """
+def check_whole(found: ModelRef, named: str, use: str) -> None:
+    """Raise ConfigError unless what was `named` (an option or a key, and its value) is a whole 16-bit model."""
     if found.kind == "quantized":
         source, label = quantized_from(found.path), formats.get(found.format).label
         remedy = f"give {source}" if source else "give the 16-bit model that it was made from"
@@ -339,7 +336,7 @@ def check_whole(found: ModelRef, named: str, use: str, to: str = BF16) -> None:
         command = f"qerl merge --adapter {found.path}" if found.adapter else export_line(found.path)
         raise ConfigError(
             f"{named} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and {use} a whole 16-bit model: "
-            f"write `{command} --to {to}`, and take the folder that it makes"
+            f"write `{command} --to {BF16}` and give the folder that it makes"
         )
 
 

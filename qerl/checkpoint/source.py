@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.experts import TITLES, Decoder, check_decoder, check_numbers, decoder_of, fused, matching
-from qerl.checkpoint.folder import WORDS
+from qerl.checkpoint.folder import WORDS, export_line, kind_of_run, resting_kind
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import check_whole, resolve_model
@@ -135,8 +135,16 @@ def read_source(
 
 
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
+    kind = resting_kind(Path(model))
+    if kind is not None:  # checked first, since `resolve_model` would look for its base
+        whole = kind == "run" and kind_of_run(Path(model)).packs
+        command = export_line(Path(model)) if whole else f"qerl merge --adapter {model}"
+        raise CheckpointError(
+            f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "
+            f"`{command} --to {formats.DEFAULT.name}`, or give the model that it was trained on"
+        )
     ref = resolve_model(model)
-    check_whole(ref, model, "quantizing takes", formats.DEFAULT.name)
+    check_whole(ref, model, "quantizing takes")
     if is_hub_id(ref.base):
         return ref.base, download_model(ref.base, trust_remote_code)
     folder = Path(ref.base)

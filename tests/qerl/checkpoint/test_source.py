@@ -201,7 +201,7 @@ def test_a_quantized_model_and_an_adapter_are_refused(tmp_path):
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(nvfp4)}))
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"is an adapter, and quantizing takes .* `qerl merge --adapter .* --to"):
+    with pytest.raises(CheckpointError, match=r"is an adapter, not a model: write `qerl merge --adapter .* --to"):
         read_source(str(adapter))
 
 
