@@ -103,9 +103,11 @@ def test_the_checkpoints_of_a_4_bit_run_can_be_evaluated_on_its_16_bit_base(rows
     assert texts(run_eval(EvalSettings(**{**vars(plain), **prompt})).out) == texts(result.out)
 
 
-def test_steps_are_chosen_by_number(run):
+def test_steps_are_chosen_by_number(run, model, tmp_path):
     with pytest.raises(CheckpointError, match="no run directory"):
         adapters_by_step(run / "checkpoints" / "step-000002")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        adapters_by_step(make_run(tmp_path / "young", model))
     found = adapters_by_step(run)
     assert list(choose(found, "10, 2")) == [2, 10]
     assert list(choose(found, "last")) == [10]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.result import EvalResult, render_table, summarize
+from eval.result import EvalResult, summarize
 from qerl.data.grading.intervals import MANY_SAMPLES, ONE_SAMPLE, estimate
 
 REASONS = {"x": "correct", ".": "wrong"}
@@ -64,19 +64,6 @@ def test_shares_are_of_completions():
     assert summary.no_answer_share == 3 / 8
     assert summary.correct == 3
     assert summary.reasons == {"correct": 3, "no_answer": 3, "wrong": 2}
-
-
-def test_the_table_names_rare_reasons_only_where_they_occur():
-    def labels(*results):
-        return list(render_table(results).columns[0].cells)
-
-    plain, rare = (
-        EvalResult("gsm8k", "m", Path("out"), summarize(rows("x", ".", reason=reason)), {})
-        for reason in ("wrong", "timeout")
-    )
-    assert "timeout" not in labels(plain)
-    assert list(render_table([plain, rare]).columns[2].cells)[labels(plain, rare).index("timeout")] == "100.0%"
-    assert list(render_table([plain, rare]).columns[1].cells)[labels(plain, rare).index("timeout")] == ""
 
 
 def test_tokens_add_up_and_the_seconds_of_a_batch_count_once():

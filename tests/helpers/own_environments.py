@@ -1,6 +1,5 @@
 """Environments and tools of users, good and bad, which the tests name by path."""
 
-import random
 import time
 
 
@@ -156,11 +155,6 @@ def double(number: int) -> int:
         The double.
     """
     return 2 * number
-
-
-def drawn() -> Guess:
-    """A function that makes an environment."""
-    return Guess(patience=random.random() * 0.01)
 
 
 def solve(base_url, example, seed, tries=3):

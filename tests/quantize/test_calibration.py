@@ -77,7 +77,9 @@ def test_rows_are_shuffled_the_same_way_every_time(tokenizer, tmp_path):
     assert numbers != sorted(numbers)
 
 
-def test_our_own_tasks_can_calibrate_without_a_network(tokenizer):
+def test_our_own_tasks_can_calibrate_without_a_network_if_they_have_training_rows(tokenizer):
+    with pytest.raises(DataError, match="aime24 is for evaluation and has no training rows"):
+        load_calibration("aime24", tokenizer, 1, 64)
     found = load_calibration("arith", tokenizer, 2, 64)
     assert [len(sequence) for sequence in found.sequences] == [64, 64]
 

@@ -110,6 +110,12 @@ def test_another_model_of_the_same_shape_is_refused(source, bare, rows, tmp_path
     assert sorted(path.name for path in bare.iterdir() if path.name.startswith((".", START))) == []
 
 
+def test_a_model_of_another_size_is_refused(bare, rows, tmp_path):
+    other = make_checkpoint(tmp_path / "other", "qwen2", intermediate_size=128)
+    with pytest.raises(CheckpointError, match=r"was not made from .* differs\)"):
+        make_start(str(bare), str(other), None, options(rows))
+
+
 def test_the_hubs_cache_is_never_written_to(source, bare, rows, tmp_path, monkeypatch):
     from huggingface_hub import constants
 

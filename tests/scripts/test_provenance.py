@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.provenance import command, commit, machine, without_folders
+from scripts.bench.provenance import command, commit, machine, require_card, without_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,3 +99,10 @@ def test_scripts_that_need_a_card_say_so_in_one_line(command, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(file, run_name="__main__")
     assert re.fullmatch(rf"{script} measures on a CUDA card, and .* none: run it on a .*", ended.value.code)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_card("torch")
+    with pytest.raises(SystemExit, match=r"needs no_such_package, which is not installed: run `pip install"):
+        require_card("no_such_package")

@@ -4,9 +4,11 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from qerl.base.errors import CheckpointError, DataError
-from qerl.base.files import DEPTH, parse_json, read_bytes
+from qerl.base.files import DEPTH, mode_by_umask, parse_json, read_bytes, write_shared
 from qerl.base.read_back import Shape, read_object, read_rows
 from qerl.checkpoint.folder import CHECKSUMS, read_sums
 from qerl.checkpoint.shards import read_header, read_json, read_tensors
@@ -148,3 +150,18 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(CheckpointError, match=r"model.safetensors.index.json has no weight_map"):
         read_tensors(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])
+def test_the_mode_of_a_file_follows_the_umask(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+        mode_by_umask(tmp_path / "a.safetensors")
+        write_shared(tmp_path / "a-0.cubin", b"first")
+        write_shared(tmp_path / "a-0.cubin", b"second")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a-0.cubin").read_bytes() == b"second"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"a.safetensors": mode, "a-0.cubin": mode}

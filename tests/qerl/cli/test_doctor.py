@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import qerl.cli.doctor
 from qerl.cli.doctor import Check, as_json, checks, table
 from qerl.cli.main import app
+from tests.helpers.http_server import serving
 
 
 def is_installed():
@@ -105,15 +106,12 @@ def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, answ
     monkeypatch.setattr(qerl.cli.doctor, "HUB_TIMEOUT_S", 60.0 if answers else 0.2)
     may_answer = threading.Event()
     handler = type("Hub", (Answer,), {"status": status, "may_answer": may_answer})
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     if answers:
         may_answer.set()
-    check = found("hub")
-    may_answer.set()
-    server.shutdown()
-    server.server_close()
+    with serving(handler) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        check = found("hub")
+        may_answer.set()
     assert check.level == level
     assert any(word in check.found for word in said.split("|"))
 

@@ -98,13 +98,6 @@ def test_a_server_that_fails_hangs_or_closes_ends_that_episode_alone(tokenizer):
     assert [episode.reward for episode in episodes] == [*[0.0] * 5, 1.0]
 
 
-def test_a_server_s_own_limit_on_the_connection_is_kept(tokenizer):
-    with serving(Server) as url:
-        made = scripted_environments(tokenizer, url, program=True, args={"timeout_s": 0.5})
-        _, (episode,) = run(tokenizer, made, ["books"], ["hang"])
-    assert f"got no answer from {url}/step" in episode.error
-
-
 def test_a_server_that_is_not_there_fails_every_episode_in_one_line(tokenizer):
     made = scripted_environments(tokenizer, "http://127.0.0.1:9", program=True)
     _, episodes = run(tokenizer, made, ["a", "b"], [], [])

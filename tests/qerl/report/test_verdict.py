@@ -2,7 +2,6 @@
 
 import pytest
 
-from qerl.report.page import write_report
 from qerl.report.read import read_evaluation, read_run
 from qerl.report.sections import Judged, mean_of, reward_sentence, rounded, student, verdict
 from tests.helpers.report_factory import write_evaluation, write_run
@@ -72,13 +71,6 @@ def test_without_a_comparison_the_reward_is_not_taken_for_learning(tmp_path):
     assert "Held-out accuracy on arith is 50.0% (40.0% to 60.0%); what it was before" in verdict(read_run(folder))
     evaluated(folder / "eval" / "two", 0.5, 0.4, 0.6)
     assert "none is compared" in verdict(read_run(folder))
-
-
-def test_the_verdict_stands_first(tmp_path):
-    run = write_run(tmp_path / "run", RISING)
-    page = write_report([run]).read_text()
-    assert page.index("The reward rose from") < page.index("<dl>")
-    assert (run / "report.md").read_text().startswith("# run\n\n**The reward rose from")
 
 
 @pytest.mark.parametrize(
