@@ -224,7 +224,7 @@ def backward(
         of_ranks = dealt([micro_batch.cost for micro_batch in micro_batches], parallel.size)
         for index in of_ranks[parallel.rank]:
             micro_batch = micro_batches[index]
-            row = micro_batch.packed(parts.packed.device)  # on the CPU, while the GPU is busy with the one before
+            row = micro_batch.packed(parts.packed.layout)  # on the CPU, while the GPU is busy with the one before
             taught = teach(parts, row)
             with parts.times.phase("forward"):
                 inputs = loss_inputs(parts, micro_batch, row, step_tokens, taught)

@@ -121,6 +121,9 @@ def _start_of(found: ModelRef, asked: str) -> BaseStart | None:
     return find_start(found.adapter, found.base)
 
 
+EXISTING = f"give an existing folder, a hub id such as Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
+
+
 def _locate(ref: str) -> tuple[Path, bool]:
     """The folder whose files show what `ref` is, and whether `ref` is itself a folder on this machine."""
     folder = EMBEDDED.get(ref) or expanded(ref)
@@ -130,12 +133,10 @@ def _locate(ref: str) -> tuple[Path, bool]:
         raise CheckpointError(f"{ref} is a file: give the folder that holds it")
     if is_hub_id(ref):
         return config_folder(ref), False
+    if is_path(ref):
+        raise CheckpointError(f"{no_folder(ref)}: {EXISTING}")
     close = close_to(ref)
-    nowhere = f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}"
-    raise CheckpointError(
-        f"{no_folder(ref) if is_path(ref) else nowhere}: give an existing folder, a hub id such as "
-        f"Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
-    )
+    raise CheckpointError(f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}: {EXISTING}")
 
 
 def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:

@@ -100,7 +100,7 @@ def load_conversations(data: DataConfig, task: Task, source: Source, limit: int 
             if (earlier := found.get(key)) is not None:
                 raise UnusableError("the same as an earlier row", f"the same as row {earlier.id}")
             found[key] = read
-    tally.report(name, len(found), limit, "no row can be learned from")
+    tally.report(name, len(found), limit, "learned from")
     return list(found.values())[:limit]
 
 

@@ -128,13 +128,12 @@ class Tally:
         if self._counts[error.reason] <= NAMED:
             self._named.append(f"{place}: {error}")
 
-    def report(self, source: str, usable: int, limit: int | None, nothing: str) -> DropReport:
-        """Says in a line of the log what became of all rows. Raises DataError, which begins with `nothing`, if none of
-        them is usable."""
+    def report(self, source: str, usable: int, limit: int | None, use: str) -> DropReport:
+        """Says in a line of the log what became of all rows. Raises DataError if none can be what `use` says."""
         beyond = 0 if limit is None else max(0, usable - limit)
         report = DropReport(source, self.total, usable, beyond, dict(self._counts), tuple(self._named))
         if not usable:
-            raise DataError(f"{nothing}: {report}")
+            raise DataError(f"no row can be {use}: {report}")
         log.log(logging.WARNING if report.counts else logging.INFO, "%s", report)
         return report
 
@@ -336,7 +335,7 @@ def load_examples(
         with collector.tally.taking(place):
             collector.take(place, row)
     usable = collector.usable
-    report = collector.tally.report(name, len(usable), limit, "no row can be trained or evaluated on")
+    report = collector.tally.report(name, len(usable), limit, "trained or evaluated on")
     return usable[:limit], report
 
 

@@ -1,10 +1,9 @@
 """Rows of prompt and completion without padding or repetition: cut by tokens, laid end to end in one packed row.
 
-A packed row holds the prompt of a group once: keys and values of the prompt are the same for all of its completions,
-and its gradient is the sum of theirs. Shared prompts and rows that share none come first, then the completions of
-shared prompts, which begin with a prompt's states in some layers (`qerl.model.gated_delta`). Positions go on from the
-prompt's in each completion. The model sees no pad token, and only the positions that predict a completion token reach
-the head.
+A packed row holds the prompt of a group once, and each completion after it: keys and values of the prompt are the same
+for all of them, and its gradient is the sum of theirs. Positions go on from the prompt's in each completion. The model
+sees no pad token, and only the positions that predict a completion token reach the head. For a model with states
+(`qerl.model.gated_delta`) the completions of shared prompts come last, because they begin with a prompt's state.
 
 Attention reads the prompt's keys and values once for each completion, from a copy, and keeps the copies for its
 backward pass. So the budget of a packed row counts REPEATED repeated prompt tokens as one token more. The gradients of
@@ -106,6 +105,13 @@ class PackedRow:
         return block.index_copy(0, self.places, values).view(shape)
 
 
+class Layout(NamedTuple):
+    """Where packed rows lie, and whether the completions of shared prompts come last, as a model with states needs."""
+
+    device: torch.device
+    prompts_first: bool = False
+
+
 class Lengths(NamedTuple):
     """The lengths of one row, and which prompt it has. A row with 0 completion tokens is not run."""
 
@@ -166,29 +172,30 @@ def pack(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     completion_width: int,
-    device: torch.device | None = None,
+    layout: Layout | None = None,
     loss_mask: torch.Tensor | None = None,
     experts: Sequence[torch.Tensor] | None = None,
 ) -> PackedRow:
     """Pack (B, L + C) rows, prompts padded left and completions right; C is `completion_width`.
 
     `loss_mask` (B, C) says which completion tokens are scored; None: all that `attention_mask` has. The others are read
-    by the model as context. The packed row is on `device` (None: as the ids); packing happens on the CPU, so it
-    waits for nothing on the GPU if the tensors are there. Rows without a token to score are left out. Every row needs
+    by the model as context. `layout` None: on the device of the ids. Packing happens on the CPU, so it waits for
+    nothing on the GPU if the tensors are there. Rows without a token to score are left out. Every row needs
     at least one prompt token. `experts` is as in `Batch`; a prompt of several rows has the first one's.
     """
+    layout = layout or Layout(input_ids.device)
     ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
     scored = mask[:, -completion_width:] if loss_mask is None else loss_mask.bool().cpu()
     groups: dict[tuple[int | None, ...], list[int]] = {}
     for row in scored.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-completion_width][mask[row, :-completion_width]]
         groups.setdefault((None if SHARE_PROMPTS else row, *prompt.tolist()), []).append(row)
-    builder = _Builder(completion_width)
+    builder = _Builder(completion_width, layout.prompts_first)
     for (_, *prompt), rows in groups.items():
         chosen = [None if experts is None else experts[row] for row in rows]
         members = [_Row(row, ids[row], mask[row], scored[row], own) for row, own in zip(rows, chosen, strict=True)]
         builder.add_group(torch.tensor(prompt), members)
-    return builder.build(device or input_ids.device)
+    return builder.build(layout.device)
 
 
 class _Row(NamedTuple):
@@ -206,6 +213,7 @@ class _Builder:
     """The pieces of a packed row, on the CPU, in order."""
 
     width: int
+    prompts_first: bool
     tokens: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -227,7 +235,11 @@ class _Builder:
             self._add_completion(rows[0], start, alone)
             return
         self._add_sequence(len(prompt), start)
-        self.later += [(row, start) for row in rows]
+        if self.prompts_first:
+            self.later += [(row, start) for row in rows]
+            return
+        for row in rows:
+            self._add_completion(row, start, alone)
 
     def _add_completion(self, row: _Row, prompt: torch.Tensor, alone: bool) -> None:
         """The completion of a row whose prompt is there as the tokens `prompt`; `alone`: as one sequence with it."""

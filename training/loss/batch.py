@@ -24,7 +24,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from qerl.engine.interface import of_length
-from qerl.model.packing import pack, row_lengths, split_by_tokens
+from qerl.model.packing import Layout, pack, row_lengths, split_by_tokens
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion
@@ -137,9 +137,9 @@ class MicroBatch:
         """About the tokens that it computes."""
         return int(self.mask.sum())
 
-    def packed(self, device: torch.device) -> PackedRow:
-        """Its rows laid end to end, on `device`; packing on the CPU overlaps with the GPU's work."""
-        return pack(self.ids, self.mask, self.rows.width, device, self.loss_mask, self.rows.experts)
+    def packed(self, layout: Layout) -> PackedRow:
+        """Its rows laid end to end; packing on the CPU overlaps with the GPU's work."""
+        return pack(self.ids, self.mask, self.rows.width, layout, self.loss_mask, self.rows.experts)
 
 
 def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks: int = 1) -> list[MicroBatch]:

@@ -15,11 +15,12 @@ from qerl.model.lora import kept_factors
 from qerl.model.packed_attention import (
     check_config,
     deterministic_kernels,
+    has_states,
     hidden_states,
     logits_divisor,
     packed_attention_of,
 )
-from qerl.model.packing import pack, row_lengths, split_by_tokens
+from qerl.model.packing import Layout, pack, row_lengths, split_by_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +48,7 @@ class PackedPolicy:
         """
         self._model, self.device = model, model.get_input_embeddings().weight.device
         check_config(model.config, self.device.type)
+        self.layout = Layout(self.device, has_states(model.config))
         self._temperature, self._plan = temperature * logits_divisor(model.config), plan
         self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False
@@ -111,7 +113,7 @@ class PackedPolicy:
             for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
                 rows = torch.tensor(group)
                 own = None if experts is None else [experts[row] for row in group]
-                packed = pack(input_ids[rows], attention_mask[rows], width, self.device, loss_mask[rows], own)
+                packed = pack(input_ids[rows], attention_mask[rows], width, self.layout, loss_mask[rows], own)
                 results[rows.to(self.device)] = self.logprobs(packed, (len(group), width))[0]
         return results
 

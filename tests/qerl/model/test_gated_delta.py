@@ -15,7 +15,7 @@ from qerl.model import gated_delta, packing
 from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, states_of
 from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.packed_attention import check_config, hidden_states, packed_attention_of
-from qerl.model.packing import pack
+from qerl.model.packing import Layout, pack
 
 PROMPT, COMPLETION = 10, 80  # a chunk of the recurrence has 64 tokens
 LENGTHS = [(10, 80), (10, 70), (10, 2), (2, 75), (2, 3), (7, 1), (4, 66)]  # of prompts and completions; some are shared
@@ -63,7 +63,7 @@ def one_by_one(model, ids, mask):
 
 def packed(model, ids, mask):
     with packed_attention_of(model):
-        row = pack(ids, mask, COMPLETION)
+        row = pack(ids, mask, COMPLETION, Layout(torch.device("cpu"), prompts_first=True))
         return row, hidden_states(model, row)
 
 
@@ -191,7 +191,7 @@ def test_each_token_is_convolved_with_those_before_it_in_its_own_sequence():
     ids[2:, 3:] += 20
     mask[1, :2] = 0
     mask[3, :2] = 0  # one prompt of a token, and one of three
-    row = pack(ids, mask.long(), 3)
+    row = pack(ids, mask.long(), 3, Layout(torch.device("cpu"), prompts_first=True))
     tokens = [*row.input_ids[0].tolist(), 0]
     states = states_of(row.sequences, len(tokens) - 1, 4)
     read = torch.tensor(tokens)[states.inputs.rows].unfold(0, 4, 1)[states.own]

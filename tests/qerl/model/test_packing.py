@@ -21,7 +21,17 @@ from qerl.model.packed_attention import (
     packed_attention,
     packed_attention_of,
 )
-from qerl.model.packing import Copies, Lengths, copies_of, gather_rows, pack, row_lengths, split_by_tokens, sum_copies
+from qerl.model.packing import (
+    Copies,
+    Layout,
+    Lengths,
+    copies_of,
+    gather_rows,
+    pack,
+    row_lengths,
+    split_by_tokens,
+    sum_copies,
+)
 from tests.helpers.layer_policies import tiny_model
 
 IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])
@@ -30,19 +40,18 @@ MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0],
 
 def test_pack_holds_each_prompt_once_and_each_completion():
     row = pack(IDS, MASK, 3)  # first and last row share a prompt, the third completion is masked
-    assert row.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 10, 3, 4, 17, 18, 19]]
-    assert row.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 5, 2, 3, 2, 3, 4]]
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 17, 18, 19, 5, 6, 7, 8, 9, 10]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
     sequences = row.sequences
-    assert sequences.query_starts.tolist() == [0, 2, 8, 10, 13]
-    assert sequences.key_starts.tolist() == [0, 2, 8, 12, 17]
-    assert sequences.keys.rows.tolist() == [0, 1, *range(2, 8), *(0, 1, 8, 9), *(0, 1, 10, 11, 12)]
+    assert sequences.query_starts.tolist() == [0, 2, 4, 7, 13]
+    assert sequences.key_starts.tolist() == [0, 2, 6, 11, 17]
+    assert sequences.keys.rows.tolist() == [0, 1, *(0, 1, 2, 3), *(0, 1, 4, 5, 6), *range(7, 13)]
     assert (sequences.longest_query, sequences.longest_key) == (6, 6)
-    assert sequences.begun == (2, 8)  # the prompt, and the row that shares none
     assert sequences.query_starts.dtype == sequences.key_starts.dtype == torch.int32
-    assert row.targets.tolist() == [8, 9, 10, 3, 4, 17, 18, 19]
-    assert row.input_ids[0, row.predicting.rows].tolist() == [7, 8, 9, 2, 3, 2, 17, 18]
+    assert row.targets.tolist() == [3, 4, 17, 18, 19, 8, 9, 10]
+    assert row.input_ids[0, row.predicting.rows].tolist() == [2, 3, 2, 17, 18, 7, 8, 9]
     block = row.scatter(torch.arange(1.0, 9.0), (4, 3))
-    assert block.tolist() == [[4, 5, 0], [1, 2, 3], [0, 0, 0], [6, 7, 8]]
+    assert block.tolist() == [[1, 2, 0], [6, 7, 8], [0, 0, 0], [3, 4, 5]]
 
 
 def test_different_prompts_share_nothing_and_repeated_keys_of_a_shared_one_are_counted():
@@ -122,9 +131,9 @@ def test_no_completion_affects_another():
     row = pack(IDS, MASK, 3)
     with packed_attention_of(model):
         before = hidden_states(model, row)
-        row.input_ids[0, 8:10] = 20  # the completion of the first row, in which one token predicts the next
+        row.input_ids[0, 2:4] = 20  # the completion of the first row, in which one token predicts the next
         after = hidden_states(model, row)
-    assert (before != after).any(1).tolist() == [*[False] * 4, True, *[False] * 3]
+    assert (before != after).any(1).tolist() == [False, True, *[False] * 6]
 
 
 def grouped_rows(prompts, group, generator):
@@ -271,7 +280,7 @@ def test_a_micro_batch_never_waits_for_the_gpu():
     scale = torch.ones(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step():
-        row = pack(ids, mask, width, torch.device("cuda"))
+        row = pack(ids, mask, width, Layout(torch.device("cuda")))
         embedded = model.get_input_embeddings()(row.input_ids) * scale
         arguments = {"position_ids": row.position_ids, "use_cache": False, "sequences": row.sequences}
         with packed_attention_of(model):

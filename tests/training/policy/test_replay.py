@@ -27,8 +27,8 @@ def test_each_token_has_its_own_experts_and_a_shared_prompt_those_of_the_first_r
     experts = [numbered(row, length) for row, length in enumerate(LENGTHS)]
     experts[3][4] = UNRECORDED
     row = pack(IDS, MASK, 3, experts=experts)
-    assert row.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 10, 3, 4, 17, 18, 19]]
-    expected = [0, 1, 10, 11, 12, 13, 14, 15, 2, 3, 32, 33, UNRECORDED]
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 17, 18, 19, 5, 6, 7, 8, 9, 10]]
+    expected = [0, 1, 2, 3, 32, 33, UNRECORDED, 10, 11, 12, 13, 14, 15]
     assert row.replay.ids[:, 1, 0].tolist() == expected
     assert row.replay.ids.dtype == torch.uint8
     assert row.replay.choices == 2 * 12
