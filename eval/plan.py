@@ -172,7 +172,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         from qerl.config.recipe import load_config
 
         # Of several sources the first with this task, whose prompt it then learned.
-        sources = [source.data for source in sources_of(load_config(run / "config.yaml").data)]
+        sources = [source.data for source in sources_of(load_config(run / "config.yaml", evaluated=True).data)]
         data = next((data for data in sources if data.task == task.name), sources[0])
         if data.grader is not None and task.grader is None and data.task == task.name:
             # It has to be named here, since a model that is evaluated chooses no code to be run.
@@ -205,7 +205,7 @@ def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
         return settings
     from qerl.config.recipe import load_config
 
-    config = load_config(run / "config.yaml")
+    config = load_config(run / "config.yaml", evaluated=True)
     memory = config.rollout.memory if settings.memory is None else settings.memory
     cap = config.memory.cap_gib if settings.cap_gib is None else settings.cap_gib
     if memory is not None and cap is not None and cap < memory > 1:  # one of them was asked for, and decides
@@ -277,7 +277,7 @@ def find_environment(settings: EvalSettings, run: Path | None) -> EnvironmentCon
     if run is not None:
         from qerl.config.recipe import load_config
 
-        trained = load_config(run / "config.yaml").environment
+        trained = load_config(run / "config.yaml", evaluated=True).environment
     if settings.environment == NONE:
         return None
     if settings.environment is None and not settings.tools:

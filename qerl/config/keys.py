@@ -110,7 +110,9 @@ REMOVED = {  # items of a list are N
     "noise.indexing": Removed(("code",), "write noise.schedule: paper for the paper's (k-1)/(K-1)"),
     "rollout.min_p": Removed((0.0,), "write rollout.top_p or rollout.top_k"),
     "sft.long_rows": Removed(("drop",), "longer rows are left out and counted: raise sft.max_tokens, or cut them"),
-    "data.keep_unreadable": Removed((False,), "rows whose answer no grader reads are dropped: give data.grader"),
+    "data.keep_unreadable": Removed(
+        (False,), "rows that no grader reads are dropped: write data.task: own, data.grader"
+    ),
     "data.curriculum.hard_share": Removed((0.2,), "write data.curriculum: true, which takes 0.2 of them"),
     "data.curriculum.easy_share": Removed((0.1,), "write data.curriculum: true, which takes 0.1 of them"),
     "data.sources.N.split": Removed((None,), "write data.split, which each source has"),
@@ -119,8 +121,8 @@ REMOVED = {  # items of a list are N
     "data.sources.N.validation.split": Removed(("test",), "write validation.split, which each source has"),
     "environment.max_observation_tokens": Removed((None,), "cut a long message in the environment or its tool"),
     "validation.target": Removed((None,), "write validation.stop_after, or fewer run.steps"),
-    "logging.project": Removed((None,), "set the variable WANDB_PROJECT"),
-    "logging.run_name": Removed((None,), "a run has its directory's name at trackers: write run.out"),
+    "logging.project": Removed(None, "set the variable WANDB_PROJECT"),
+    "logging.run_name": Removed(None, "a run has its directory's name at trackers: write run.out"),
     "train.fp8_products": Removed(("all",), "write train.fp8_recipe: tensorwise_gradients, or blockwise_gradients"),
     "validation.min_improvement": Removed((0.0,), "any improvement counts: write validation.stop_after"),
 }
@@ -224,22 +226,74 @@ def nearest_key(path: Path) -> str | None:
     return leaves[close] if close else None
 
 
-def drop_removed_(data: dict) -> None:
-    """Drop removed keys from a saved recipe, where the run did not use them. The validation refuses the others."""
-    validation, rows = data.get("validation"), data.get("data")
-    if isinstance(validation, dict) and isinstance(rows, dict) and validation.get("columns") == rows.get("columns"):
+PROMPTS = ("data.sources.N.system_prompt", "data.sources.N.prompt_template")  # an evaluation asks by them
+AT_TRACKERS = ("logging.project", "logging.run_name")
+
+
+def drop_removed_(data: dict, evaluated: bool = False) -> list[str]:
+    """Drop removed keys from a saved recipe, where the run did not use them, or translate them. The validation refuses
+    the others. A recipe that is only `evaluated` goes without all that do not decide what is asked. Returns the keys
+    that said something and are left out, which is to be logged."""
+    validation, rows = _section(data, "validation"), _section(data, "data")
+    if validation.get("columns") == rows.get("columns"):
         validation.pop("columns", None)
-    for dotted, removed in REMOVED.items():
-        *parents, key = dotted.split(".")
-        sections: list[object] = [data]
-        for parent in parents:
-            if parent == "N":
-                sections = [item for each in sections if isinstance(each, list) for item in each]
-            else:
-                sections = [each.get(parent) for each in sections if isinstance(each, dict)]
-        for section in sections:
-            if isinstance(section, dict) and key in section and _was(section[key], removed.was):
+    _translate_(data)
+    said = []
+    for dotted, (was, _) in REMOVED.items():
+        if dotted == "data.sources.N.validation.split":
+            was = (validation.get("split", "test"),)  # which it is from now on
+        for section, key in _holders(data, dotted):
+            value = section[key]
+            same = _was(value, was)
+            if same or (evaluated and dotted not in PROMPTS):
                 del section[key]
+                if not same or (dotted in AT_TRACKERS and value is not None and not evaluated):
+                    said.append(dotted)
+    return list(dict.fromkeys(said))
+
+
+def _section(data: dict, name: str) -> dict:
+    return section if isinstance(section := data.get(name), dict) else {}
+
+
+def _holders(data: dict, dotted: str) -> Iterator[tuple[dict, str]]:
+    """The mappings of a recipe that have such a key, whose N is any item, and its last word."""
+    *parents, key = dotted.split(".")
+    sections: list[object] = [data]
+    for parent in parents:
+        if parent == "N":
+            sections = [item for each in sections if isinstance(each, list) for item in each]
+        else:
+            sections = [each.get(parent) for each in sections if isinstance(each, dict)]
+    yield from ((section, key) for section in sections if isinstance(section, dict) and key in section)
+
+
+def _translate_(data: dict) -> None:
+    """Write removed keys of a saved recipe as the keys that say the same now."""
+    noise, train, rows = (_section(data, name) for name in ("noise", "train", "data"))
+    if noise.get("indexing") == "paper" and noise.get("schedule", "exponential") == "exponential":
+        del noise["indexing"]
+        noise["schedule"] = "paper"
+    if train.get("fp8_products") == "gradients" and train.get("fp8_recipe") in ("tensorwise", "blockwise"):
+        del train["fp8_products"]
+        train["fp8_recipe"] += "_gradients"
+    sources = rows.get("sources")
+    if not isinstance(sources, list) or not all(isinstance(each, dict) for each in sources):
+        return
+    for key in ("split", "limit"):
+        given = [rows.get(key) if each.get(key) is None else each[key] for each in sources]
+        _say_once_(rows, sources, key, given)
+    if not rows.get("held_out"):
+        given = [each.get("held_out", 0) for each in sources if each.get("validation") is None]
+        _say_once_(rows, sources, "held_out", given)
+
+
+def _say_once_(rows: dict, sources: list[dict], key: str, given: list) -> None:
+    """Let `data` say what each of its sources said alike."""
+    if given and any(each.get(key) for each in sources) and all(value == given[0] for value in given):
+        rows[key] = given[0]
+        for each in sources:
+            each.pop(key, None)
 
 
 def _was(value: object, values: tuple | None) -> bool:

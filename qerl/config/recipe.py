@@ -7,6 +7,8 @@ imports no code of `training`. A recipe may start with `extends: NAME` (one leve
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,8 +22,10 @@ from qerl.base.errors import ConfigError
 from qerl.base.files import read_bytes, read_text, replace_text
 from qerl.base.read_back import Shape
 from qerl.config import yaml_text
-from qerl.config.keys import Draft, drop_removed_, nearest, shown, to_config_error
+from qerl.config.keys import REMOVED, Draft, drop_removed_, nearest, shown, to_config_error
 from qerl.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 class _Reward(Shape):
@@ -98,11 +102,24 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[Override] = (), *
     return _validate(_with_flags(draft, flags))
 
 
-def load_config(path: str | os.PathLike, **flags: object) -> RunConfig:
-    """The configuration that a run saved, perhaps of an older version, with `flags` as for `load_recipe`."""
+def load_config(path: str | os.PathLike, evaluated: bool = False, **flags: object) -> RunConfig:
+    """The configuration that a run saved, perhaps of an older version, with `flags` as for `load_recipe`. A run that
+    is `evaluated` may have been trained by keys that are gone since."""
     draft = _read(Path(path))
-    drop_removed_(draft.data)
+    if gone := drop_removed_(draft.data, evaluated):
+        _say_gone(path, evaluated, tuple(gone))
     return _validate(_with_flags(draft, flags))
+
+
+@functools.cache
+def _say_gone(path: str | os.PathLike, evaluated: bool, keys: tuple[str, ...]) -> None:
+    """One line for a file that is read several times."""
+    if not evaluated:
+        named = "; ".join(f"{key} ({REMOVED[key].now})" for key in keys)
+        logger.info("%s: these keys are gone and are left out: %s", path, named)
+        return
+    remedy = "; --keep-unreadable keeps rows whose answer cannot be read" if "data.keep_unreadable" in keys else ""
+    logger.info("%s: an evaluation does without %s, which this version no longer has%s", path, ", ".join(keys), remedy)
 
 
 def _with_flags(draft: Draft, flags: Mapping[str, object]) -> Draft:

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 
 import eval.run
 from eval.plan import batch_seed, make_plan, plan_batches, with_prompt
@@ -166,6 +167,15 @@ def test_an_adapter_folder_means_its_base_with_the_adapter(settings, model, tmp_
 
 def shortest(plan):
     return plan.tokenizer.decode(min((prompt.ids for prompt in plan.prompts), key=len))
+
+
+def test_a_run_that_saved_keys_that_are_gone_is_evaluated(settings, model, tmp_path):
+    run = make_run(tmp_path / "run", model, system_prompt="Be brief.")
+    data = yaml.safe_load((run / "config.yaml").read_text())
+    data["rollout"]["min_p"], data["validation"]["target"], data["data"]["keep_unreadable"] = 0.1, 0.5, True
+    (run / "config.yaml").write_text(yaml.safe_dump(data))
+    plan = make_plan(settings(model=str(run)))
+    assert (plan.task.system_prompt, plan.settings.keep_unreadable) == ("Be brief.", False)
 
 
 def test_a_run_is_evaluated_with_the_prompt_of_its_training(settings, model, tmp_path, caplog):

@@ -333,17 +333,17 @@ SECTIONS = {  # of removed keys that a recipe has only where it asks for them
 }
 
 
-def with_removed(data, path, value):
+def with_removed(data, path, value, items=None):
     key, *rest = path
     if not rest:
         data[key] = value
     elif key == "N":
-        for item in data:
-            with_removed(item, rest, value)
+        for item in data[:items]:
+            with_removed(item, rest, value, items)
     else:
         if not isinstance(data.get(key), dict | list):
             data[key] = {}
-        with_removed(data[key], rest, value)
+        with_removed(data[key], rest, value, items)
 
 
 @pytest.mark.parametrize("key", REMOVED)
@@ -359,10 +359,15 @@ def test_a_saved_recipe_may_still_have_removed_keys_and_a_new_one_may_not(key, t
         with pytest.raises(ConfigError, match="this key is gone; "):
             load_recipe(saved)
     if REMOVED[key].was is not None:
-        with_removed(data, key.split("."), "another value")
+        with_removed(data, key.split("."), "another value", items=1)
         saved.write_text(yaml.safe_dump(data))
         with pytest.raises(ConfigError, match="this key is gone; "):
             load_config(saved)
+        if key.endswith(("system_prompt", "prompt_template")):
+            with pytest.raises(ConfigError, match="this key is gone; "):
+                load_config(saved, evaluated=True)
+        else:
+            assert load_config(saved, evaluated=True) == config
 
 
 def test_a_grader_has_the_time_of_the_reward_that_grades():
