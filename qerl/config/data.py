@@ -167,6 +167,10 @@ def _held_out(config: RunConfig) -> Conflicts:
     data = config.data
     if not data.held_out:
         return
+    if data.sources and all(source.validation is not None for source in data.sources):
+        why = "every source has a validation of its own"
+        yield from unread(config, {"data.sources": "given"}, why, "data.held_out")
+        return
     if data.limit is not None and data.held_out >= data.limit:
         yield Conflict(
             {"data.held_out": data.held_out, "data.limit": data.limit},

@@ -90,6 +90,8 @@ PAIRS = [
     (["environment.name=http://"], "it names no host"),
     (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),
     (["rewards=[]"], "expected a list of {name, weight, args, timeout_s}; the default is [{name: accuracy}]"),
+    (["data.sources=[{name: a, validation: {}}, {name: b, validation: {}}]", "data.held_out=10", "validation.every=5"],
+     "data.held_out 10 with data.sources given: every source has a validation of its own; write data.held_out: 0"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
 ]  # fmt: skip
 
