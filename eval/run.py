@@ -271,7 +271,9 @@ def adapters_by_step(run: Path) -> dict[int, Path]:
             f"`{export_line(run)} --step STEP`, and give the folder that it makes as --model; the finished run itself "
             "is taken as --model too"
         )
-    if not (found := checkpoints_of(run)):
+    all_steps = checkpoints_of(run).items()
+    found = {step: folder for step, folder in all_steps if (folder / "adapter_config.json").is_file()}
+    if not found:
         raise CheckpointError(f"{run} has no checkpoint yet: let it reach run.save_every steps, or give another run")
     return found
 

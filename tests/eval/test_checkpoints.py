@@ -108,6 +108,7 @@ def test_steps_are_chosen_by_number(run, model, tmp_path):
         adapters_by_step(run / "checkpoints" / "step-000002")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         adapters_by_step(make_run(tmp_path / "young", model))
+    (run / "checkpoints" / "step-000012").mkdir()  # without an adapter
     found = adapters_by_step(run)
     assert list(choose(found, "10, 2")) == [2, 10]
     assert list(choose(found, "last")) == [10]
