@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 NAMED = 2  # rows named for each reason
 MISSING = object()
 Make = Callable[[str], Iterable[Mapping[str, Any]]]  # the rows of a split that a task makes itself
-KEEP_UNREADABLE = "`qerl eval --keep-unreadable`"
+UNREAD = "training takes it with data.task: own and a data.grader, `qerl eval` with --keep-unreadable"
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,7 @@ class Collector:
         if self._task.answer_kind == "number" and parse_number(answer) is None:
             raise UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
         if self._task.answer_kind == "math" and not self._keep_unreadable and not can_be_graded(answer, "math"):
-            raise UnusableError(
-                "answer that cannot be read", f"the answer {answer[:40]!r} cannot be read; {KEEP_UNREADABLE} keeps it"
-            )
+            raise UnusableError("answer that cannot be read", f"the answer {answer[:40]!r} cannot be read: {UNREAD}")
         _check_flags(row, self._split)
         if earlier is not None:
             self._compare(place, answer, key)

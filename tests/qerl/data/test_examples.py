@@ -9,7 +9,7 @@ import pytest
 from qerl.base.errors import ConfigError, DataError
 from qerl.data.examples import load_examples
 from qerl.data.grading.grade import can_be_graded
-from qerl.data.tasks import for_episodes, get_task
+from qerl.data.tasks import for_episodes, get_task, with_grader
 from tests.helpers.row_files import GSM8K, ROWS, write, write_jsonl, write_parquet
 
 
@@ -222,5 +222,8 @@ def test_rows_with_such_answers_are_counted_and_named_or_kept(tmp_path):
     assert [example.answer for example in kept] == list(READ[:3])
     assert report.counts == {"answer that cannot be read": 3}
     assert "row 4: the answer '\\\\frac{\\\\text{' cannot be read" in str(report)
+    assert "training takes it with data.task: own and a data.grader, `qerl eval` with --keep-unreadable" in str(report)
+    own = load_examples(with_grader(get_task("own"), "grader.py:grade"), str(path), "train", columns)[1]
+    assert own.counts == {}
     kept, report = load_examples(task, str(path), "test", columns, keep_unreadable=True)
     assert (len(kept), report.counts) == (6, {})
