@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Literal
 
 from qerl.data.formulas.expression import ExpressionError, Tree, parse_expression, variables
-from qerl.data.formulas.number import is_boxed_unit, is_unit, parse_number
+from qerl.data.formulas.number import OF_VALUE, is_boxed_unit, is_unit, parse_number
 from qerl.data.formulas.shape import Shape, is_assignment, is_name, read
 from qerl.data.formulas.spelling import TEXT_BOX
 from qerl.data.formulas.value import Value, as_real, close, close_rounded, equal_constants, evaluate, ratio
@@ -61,11 +61,13 @@ _TAIL = re.compile(
 
 def _without_unit(text: str, words: bool) -> str:
     """The value without a unit after it, in a text box or in `words`. A degree sign belongs to an angle."""
-    tail = _TAIL.search(text)
-    if tail is None or tail.start() == 0:
-        return text
-    is_one = words and is_unit(tail[0], algebra=True) if tail[1] is None else is_boxed_unit(tail[1])
-    return text[: tail.start()].strip() if is_one else text
+    tail = _TAIL.search(text, 1)
+    while tail:
+        boxed, changing = tail[1] is not None, OF_VALUE & set(tail[0].lower().split())  # "\pi million"
+        if is_boxed_unit(tail[1]) if boxed else words and not changing and is_unit(tail[0], algebra=True):
+            return text[: tail.start()].strip()
+        tail = _TAIL.search(text, tail.start() + 1)  # "x dollars" is no unit, and "dollars" is one
+    return text
 
 
 def tree_of(text: str, words: bool = True) -> Tree | None:
@@ -224,6 +226,7 @@ def _interval(relation: Shape) -> Shape | None:
         low, high, signs = sides[0], _REALS.items[1], [*signs, "<"]
     else:
         return None
+    signs = ["<" if endless(end.text) else sign for end, sign in zip((low, high), signs, strict=True)]
     return Shape("ordered", ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"), (low, high))
 
 

@@ -42,8 +42,10 @@ _TOKEN = re.compile(
 )
 
 
-# A word rather than a product of variables, whose order is mostly alphabetical.
-_WORD = re.compile(rf"\s*(?<![A-Za-z\\])(?!{_FUNCTIONS}|sqrt|pi)(?P<letters>[A-Za-z]{{4,}})(?![A-Za-z])")
+# A word rather than a product of variables, which mostly has no vowels and is in alphabetical order.
+_WORD = re.compile(
+    rf"\s*(?<![A-Za-z\\])(?!{_FUNCTIONS}|sqrt|pi)(?=[A-Za-z]*[aeiou])(?P<letters>[A-Za-z]{{4,}})(?![A-Za-z])"
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ Tree = tuple[Any, ...]  # (operation, operands...)
 
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "sec": "arcsec", "csc": "arccsc", "cot": "arccot"}
 _TRIGONOMETRIC = frozenset(_INVERSE)
+_MINUS_ONE: Tree = ("neg", ("number", Fraction(1)))
 
 
 @lru_cache(4096)
@@ -206,8 +209,10 @@ class _Parser:
     def _power(self) -> Tree:
         tree = self._postfix(self._atom())
         if self._take_if("^"):
-            tree = ("^", tree, self._exponent())
-            tree = self._postfix(tree)
+            exponent = self._exponent()
+            if tree[0] == "variable" and exponent == _MINUS_ONE:  # the inverse of a function, if a number follows
+                tree = ("variable", tree[1] + self._given())
+            tree = self._postfix(("^", tree, exponent))
         return tree
 
     def _exponent(self) -> Tree:
@@ -261,7 +266,15 @@ class _Parser:
             name += f"_{self._subscript()}"
         if name in ("e", "i"):
             return ("constant", name)
-        return ("variable", name)
+        return ("variable", name + self._given())
+
+    def _given(self) -> str:
+        """The number in brackets after a name: "I(0)" is the value of a function, not zero."""
+        given = self._tokens[self._at : self._at + 3]
+        if [token.text for token in given[::2]] != ["(", ")"] or given[1].kind != "number":
+            return ""
+        self._at += 3
+        return f"({given[1].text})"
 
     def _subscript(self) -> str:
         if not self._take_if("{"):
@@ -274,7 +287,9 @@ class _Parser:
     def _function(self, name: str) -> Tree:
         base = self._exponent() if self._take_if("_") else None
         power = self._exponent() if self._take_if("^") else None
-        if power == ("neg", ("number", Fraction(1))) and name in _INVERSE:
+        if base is not None and name not in ("log", "ln", "lg"):
+            raise ExpressionError(f"{name} has no base")
+        if power == _MINUS_ONE and name in _INVERSE:
             name, power = _INVERSE[name], None
         before, self._trigonometric = self._trigonometric, name in _TRIGONOMETRIC
         if self._next_is("symbol", "(") or self._next_is("symbol", "{") or self._next_is("symbol", "["):

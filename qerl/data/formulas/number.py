@@ -37,7 +37,7 @@ _CHARS = re.compile(r"[A-Za-zµμΩÅ°'’\-./() $€£¥₹]*")
 
 # One-character symbols that are units, unless letters are variables.
 _LETTER_UNITS = _words("m g s h L l W V J N K C F A $ € £ ¥ ₹ ° '")
-_SHORT_UNITS = _words("cm mm km kg mg ml ft in mi hr hrs min sec ms lb lbs oz mph sq cu usd yd am pm")
+_SHORT_UNITS = _words("cm mm km kg mg ml ft in mi hr hrs min sec ms rad lb lbs oz mph sq cu usd yd am pm")
 # Words that may occur within a unit ("18 dollars a day") but not at its start ("18a").
 _INNER = _words("a t by than")
 # Words that change the number before them, and words that are mathematics.
@@ -51,7 +51,7 @@ ALTERS = NUMBER_WORDS | _words(
     "frac cdot infinity inf"
 )
 _VARIABLES = frozenset("abcdefghijklmnopqrstuvwxyz") - _INNER
-_OF_VALUE = frozenset([*SCALES, *(f"{word}s" for word in SCALES), "percent"])
+OF_VALUE = frozenset([*SCALES, *(f"{word}s" for word in SCALES), "percent"])
 
 
 def is_unit(tail: str, algebra: bool) -> bool:
@@ -78,7 +78,7 @@ def is_unit(tail: str, algebra: bool) -> bool:
 def is_boxed_unit(text: str) -> bool:
     """Whether the content of a LaTeX text box is a unit; there a single letter is never a variable."""
     words = text.lower().replace(".", " ").split()
-    return bool(words) and all(re.fullmatch(r"[a-z/²³]+", word) and word not in ALTERS | _OF_VALUE for word in words)
+    return bool(words) and all(re.fullmatch(r"[a-z/²³]+", word) and word not in ALTERS | OF_VALUE for word in words)
 
 
 def _alters(word: str) -> bool:
@@ -100,6 +100,7 @@ _BODY = re.compile(
     r"|\s*(?:\\times|\\cdot|[*×·x])\s*10\s*\^\s*\{?(?P<times10>[+-]?\d{1,3})\}?(?!\d))?"
 )
 _INTEGER = re.compile(r"-?[0-9]+")  # a shortcut for most answers
+_EVENT = re.compile(r"\b(?:[A-Za-z]{1,2}\}?|[A-Z] )\([^()]*$")  # "P(X" of "P(X=0)", which states no number
 _CURRENCY = r"(?:US\$|USD\s|Rs\.?\s?|[$€£¥₹])"
 _PREFIX = re.compile(rf"(?:\\approx|≈)?\s*(?P<sign>[+-]?)\s*(?:{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*", re.IGNORECASE)
 _MINUS_WORD = re.compile(r"^(?:minus|negative)\s+(?=[\d.$\\])", re.IGNORECASE)
@@ -164,6 +165,8 @@ def _after_equals(text: str) -> str:
     if re.search(r"[<>≤≥≠]|!=|\\n?eq|\\[lg]e|\\ne", text):
         return text
     left, equals, right = text.rpartition("=")
+    if _EVENT.search(left):
+        return text
     listed = re.sub(r"(?<=\d),(?=\d{3})", "", left)
     if equals and not re.search(r"[,;]|\b(?:and|or)\b", listed):
         return strip_outer(right)

@@ -193,6 +193,6 @@ def _words(text: str) -> Shape | None:
     letters = words.replace(" ", "")
     if not letters.isalpha():
         return None
-    if boxed or len(letters) > 3 or letters.isupper():
+    if boxed or len(letters) > 3 or letters.isupper() or letters.casefold() in ("yes", "no", "all", "any"):
         return Shape("words", words.casefold())
     return None

@@ -2,7 +2,9 @@
 
 Two expressions are equal if their values agree at random points; qerl/data/formulas/equality.py compares them so.
 Values are exact fractions as long as the operations allow it, and numbers of 40 digits otherwise. Closeness is
-relative, so that e^{-100} differs from e^{-101}; what is zero except for rounding is zero, which more digits show.
+relative, so that e^{-100} differs from e^{-101}; what is zero except for rounding is zero, which more digits show. An
+expression of whole numbers that is too large for an exact value has a residue, by which 2^{100000} differs from
+2^{100000}-1.
 All sizes are bounded (powers, factorials, nesting), so that no expression takes longer than milliseconds.
 """
 
@@ -13,6 +15,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from qerl.data.formulas.expression import ExpressionError, Tree
@@ -22,6 +25,8 @@ _MORE_DIGITS = 200  # what constants that agree in 40 are compared with again
 _MAX_BITS = 20_000  # of an exact power; larger ones are computed with 40 digits
 _MAX_EXPONENT = 10**9
 _MAX_FACTORIAL = 2000  # of an exact one
+_MAX_FACTORS = 100_000  # of one whose residue is taken
+_PRIME = 2**61 - 1
 _SMALL = 1e-20  # a value below this may be zero except for rounding
 
 Value = Any  # Fraction, or mpmath's mpf and mpc
@@ -51,11 +56,64 @@ def equal_constants(one: Tree, other: Tree) -> bool | None:
         values = evaluate(one, {}), evaluate(other, {})
         if all(isinstance(value, Fraction) for value in values):
             return values[0] == values[1]
+        if None not in (residues := (residue(one), residue(other))):
+            return residues[0] == residues[1]
         return close(*values) and close(
             evaluate(one, {}, _MORE_DIGITS), evaluate(other, {}, _MORE_DIGITS), _MORE_DIGITS
         )
     except ExpressionError:
+        residues = residue(one), residue(other)
+        return None if None in residues else residues[0] == residues[1]
+
+
+def residue(tree: Tree) -> int | None:
+    """The value of an expression of whole numbers modulo a prime of 61 bits; None if it has other parts."""
+    try:
+        return _residue(tree)
+    except (ExpressionError, ValueError):
         return None
+
+
+def _residue(tree: Tree) -> int:
+    operation, *parts = tree
+    if operation == "number":
+        return parts[0].numerator * pow(parts[0].denominator, -1, _PRIME) % _PRIME
+    if operation in ("^", "!", "binom"):
+        whole = [evaluate(part, {}) for part in (parts if operation == "binom" else parts[-1:])]
+        if any(not isinstance(value, Fraction) or value.denominator != 1 for value in whole):
+            raise ExpressionError("not whole")
+        n, *chosen = map(int, whole)
+        if operation == "^":
+            return pow(_residue(parts[0]), n, _PRIME)
+        below = [_factorial_residue(k) * _factorial_residue(n - k) for k in chosen]
+        return _factorial_residue(n) * pow(math.prod(below), -1, _PRIME) % _PRIME
+    values = [_residue(part) for part in parts if operation in ("+", "-", "*", "/", "neg")]
+    if not values:
+        raise ExpressionError(f"{operation} has no residue")
+    if operation == "neg":
+        return -values[0] % _PRIME
+    one, other = values
+    if operation == "/":
+        return one * pow(other, -1, _PRIME) % _PRIME
+    return {"+": operator.add, "-": operator.sub, "*": operator.mul}[operation](one, other) % _PRIME
+
+
+def _factorial_residue(n: int) -> int:
+    if not 0 <= n <= _MAX_FACTORS:
+        raise ExpressionError("the factorial is too large")
+    return _product(n - n % 1000 + 1, n, _thousands(n // 1000))
+
+
+@lru_cache(None)
+def _thousands(count: int) -> int:
+    """The residue of (1000 count)!."""
+    return _product(1000 * count - 999, 1000 * count, _thousands(count - 1)) if count else 1
+
+
+def _product(first: int, last: int, product: int) -> int:
+    for factor in range(first, last + 1):
+        product = product * factor % _PRIME
+    return product
 
 
 def _with_digits(tree: Tree, point: Mapping[str, Fraction], digits: int) -> Value:

@@ -228,8 +228,10 @@ def _compare_math(stated: str, answer: str) -> Reason:
     if not tidy(answer):
         return "bad_answer"
     based = _based(stated), _based(answer)
-    if based[0] is not None:
+    if None not in based:
         return _verdict(based[0] == based[1])
+    if based[0] is not None and not _has_digits_of_base(*based[0]):  # 18_7 is not even a number
+        return "wrong"
     if _nesting(stated) > _MAX_NESTING:
         return "unparsable"
     from qerl.data.formulas.equality import compare_math
@@ -247,6 +249,11 @@ def _nesting(text: str) -> int:
     """The largest number of brackets that are open at once."""
     depths = itertools.accumulate((char in "({[") - (char in ")}]") for char in text)
     return max(depths, default=0)
+
+
+def _has_digits_of_base(digits: str, base: str) -> bool:
+    """False if a digit is too large for a base of one digit; "a_1" has another kind of index, and 9_005 thousands."""
+    return not digits.isdigit() or not re.fullmatch("[1-9]", base) or max(digits) < base
 
 
 def _based(text: str) -> tuple[str, str] | None:
