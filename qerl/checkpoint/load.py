@@ -45,8 +45,8 @@ def refuse_linear_attention(decoder: Decoder, name: str | Path) -> None:
     """Raise CheckpointError for a model that the vllm engine and its plan do not know yet."""
     if decoder.linear:
         raise CheckpointError(
-            f"{name} has linear attention in {len(decoder.linear)} layers, which qerl does not serve or plan with vLLM "
-            "yet: write rollout.engine: transformers (--engine transformers)"
+            f"{name} has linear attention in {len(decoder.linear)} layers, which qerl does not serve with vLLM yet: "
+            "write rollout.engine: transformers"
         )
 
 

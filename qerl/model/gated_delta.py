@@ -16,6 +16,7 @@ On a card the recurrence is fla-core's (`chunk_gated_delta_rule`), elsewhere its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -193,7 +194,7 @@ def check_gradients(capability: tuple[int, int], triton: str) -> None:
     On Hopper, Triton 3.4 to 3.7.0 computes one of its kernels wrongly (fla-org/flash-linear-attention#640), so fla-core
     0.6.0 takes TileLang's for it and raises in the first backward pass without it. Seen on an H200 with Triton 3.6.0.
     """
-    numbers = tuple(int(part) for part in triton.split("+")[0].split(".")[:3])
+    numbers = tuple(int(digits) for digits in re.findall(r"\d+", triton)[:3])
     if capability[0] == 9 and (3, 4) <= numbers < (3, 7, 1) and find_spec("tilelang") is None:
         raise EngineError(
             f"linear attention on a Hopper card with Triton {triton} needs TileLang for its gradients, and tilelang is "

@@ -15,7 +15,9 @@ import typer
 from qerl import formats
 from qerl.base.errors import ConfigError, check_choices
 from qerl.checkpoint.activations import kind_of_activations
+from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import format_of
+from qerl.checkpoint.shards import read_json
 
 TARGETS = ("adapter", *(each.name for each in formats.writable()))
 ONLY_QERL = (
@@ -129,11 +131,17 @@ def only_qerl_reads(base: Path) -> bool:
     return format.four_bit_inputs and kind_of_activations(base, format) == "dynamic"
 
 
+def served_by_vllm(base: Path) -> bool:
+    """Whether vLLM 0.25.1 knows the class of models like the folder `base`; of Qwen3.5 it knows none for text alone."""
+    config = base / "config.json"
+    return not (config.is_file() and decoder_of(read_json(config), str(base)).linear)
+
+
 def serve_adapter_line(out: Path, base: str | None, rank: int, has_norms: bool) -> str | None:
     """`vllm serve` with a base and an adapter folder; None if there is no base that vLLM can load it on (trained norms,
     rank over 512, a base that only qerl reads)."""
     allowed = [limit for limit in LORA_RANKS if limit >= rank]
-    if base is None or has_norms or not allowed or only_qerl_reads(Path(base)):
+    if base is None or has_norms or not allowed or only_qerl_reads(Path(base)) or not served_by_vllm(Path(base)):
         return None
     module = shlex.quote(f"{out.name}={out.resolve()}")
     return f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {allowed[0]} --lora-modules {module}"

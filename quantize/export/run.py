@@ -51,6 +51,7 @@ from quantize.export.options import (
     only_qerl_reads,
     serve_adapter_line,
     serve_model_line,
+    served_by_vllm,
 )
 from quantize.export.report import ExportReport, MergeReport
 from quantize.report import made_by
@@ -206,8 +207,14 @@ def _packed_report(run: Path, out: Path, step: int, masters: Masters, options: E
         trained=masters.what,
         bytes=0,
         **made_by(),
-        commands={"chat": chat_line(out), **({} if _only_qerl(run, options) else {"vllm": serve_model_line(out)})},
+        commands=_commands(out, run / BASE, _only_qerl(run, options)),
     )
+
+
+def _commands(out: Path, base: Path, only_qerl: bool) -> dict[str, str]:
+    """What can be done with the folder `out`, which is made like `base`."""
+    served = not only_qerl and served_by_vllm(base)
+    return {"chat": chat_line(out), **({"vllm": serve_model_line(out)} if served else {})}
 
 
 def _only_qerl(run: Path, options: ExportOptions) -> bool:
@@ -295,7 +302,7 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
         _report(options, adapter, out, exact.base, onto.base),
         start=start and start.trained,
         notes=notes,
-        commands={"chat": chat_line(out), **({} if alone else {"vllm": serve_model_line(out)})},
+        commands=_commands(out, trained.folder, alone),
     )
     with staged_folder(out) as staging, progress_bar() as progress:
         size = write_merged(plan, staging, device, progress.track)

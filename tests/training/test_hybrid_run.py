@@ -204,6 +204,12 @@ def test_the_engine_vllm_and_its_plan_refuse_the_family(packed, hybrid, here, mo
         check_experts_served(packed, formats.get("nvfp4"), decoder)
     code, _, stderr = here("plan", "--model", packed)
     assert code == 2
+    assert "only runs that sample with vLLM are planned" in stderr
+    tiny = "train", "--recipe", "tiny", "--model", packed, "--dry-run", "--set"
+    code, stdout, stderr = here(*tiny, "rollout.engine=transformers")
+    assert (code, "no plan: only runs that sample with vLLM" in stdout) == (0, True), stderr
+    code, _, stderr = here(*tiny, "rollout.engine=vllm")
+    assert code != 0
     assert "linear attention in 3 layers" in stderr
     code, stdout, stderr = here("plan", "--recipe", "sft_tiny", "--model", packed, "--gpu", "24")
     assert (code, stderr) == (0, "")

@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.base.isolate import closed_at_end
-from qerl.checkpoint.load import local_folder
+from qerl.checkpoint.load import local_folder, refuse_linear_attention
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
@@ -80,6 +80,12 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     finally:
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
+    decoder = sizes_at(base).decoder
+    if decoder.linear:
+        if config.rollout.engine == "vllm":
+            refuse_linear_attention(decoder, base.base)
+        say("no plan: only runs that sample with vLLM are planned, which does not serve linear attention yet")
+        return True
     return show_plan(config, str(local_folder(base.base)), console, likely(config, prompts=lengths))
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
-from qerl.checkpoint.load import refuse_linear_attention
 from qerl.config.names import OF_EXPERTS, OF_STATES, PROJECTIONS, adapts_experts, expert_rank
 from qerl.data.rows import sources_of
 from qerl.model.costs import UNRECORDED
@@ -122,7 +121,11 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     config = settled_for(config, sizes, card)
     if not config.kind.samples:
         return _plan_of_rows(config, sizes, card)
-    refuse_linear_attention(sizes.decoder, config.model.base)
+    if sizes.decoder.linear:
+        raise ConfigError(
+            f"{config.model.base} has linear attention, and only runs that sample with vLLM are planned, which does "
+            "not serve it yet: start the run with rollout.engine: transformers; `qerl train --dry-run` shows its data"
+        )
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks), card.has_fp8)
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1

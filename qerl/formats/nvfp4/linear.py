@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,9 +10,6 @@ from torch import nn
 from qerl.base.errors import CheckpointError, EngineError
 from qerl.formats.linear import PackedLinear
 from qerl.formats.nvfp4 import layout, reference
-
-if TYPE_CHECKING:
-    pass
 
 STORAGE = (torch.uint8, torch.float8_e4m3fn, torch.float32)  # dtypes of layout.TENSORS
 
