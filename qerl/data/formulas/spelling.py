@@ -152,6 +152,8 @@ def tidy(text: str) -> str:
         text = pattern.sub(new, text)
     text = _TURNED.sub(_as_usual, text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".").strip()
-    if not re.search(r"[(\[{]", text):
-        text = _GROUPED.sub(lambda match: match[0].replace(",", ""), text)
+    name, equals, value = text.rpartition("=")
+    if not re.search(r"[(\[{]", TEXT_BOX.sub("", value)):
+        start = len(name + equals) if re.search(r"[(\[{]", name) else 0
+        text = text[:start] + _GROUPED.sub(lambda match: match[0].replace(",", ""), text[start:])
     return text
