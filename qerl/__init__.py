@@ -6,14 +6,15 @@
     run = qerl.train(recipe, reward=lambda completions, **columns: [-len(text) for text in completions])
     run.metrics, run.adapter, run.plot()
 
-Importing this loads nothing: a name of the Python interface (docs/python-api.md) is imported when it is first used.
+Importing this loads nothing, and switches off what libraries report to their makers. A name of the Python interface
+(docs/python-api.md) is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
-
-from qerl.base.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
     from qerl.api.model import Model as Model
@@ -50,6 +51,27 @@ _PLACES = {  # name -> the module that defines it
     "train": "qerl.api.training",
 }
 __all__ = ["__version__", *_PLACES]
+
+# Reports that libraries send to their makers. TRL tells the Hugging Face hub of every trainer that it makes, vLLM of
+# every engine, and others of errors or imports. They read these variables when they are imported.
+TELEMETRY_OFF = {
+    "DO_NOT_TRACK": "1",  # vLLM, huggingface_hub and others, see donottrack.sh
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub, and through it TRL, transformers and trackio
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",  # vLLM and lighteval import ray where it is installed
+    "GRADIO_ANALYTICS_ENABLED": "False",  # trackio's dashboard
+    "WANDB_ERROR_REPORTING": "false",  # errors of wandb itself; a run's metrics go where the recipe says
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # lighteval's litellm would fetch a price list when it is imported
+}
+
+
+def disable_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of TELEMETRY_OFF, except for those that the user has set; none if QERL_TELEMETRY is 1."""
+    if environ.get("QERL_TELEMETRY", "").lower() in ("1", "true", "yes"):
+        return
+    for name, value in TELEMETRY_OFF.items():
+        environ.setdefault(name, value)
+
 
 disable_telemetry()  # before any library is imported
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.base.telemetry import VARIABLES, disable_telemetry
+from qerl import TELEMETRY_OFF, disable_telemetry
 from qerl.config.recipe import save_config
 from tests.helpers.small_run import small_config
 
@@ -39,7 +39,7 @@ def test_training_and_evaluation_connect_to_nothing(nvfp4_base, tmp_path, monkey
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     connections = tmp_path / "connections.txt"
     connections.touch()
-    for name in ("CI", "HF_HUB_OFFLINE", *VARIABLES):  # TRL reports nothing where CI is set
+    for name in ("CI", "HF_HUB_OFFLINE", *TELEMETRY_OFF):  # TRL reports nothing where CI is set
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CONNECTIONS", str(connections))
     save_config(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1), tmp_path / "recipe.yaml")
@@ -65,7 +65,7 @@ def test_the_watch_sees_a_connection(tmp_path, monkeypatch):
 def test_what_the_user_has_set_stays():
     environ = {"HF_HUB_DISABLE_TELEMETRY": "0"}
     disable_telemetry(environ)
-    assert environ == {**VARIABLES, "HF_HUB_DISABLE_TELEMETRY": "0"}
+    assert environ == {**TELEMETRY_OFF, "HF_HUB_DISABLE_TELEMETRY": "0"}
 
 
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("true", True), ("0", False), ("", False)])
