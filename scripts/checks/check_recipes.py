@@ -39,7 +39,7 @@ SOURCES = (
     "[{name: a, weight: 2, source: ROWS}, {name: b, weight: 1, source: ROWS, "
     "rewards: [{name: accuracy}, {name: length, weight: 0.5}, {name: soft_overlong, args: {cache: 1}}]}]"
 )
-MIXED = ("data.source=null", f"data.sources={SOURCES}", "data.held_out=4")
+MIXED = ("data.source=null", f"data.sources={SOURCES}", "data.held_out=4", "validation.every=3")
 COMMON = (
     *("rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=8", "noise.num_stages=3"),
     *("noise.sigma_start=0.05", "noise.sigma_end=0.01", "optim.warmup_ratio=0", "loss.mismatch_gate=null"),
@@ -63,7 +63,7 @@ CHOICES: Sequence[Sequence[Sequence[str]]] = (
     [["noise.enabled=false"], ["noise.where=both"], []],
     [["data.curriculum=true"], [], []],
     [
-        ["data.source=null", f"data.sources={SOURCES}", "data.held_out=4"],
+        ["data.source=null", f"data.sources={SOURCES}", "data.held_out=4", "validation.every=3"],
         ["environment={name: word_game, max_turns: 2}"],
         [],
         [],

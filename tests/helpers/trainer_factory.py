@@ -87,7 +87,7 @@ def inputs_of(trainer, batch):
     ids, mask = batch.tokens()
     whole = MicroBatch(batch, int(batch.loss_mask_B_T.sum()), 1.0, 1.0, ids, mask, batch.loss_mask_B_T)
     parts = trainer.parts
-    return loss_inputs(parts, whole, whole.packed(parts.packed.device), batch.loss_mask_B_T.sum())
+    return loss_inputs(parts, whole, whole.packed(parts.packed.layout), batch.loss_mask_B_T.sum())
 
 
 def run_backward(trainer, batch, parts=None):
