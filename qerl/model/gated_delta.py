@@ -53,6 +53,7 @@ def states_of(sequences: Sequences, tokens: int, taps: int) -> States:
     lengths, numbers = queries.diff(), torch.arange(count, device=device)
     first = queries[:-1] if sequences.keys is None else sequences.keys.rows[keys[:-1]]  # a shared prompt's, or its own
     of = numbers if sequences.keys is None else torch.searchsorted(queries, first, right=True) - 1
+    assert sequences.begun is not None, "a row for a model with states is packed with prompts first"
     begun, begun_tokens = sequences.begun
     size = tokens + count * before
     number = numbers.repeat_interleave(lengths + before, output_size=size)

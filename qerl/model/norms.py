@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping, MutableSet
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from qerl.base.errors import EngineError
 
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 _DIRECT_CHILD = re.compile(r"(^|\.)layers\.\d+\.[^.]+$")
 _WRAPPERS = re.compile(r"(^base_model\.model\.)|(\.modules_to_save\.default$)")
+_OFFSETS: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()  # of the norms that were checked
 
 
-def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """Block norms by base module name, in the model's order. Raises EngineError if there are none.
+def block_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Block norms by base module name, in the model's order.
 
-    Norms in `checked` are taken to compute the right formula; the others are added to it once they have passed.
+    Raises EngineError if there are none, or if one computes another formula. Each is checked once.
     """
-    checked = set() if checked is None else checked
     norms = {}
     for name, module in model.named_modules():
         base_name = _WRAPPERS.sub("", name)
@@ -44,9 +45,7 @@ def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) 
             "set noise.enabled=false for this architecture"
         )
     for name, module in norms.items():
-        if module not in checked:
-            _offset(name, module)
-            checked.add(module)
+        _offset(name, module)
     return norms
 
 
@@ -96,11 +95,17 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 def _offset(name: str, module: nn.Module) -> float:
     """What a norm's gain is more than its weight: 0 or 1. Raises EngineError for another formula."""
+    if module.weight.is_meta:
+        return 0.0
+    if module not in _OFFSETS:
+        _OFFSETS[module] = _found_offset(name, module)
+    return _OFFSETS[module]
+
+
+def _found_offset(name: str, module: nn.Module) -> float:
     import torch
 
     weight = module.weight
-    if weight.is_meta:
-        return 0.0
     with torch.no_grad():
         x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
         out = type(module).forward(module, x)

@@ -77,7 +77,7 @@ class Sequences(NamedTuple):
     keys: Copies | None  # all sequences' keys, copied from the T tokens; None: the queries' own
     longest_query: int
     longest_key: int
-    begun: tuple[int, int] = (0, 0)  # sequences whose keys are their own, which come first, and their tokens
+    begun: tuple[int, int] | None = None  # sequences that begin at zero and their tokens, if these come first
 
 
 @dataclass(frozen=True)
@@ -232,14 +232,14 @@ class _Builder:
         alone = len(rows) == 1
         self._add_tokens(prompt, 0, rows[0].experts)
         if alone:
-            self._add_completion(rows[0], start, alone)
+            self._add_completion(rows[0], start, alone=True)
             return
         self._add_sequence(len(prompt), start)
         if self.prompts_first:
             self.later += [(row, start) for row in rows]
             return
         for row in rows:
-            self._add_completion(row, start, alone)
+            self._add_completion(row, start, alone=False)
 
     def _add_completion(self, row: _Row, prompt: torch.Tensor, alone: bool) -> None:
         """The completion of a row whose prompt is there as the tokens `prompt`; `alone`: as one sequence with it."""
@@ -254,7 +254,7 @@ class _Builder:
         self.places.append(row.number * self.width + columns[scored])
 
     def build(self, device: torch.device) -> PackedRow:
-        begun = len(self.query_lengths), self.size
+        begun = (len(self.query_lengths), self.size) if self.query_lengths == self.key_lengths else None
         for row, prompt in self.later:
             self._add_completion(row, prompt, alone=False)
         shared = self.query_lengths != self.key_lengths

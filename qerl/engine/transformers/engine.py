@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessorList
@@ -97,7 +96,6 @@ class TransformersEngine(Engine):
                 "rollout.kv_cache_dtype: fp8, or auto"
             )
         self._kv_in_8_bits = self._uncalibrated = options.kv_cache_dtype == "fp8"
-        self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
         self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}{rounded}"
@@ -176,7 +174,7 @@ class TransformersEngine(Engine):
         if noise is None and not self._noisy:  # a run without noise needs no norms, and the model may have none
             return 0
         self._noisy = noise is not None
-        return set_norm_noise_(block_norms(model, self._checked_norms), noise)
+        return set_norm_noise_(block_norms(model), noise)
 
     def sleep(self) -> None:
         if torch.cuda.is_available():

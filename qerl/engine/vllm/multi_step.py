@@ -71,11 +71,9 @@ class MultiStepScheduler(AsyncScheduler):
         requests = [self.requests[name] for name in output.num_scheduled_tokens]
         if any(request.is_prefill_chunk for request in requests):
             return 1
-        longest = max(
-            request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens for request in requests
-        )
-        room = self.max_model_len - max(request.num_computed_tokens for request in requests)
-        return max(1, min(self.most_steps, longest, room))
+        left = max(each.num_prompt_tokens + each.max_tokens - each.num_computed_tokens for each in requests)
+        room = self.max_model_len - max(each.num_computed_tokens for each in requests)
+        return max(1, min(self.most_steps, left, room))
 
 
 def steps_of(output: SchedulerOutput) -> int:

@@ -203,6 +203,12 @@ def test_each_token_is_convolved_with_those_before_it_in_its_own_sequence():
     assert states.prompts.rows.tolist() == [0, 0, 1, 1]
 
 
+def test_a_row_whose_prompts_do_not_come_first_is_not_read_as_if_each_sequence_began_at_zero():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 6]])
+    with pytest.raises(AssertionError, match="prompts first"):
+        states_of(pack(ids, torch.ones_like(ids), 2).sequences, 6, 4)
+
+
 def test_a_card_without_fla_core_is_refused_before_a_rollout(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     fla_rule.cache_clear()

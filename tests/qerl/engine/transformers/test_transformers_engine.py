@@ -260,7 +260,7 @@ def test_noise_acts_and_is_removed(engine):
 
 
 def test_a_model_with_other_norms_runs_without_noise(engine, monkeypatch):
-    kind = type(next(iter(block_norms(engine.policy_model()).values())))
+    kind = type(engine.policy_model().model.layers[0].input_layernorm)
     monkeypatch.setattr(kind, "forward", lambda self, x: self.weight * (x - x.mean(-1, keepdim=True)))
     assert engine.set_noise(None) == 0
     with pytest.raises(EngineError, match=r"noise\.enabled=false"):
@@ -270,7 +270,7 @@ def test_a_model_with_other_norms_runs_without_noise(engine, monkeypatch):
 def test_norms_are_checked_once_per_module(engine, monkeypatch):
     """The check of the formula runs each norm. A trained copy (modules_to_save) is another module and checked too."""
     checked = []
-    kind = type(next(iter(block_norms(engine.policy_model()).values())))
+    kind = type(engine.policy_model().model.layers[0].input_layernorm)
     original = kind.forward
     monkeypatch.setattr(kind, "forward", lambda *given: checked.append(1) or original(*given))
     for _ in range(3):
