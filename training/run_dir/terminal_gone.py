@@ -9,7 +9,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,21 +25,39 @@ class LastingStream:
         self._moved = False
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        self._try(lambda: self._show(text))
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        self._try(lambda: self._show(""))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _try(self, act: Any) -> None:
+    def _show(self, text: str) -> None:
+        """Write without keeping anything back. A signal handler may ask for it in the middle of another write, which
+        the stream refuses, and then drops what it holds."""
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except RuntimeError:
+            self._show_at_once(text.encode(self._stream.encoding, "backslashreplace"))
+
+    def _show_at_once(self, data: bytes) -> None:
+        try:
+            os.write(self._stream.fileno(), data)
+        except BlockingIOError:
+            raise
+        except OSError:
+            self._move()
+            os.write(self._stream.fileno(), data)
+
+    def _try(self, act: Callable[[], object]) -> None:
         try:
             act()
         except BlockingIOError:  # a terminal that takes no more at the moment
             return
-        except (OSError, RuntimeError):  # RuntimeError: a signal handler writes while the stream does
+        except OSError:
             self._move()
 
     def _move(self) -> None:
@@ -52,7 +70,7 @@ class LastingStream:
             os.close(descriptor)
             self._moved = True
             self._stream.flush()
-        except OSError:
+        except (OSError, RuntimeError):
             return
 
 
