@@ -42,6 +42,8 @@ from qerl.checkpoint.experts import LINEARIZED, Decoder, all_experts
 from qerl.checkpoint.shards import DTYPE_BYTES, read_json
 from qerl.checkpoint.source import HEADROOM_BITS, Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
+from qerl.model.logprobs import Head, head_logits
+from qerl.model.packed_attention import logit_shape
 from quantize.rounding import best_factors, gptq, rate_ratio, roomy_global_scale, round_to, searched_scales
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ class LayeredModel:
 
     @contextmanager
     def _idle_layers(self, found: list[torch.Tensor]) -> Iterator[None]:
-        def idle(hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        def idle(hidden: torch.Tensor, *_: None, **arguments: Any) -> torch.Tensor:
             found.append(hidden)
             self._arguments.append(arguments)
             return hidden
@@ -116,8 +118,8 @@ class LayeredModel:
         layer, own, in_files = self._layers[number], {}, {}
         for name, tensor in weights.items():
             module, _, leaf = name.rpartition(".")
-            inside = self._names(module).removeprefix(f"model.layers.{number}.")
-            own[f"{inside}.{leaf}"], in_files[inside] = tensor, module
+            inside = f"{self._names(module)}.{leaf}".removeprefix(f"model.layers.{number}.")
+            own[inside], in_files[inside.rpartition(".")[0]] = tensor, module
         linears = {in_files[name]: each for name, each in layer.named_modules() if isinstance(each, nn.Linear)}
         hooks = []
         for name, linear in linears.items():
@@ -135,11 +137,10 @@ class LayeredModel:
 
     def logits(self, hidden: torch.Tensor, outside: Tensors) -> torch.Tensor:
         """Logits (T, vocabulary) in float32 of final hidden states (T, hidden)."""
-        head = {"weight": outside.get(HEAD, outside[EMBEDDINGS])}
-        if "lm_head.bias" in outside:
-            head["bias"] = outside["lm_head.bias"]
+        weight, bias = outside.get(HEAD, outside[EMBEDDINGS]), outside.get("lm_head.bias")
+        head = Head(weight, bias, *logit_shape(self._model.config))
         normed = torch.func.functional_call(self._model.model.norm, {"weight": outside[NORM]}, (hidden,))
-        return torch.func.functional_call(self._model.lm_head, head, (normed,)).float()
+        return head_logits(normed, head).div_(head.temperature)
 
 
 class LinearExperts(nn.ModuleList):

@@ -80,10 +80,11 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     options = choice.options
     check_space(out, source.output_bytes() + one_pass.start_bytes(source, options.start_rank))
     _check_length(source, options)
-    if options.method == "awq" and source.decoder.linear:
+    if options.method == "awq" and (source.decoder.linear or source.decoder.full):
+        what = "norms have 1 + weight" if source.decoder.linear else "values are normed"
         raise ConfigError(
-            f"--method awq rescales norms by their weight, and those of {source.name} have 1 + weight: write --method "
-            "search_gptq, or leave it out"
+            f"--method awq moves scales through the weights of norms and values, and in {source.name} {what}: write "
+            "--method search_gptq, or leave it out"
         )
     if options.by_compressor:
         logger.info("loading llm-compressor")

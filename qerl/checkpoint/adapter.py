@@ -84,7 +84,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
         norms |= set() if factor else {leaf}
         experts = f"experts.{leaf}" if is_of_experts(name) else None
         layers[experts or leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
-        own = shapes.projections.get(leaf) if factor else (shapes.hidden,)
+        own = shapes.shape_of(name.rpartition(".lora_")[0]) if factor else (shapes.hidden,)
         if experts:
             own = shapes.decoder.shape_in_memory(f"mlp.{experts}")
         expected = _factor_shape(name, own, tensor) if factor and own else own

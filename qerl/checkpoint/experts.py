@@ -11,11 +11,13 @@ width); `Decoder.place_of` says which part of them a file's linear is. Another f
 row in FAMILIES.
 
 Layers with linear attention (Gated DeltaNet, arXiv 2412.06464), three of four in Qwen3.5, have `linear_attn` in place
-of `self_attn`. This module imports no torch.
+of `self_attn`. In Gemma 4 the layers with full attention have head sizes of their own, and may lack `v_proj`: their
+values are the keys, normed otherwise. This module imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +38,8 @@ LINEAR_ATTENTION = tuple(f"linear_attn.{name}" for name in OF_STATES)
 KEPT = tuple(f"linear_attn.{name}" for name in ("conv1d", "in_proj_a", "in_proj_b"))  # small, and always in 16 bits
 DECAYS = (".A_log", ".dt_bias")  # how fast states decay, which stays as wide as the file has it
 DENSE_MLP = tuple(f"mlp.{name}" for name in (*GATE_UP, "down_proj"))
-HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")  # the beginning of model_type in config.json
+HEAD_NORMED = ("qwen3", "gemma3", "gemma4", "olmo2", "olmo3", "olmoe")  # the beginning of model_type in config.json
+FOUR_NORMS = ("gemma2", "gemma3", "gemma4")  # in each layer; the others have two
 MOST = {  # bounds far beyond every published model: a larger number would only fill memory with an empty model
     "num_hidden_layers": 1000,
     "hidden_size": 2**18,
@@ -45,6 +48,8 @@ MOST = {  # bounds far beyond every published model: a larger number would only 
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "head_dim": 2**13,
+    "global_head_dim": 2**13,
+    "num_global_key_value_heads": 2**12,
     "linear_num_key_heads": 2**12,
     "linear_num_value_heads": 2**12,
     "linear_key_head_dim": 2**13,
@@ -151,10 +156,18 @@ class Decoder:
     sparse: tuple[int, ...] = ()  # the layers with experts; the others have a dense MLP
     normalises: bool = False  # whether the weights of the chosen experts sum to 1
     linear: tuple[int, ...] = ()  # the layers with linear attention; the others have attention
+    full: tuple[int, ...] = ()  # the layers whose attention has other head sizes than the rest (Gemma 4)
+    keys_are_values: bool = False  # whether those have no v_proj
 
     @property
     def has_experts(self) -> bool:
         return bool(self.sparse)
+
+    @property
+    def unserved(self) -> str:
+        """What the vllm engine and its plan do not know yet, for messages; empty for a model that they know."""
+        linear, full = (f"in {len(layers)} layers" for layers in (self.linear, self.full))
+        return f"linear attention {linear}" if self.linear else f"other head sizes {full}" if self.full else ""
 
     @property
     def share(self) -> float:
@@ -176,11 +189,15 @@ class Decoder:
 
     def linears_of(self, layer: int) -> list[str]:
         """Those of one decoder layer."""
-        parts = LINEAR_ATTENTION if layer in self.linear else ATTENTION
-        attention = [f"model.layers.{layer}.{part}" for part in parts]
+        attention = [f"model.layers.{layer}.{part}" for part in self._attention_of(layer)]
         if layer not in self.sparse:
             return attention + [f"model.layers.{layer}.{part}" for part in DENSE_MLP]
         return attention + [name for expert in self.experts_of(layer) for name in expert]
+
+    def _attention_of(self, layer: int) -> tuple[str, ...]:
+        if layer in self.linear:
+            return LINEAR_ATTENTION
+        return tuple(part for part in ATTENTION if not (self.keys_are_values and layer in self.full and "v_" in part))
 
     def experts_of(self, layer: int) -> list[Expert]:
         """The experts of a layer, in order; none of a layer with a dense MLP."""
@@ -191,10 +208,12 @@ class Decoder:
 
     def layers_with(self, leaf: str) -> set[int]:
         """The layers that have a linear, not an expert's, with this last part of its name; all for any other module."""
-        every, linear = set(range(self.layers)), set(self.linear)
+        every = range(self.layers)
         if leaf in OF_EXPERTS:
-            return every - set(self.sparse)
-        return linear if leaf in OF_STATES else every - linear if f"self_attn.{leaf}" in ATTENTION else every
+            return set(every) - set(self.sparse)
+        if leaf not in (*PROJECTIONS, *OF_STATES):
+            return set(every)
+        return {layer for layer in every if any(part.endswith(f".{leaf}") for part in self._attention_of(layer))}
 
     def targets(self, targets: Sequence[str]) -> tuple[str, ...]:
         """The linears that `adapter.targets` names: all seven stand for all linears, those of linear attention too."""
@@ -261,6 +280,8 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
     layers, kind = config.get("num_hidden_layers"), config.get("model_type")
     if kind in HYBRIDS:
         return Decoder(layers, linear=_linear_layers(config, name))
+    if kind in GEMMA4:
+        return Decoder(layers, full=_full_layers(config, name), keys_are_values=bool(config.get("attention_k_eq_v")))
     counted = next((key for key in COUNT_KEYS if config.get(key)), None)
     if counted is None:
         return Decoder(layers)
@@ -311,6 +332,37 @@ def _linear_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(n for n, kind in enumerate(kinds) if kind == LINEAR)
 
 
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")  # model_type of those whose full attention has its own head sizes
+PER_LAYER = "per_layer_config"  # where transformers 5.17 writes them, by the number of each such layer
+
+
+def _full_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The layers with full attention, by `layer_types` or else every sixth, and the last in any case."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    kinds = [FULL if (n + 1) % 6 == 0 else "" for n in range(layers)] if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise _odd(name, "layer_types", kinds)
+    return tuple(n for n, kind in enumerate(kinds) if kind == FULL or n == layers - 1)
+
+
+def _full_heads(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    """(heads of keys and values, their size) in the layers with full attention of Gemma 4; None for other families."""
+    if config.get("model_type") not in GEMMA4:
+        return None
+    kv_heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    own = {"num_key_value_heads": kv_heads, "head_dim": config.get("global_head_dim") or 512}
+    if (written := config.get(PER_LAYER)) is not None:
+        full = {str(layer) for layer in _full_layers(config, name)}
+        own_layers = isinstance(written, dict) and {str(key).lstrip("0") or "0" for key in written} == full
+        each = list(written.values()) if own_layers else [None]
+        if not isinstance(each[0], dict) or each[0].keys() - own.keys() or any(one != each[0] for one in each):
+            raise _odd(name, PER_LAYER, written)
+        own = {"num_key_value_heads": None, "head_dim": config.get("head_dim") or 256, **each[0]}
+        check_numbers(own, name)
+    kv_heads = own["num_key_value_heads"] or config.get("num_key_value_heads") or config["num_attention_heads"]
+    return kv_heads, own["head_dim"]
+
+
 def _odd(name: str, key: str, value: object) -> CheckpointError:
     return CheckpointError(
         f"{name}: config.json has {key} {value!r:.60}, which cannot be: copy the file from the original model"
@@ -356,27 +408,45 @@ class ModelShapes:
     four_bit_inputs: bool = False  # packed linears round their input to 4 bits
     decoder: Decoder = field(default_factory=lambda: Decoder(0))  # which layers have experts
     states: StateShapes | None = None  # of the layers with linear attention
+    norms: int = 2  # of each layer, with a number per feature
+    full_heads: tuple[int, int] | None = None  # of keys and values in `decoder.full`: how many, and their size
+    of_full: dict[str, tuple[int, int]] = field(default_factory=dict)  # linears that have other shapes there
+
+    def shape_of(self, linear: str) -> tuple[int, int] | None:
+        """(out, in) of a linear, by its full name, that is not an expert's; None if the model has none of that name."""
+        parts = linear.split(".")
+        full = any(part.isdigit() and int(part) in self.decoder.full for part in parts)
+        return (self.of_full if full else {}).get(parts[-1], self.projections.get(parts[-1]))
+
+    def shapes_of(self, leaves: Iterable[str]) -> list[tuple[int, int]]:
+        """(out, in) of all linears with these last parts of their names, beside experts."""
+        layers = ((layer, leaf) for leaf in leaves for layer in self.decoder.layers_with(leaf))
+        return [self.shape_of(f"{layer}.{leaf}") for layer, leaf in layers]
 
 
-LINEAR = "linear_attention"
-ATTENTIONS = ("full_attention", "sliding_attention")  # kinds of layers that have keys and values for each token
+LINEAR, FULL = "linear_attention", "full_attention"
+ATTENTIONS = (FULL, "sliding_attention")  # kinds of layers that have keys and values for each token
 STATE_KEYS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 UNLIKE = (  # keys that make a decoder another one than we compute and plan, where they hold anything
     *("attn_logit_softcapping", "final_logit_softcapping", "linear_num_key_heads", "kv_lora_rank"),
-    *("hidden_size_per_layer_input", "global_head_dim", "num_kv_shared_layers"),
+    *("hidden_size_per_layer_input", "global_head_dim", PER_LAYER, "num_kv_shared_layers", "enable_moe_block"),
 )
+COMPUTED = {  # what of these, and which kinds of layers, we compute in a family
+    **dict.fromkeys(HYBRIDS, (STATE_KEYS, (FULL, LINEAR))),
+    **dict.fromkeys(GEMMA4, (("final_logit_softcapping", "global_head_dim", PER_LAYER), ATTENTIONS)),
+}
 
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
-    hybrid = config.get("model_type") in HYBRIDS
-    kinds = ("full_attention", LINEAR) if hybrid else ATTENTIONS
-    found = [(key, config[key]) for key in UNLIKE if config.get(key) and not (hybrid and key in STATE_KEYS)]
+    computed, kinds = COMPUTED.get(config.get("model_type"), ((), ATTENTIONS))
+    found = [(key, config[key]) for key in UNLIKE if config.get(key) and key not in computed]
+    found += [("use_bidirectional_attention", "all")] * (config.get("use_bidirectional_attention") == "all")
     found += [("layer_types", kind) for kind in config.get("layer_types") or () if kind not in kinds]
     for key, value in found[:1]:
         raise CheckpointError(
             f"{name}: config.json of {config.get('model_type')} has {key} {value!r:.60}, which qerl does not compute: "
-            "give a Qwen2, Qwen3, Qwen3.5, Llama or Mistral model"
+            "give a Qwen2, Qwen3, Qwen3.5, Llama, Mistral or Gemma 4 (12B, 31B) model"
         )
 
 
@@ -407,20 +477,18 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
     hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    if head_dim < 1 or heads % kv_heads:
+    full = _full_heads(config, name)
+    if head_dim < 1 or heads % kv_heads or (full and heads % full[0]):
         raise CheckpointError(
             f"{name}: config.json has hidden_size {hidden}, {heads} attention heads and {kv_heads} of keys and values, "
             "which do not divide one another: copy the file from the original model"
         )
-    queries, keys, states = heads * head_dim, kv_heads * head_dim, _states_of(config, name)
+    states = _states_of(config, name)
     return ModelShapes(
         layers=layers,
         hidden=hidden,
         projections={
-            "q_proj": (queries * (2 if states else 1), hidden),  # Qwen3.5 has the output's gate in it
-            "k_proj": (keys, hidden),
-            "v_proj": (keys, hidden),
-            "o_proj": (hidden, queries),
+            **_attention_linears(hidden, heads, (kv_heads, head_dim), gated=states is not None),
             "gate_proj": (width, hidden),
             "up_proj": (width, hidden),
             "down_proj": (hidden, width),
@@ -435,7 +503,18 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         four_bit_inputs=_rounds_inputs(config.get("quantization_config")),
         decoder=decoder_of(config, name),
         states=states,
+        norms=4 if str(config.get("model_type")).startswith(FOUR_NORMS) else 2,
+        full_heads=full,
+        of_full={} if full is None else _attention_linears(hidden, heads, full),
     )
+
+
+def _attention_linears(hidden: int, heads: int, kv: tuple[int, int], gated: bool = False) -> dict[str, tuple[int, int]]:
+    """(out, in) of q, k, v and o; `kv` are the heads of keys and values and a head's size. `gated`: q has the output's
+    gate too, as in Qwen3.5."""
+    queries, keys = heads * kv[1], math.prod(kv)
+    shapes = (queries * (2 if gated else 1), hidden), (keys, hidden), (keys, hidden), (hidden, queries)
+    return dict(zip(PROJECTIONS, shapes, strict=False))
 
 
 def _states_of(config: Mapping[str, Any], name: str) -> StateShapes | None:

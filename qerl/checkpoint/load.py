@@ -41,18 +41,18 @@ SERVED = ("Qwen3-MoE",)  # the families that the plugin of vLLM knows
 PARTS = {FUSED_GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
 
 
-def refuse_linear_attention(decoder: Decoder, name: str | Path) -> None:
+def refuse_unserved(decoder: Decoder, name: str | Path) -> None:
     """Raise CheckpointError for a model that the vllm engine and its plan do not know yet."""
-    if decoder.linear:
+    if decoder.unserved:
         raise CheckpointError(
-            f"{name} has linear attention in {len(decoder.linear)} layers, which qerl does not serve with vLLM yet: "
-            "write rollout.engine: transformers"
+            f"{name} has {decoder.unserved}, which qerl does not serve with vLLM yet: write rollout.engine: "
+            "transformers"
         )
 
 
 def check_served_family(decoder: Decoder, folder: Path) -> None:
     """Raise CheckpointError for a family that the transformers engine opens, and vLLM does not."""
-    refuse_linear_attention(decoder, folder)
+    refuse_unserved(decoder, folder)
     if decoder.has_experts and decoder.family.title not in SERVED:
         raise CheckpointError(
             f"{folder} is a mixture of experts of the family {decoder.family.title}, and qerl serves "

@@ -158,6 +158,8 @@ TEXT_MODELS = {
     "mistral": ("mistral", "MistralForCausalLM"),
     "ministral3": ("ministral3", "Ministral3ForCausalLM"),
     "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
+    "gemma4_unified_text": ("gemma4_unified_text", "Gemma4UnifiedForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
 }
 # The decoder's tensors, as the hub and transformers 5 name them.

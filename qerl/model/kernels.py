@@ -473,7 +473,9 @@ def _slopes(
     entropy_slope_ptr,
     columns,
     temperature,
+    cap,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -481,13 +483,20 @@ def _slopes(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     at = row.to(tl.int64) * columns + column
-    z = _divided(tl.load(logits_ptr + at, mask=inside, other=0.0), temperature, SCALED)
+    logits = tl.load(logits_ptr + at, mask=inside, other=0.0)
+    z = _divided(logits, temperature, SCALED)
     log_p = (z - tl.load(tops_ptr + row)) - tl.load(log_masses_ptr + row)
     p = tl.exp(log_p)
     slope = tl.where(column == tl.load(targets_ptr + row), 1.0 - p, -p)
+    if CAPPED:
+        tanh = logits / cap
+        fall = 1.0 - tanh * tanh
+        slope *= fall
     tl.store(slope_ptr + at, slope.to(slope_ptr.dtype.element_ty), mask=inside)
     if ENTROPY:
         slope = -p * (log_p + tl.load(entropies_ptr + row))
+        if CAPPED:
+            slope *= fall
         tl.store(entropy_slope_ptr + at, slope.to(slope_ptr.dtype.element_ty), mask=inside)
 
 
@@ -517,14 +526,15 @@ def slopes_of_logits(
     logits: torch.Tensor,
     targets: torch.Tensor,
     measured: Measured,
-    temperature: float,
+    shape: tuple[float, float],
     wanted: tuple[torch.dtype, bool],
 ) -> list[torch.Tensor]:
-    """Derivatives (m, vocabulary) of the logprobs with respect to the divided logits.
+    """Derivatives (m, vocabulary) of the logprobs with respect to the divided logits, before they were capped.
 
-    `wanted` is their dtype, and whether the derivatives of the entropies follow as a second tensor.
+    `shape` is the temperature, and the cap of the logits or 0. `wanted` is the dtype of the derivatives, and whether
+    those of the entropies follow as a second tensor.
     """
-    dtype, entropy = wanted
+    (temperature, cap), (dtype, entropy) = shape, wanted
     rows, columns = logits.shape
     out = [torch.empty(rows, columns, dtype=dtype, device=logits.device) for _ in range(1 + entropy)]
     _slopes[(rows, triton.cdiv(columns, LOGIT_BLOCK))](
@@ -535,7 +545,9 @@ def slopes_of_logits(
         out[-1],
         columns,
         float(temperature),
+        float(cap),
         SCALED=temperature != 1.0,
+        CAPPED=cap > 0,
         ENTROPY=entropy,
         BLOCK=LOGIT_BLOCK,
         num_warps=8,

@@ -5,6 +5,9 @@ With z = h W^T / temperature and p = softmax(z), for target y (the head W is fro
     logprob = z_y - logsumexp(z)         d logprob / dh = (onehot(y) - p) W / temperature
     entropy = -sum_j p_j log p_j         d entropy / dh = -(p * (log p + entropy)) W / temperature
 
+Where a model caps its logits, z = cap tanh(h W^T / cap) / temperature, the rows that are multiplied by W are weighted
+by the slope of the cap, 1 - tanh^2.
+
 The loss weighs each token's logprob by one number. So the rows on the right are computed in the forward pass, while the
 logits of a chunk are there, and the backward pass only scales them. That takes two products with the head per token;
 recomputing the logits would take three. Both products count for time/forward_s, the scaling for time/backward_s.
@@ -23,17 +26,19 @@ from qerl.model.costs import LOGIT_TOKENS
 
 
 class Head(NamedTuple):
-    """The output projection: a dense weight (vocabulary, d), a bias or None, and the temperature of the logits."""
+    """The output projection: a dense weight (vocabulary, d), a bias or None, the temperature of the logits, and the cap
+    that they stay below before they are divided by it; 0 without one."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     temperature: float
+    cap: float = 0.0
 
 
-def dense_head(module: nn.Linear, temperature: float) -> Head:
+def dense_head(module: nn.Linear, temperature: float, cap: float = 0.0) -> Head:
     """The head of a model, dequantized if it is packed."""
     weight = module.dense(module.compute_dtype) if isinstance(module, PackedLinear) else module.weight.detach()
-    return Head(weight, None if module.bias is None else module.bias.detach(), temperature)
+    return Head(weight, None if module.bias is None else module.bias.detach(), temperature, cap)
 
 
 def token_logprobs(
@@ -87,7 +92,7 @@ def kernel_chunk(
     outputs[0], outputs[1] = measured.logprobs, measured.entropies
     if slopes:
         wanted = head.weight.dtype, len(slopes) > 1
-        by_logits = kernels.slopes_of_logits(logits, targets, measured, head.temperature, wanted)
+        by_logits = kernels.slopes_of_logits(logits, targets, measured, head[2:], wanted)
         del logits
         for slope, out in zip(by_logits, slopes, strict=True):
             torch.addmm(out, slope, head.weight, beta=0, alpha=1.0 / head.temperature, out=out)
@@ -99,6 +104,7 @@ def reference_chunk(
     """The same as `kernel_chunk` in plain torch, on any device."""
     rows = torch.arange(len(targets), device=targets.device)
     logits = head_logits(hidden, head)
+    falls = cap_slopes(logits, head) if slopes else None
     log_p = torch.log_softmax(logits if head.temperature == 1.0 else logits.div_(head.temperature), -1)
     del logits
     outputs[0] = log_p[rows, targets]
@@ -106,24 +112,31 @@ def reference_chunk(
     outputs[1] = -torch.linalg.vecdot(p, log_p)
     if len(slopes) > 1:
         log_p += outputs[1][:, None]
-        descend(log_p.mul_(p), head, slopes[1])
+        descend(log_p.mul_(p), head, slopes[1], falls)
     if slopes:
         p[rows, targets] -= 1.0
-        descend(p, head, slopes[0])
+        descend(p, head, slopes[0], falls)
 
 
 def head_logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
-    """Logits (m, vocabulary) in float32, not divided by the temperature; on a GPU never rounded to 16 bits."""
+    """Logits (m, vocabulary) in float32, capped, not divided by the temperature; on a GPU never rounded to 16 bits."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
     else:
         logits = (hidden @ head.weight.t()).float()
     if head.bias is not None:
         logits += head.bias
-    return logits
+    return logits.div_(head.cap).tanh_().mul_(head.cap) if head.cap else logits
 
 
-def descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
-    """Turn negative derivatives by the scaled logits (m, vocabulary) into those by the hidden states, `out` (m, d)."""
+def cap_slopes(logits: torch.Tensor, head: Head) -> torch.Tensor | None:
+    """The derivatives of capped logits by those before the cap, of any shape; None without a cap."""
+    return 1 - (logits / head.cap).square_() if head.cap else None
+
+
+def descend(slope: torch.Tensor, head: Head, out: torch.Tensor, falls: torch.Tensor | None) -> None:
+    """Turn negative derivatives by the scaled logits (m, vocabulary) into those by the hidden states, `out` (m, d);
+    `falls` are the `cap_slopes`. The derivatives are overwritten."""
+    slope = slope if falls is None else slope.mul_(falls)
     torch.mm(slope.to(head.weight.dtype), head.weight, out=out)
     out.mul_(-1.0 / head.temperature)

@@ -1,9 +1,10 @@
 """Find a model's block norms by their structure, and add noise to them in float32 without touching their weights.
 
-A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`); the next
-linears read its output. Norms inside attention (QK-norms) and the final norm are not block norms. Class names play no
-part: each candidate is called once to check that it computes gain * x / sqrt(mean(x^2) + eps), where the gain is its
-weight or, as in Qwen3.5 and Gemma, 1 + weight.
+A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`). Noise is for
+those whose output the next linears read: where a layer also norms what attention and MLP give (Gemma 3 and 4), before
+it is added to the stream, those norms stay clean. Norms inside attention (QK-norms) and the final norm are not block
+norms. Class names play no part: each candidate is called once to check that it computes gain * x / sqrt(mean(x^2) +
+eps), where the gain is its weight or, as in Qwen3.5 and Gemma 3, 1 + weight.
 
 The noisy norm computes (weight + noise) * x_hat in float32 and rounds once, because a sum stored in bfloat16 would
 swallow noise below 1e-3. The model gets nothing but an instance attribute `forward`, so deleting that attribute
@@ -47,6 +48,13 @@ def block_norms(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in norms.items():
         _offset(name, module)
     return norms
+
+
+def noise_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The block norms that noise is added to, as `block_norms` gives them."""
+    norms = block_norms(model)
+    before = {name.rpartition(".")[0] for name in norms if name.endswith(".pre_feedforward_layernorm")}
+    return {n: norm for n, norm in norms.items() if n.rpartition(".")[0] not in before or ".post_" not in n}
 
 
 def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Tensor] | None) -> int:

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from qerl.base.errors import EngineError
+from qerl.model.logprobs import Head, dense_head
 from qerl.model.packing import Sequences, gather_rows
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ NAME = "qerl_packed"
 MAX_HEAD_DIM = 256  # flash attention's
 UNKNOWN_KEYS = (
     "attn_logit_softcapping",
-    "final_logit_softcapping",
+    "final_logit_softcapping",  # of families that are not CAPPED
     "logit_scale",
     "lm_head_multiplier",
     "output_multiplier",
@@ -142,9 +143,19 @@ UNKNOWN_KEYS = (
 )
 
 
-def logits_divisor(config: PretrainedConfig) -> float:
-    """What the model divides its logits by, as Granite does; its head and the temperature act together with it."""
-    return float(getattr(config, "logits_scaling", None) or 1.0)
+CAPPED = ("gemma4_text", "gemma4_unified_text")  # model_type of those whose capped logits we compute
+
+
+def head_of(model: PreTrainedModel, temperature: float) -> Head:
+    """The model's head, whose logits are divided by the temperature too."""
+    divisor, cap = logit_shape(model.config)
+    return dense_head(model.get_output_embeddings(), temperature * divisor, cap)
+
+
+def logit_shape(config: PretrainedConfig) -> tuple[float, float]:
+    """What the model divides its logits by, as Granite does, and their cap, as in Gemma 4, or 0; none has both."""
+    cap = config.final_logit_softcapping if config.model_type in CAPPED else None
+    return float(getattr(config, "logits_scaling", None) or 1.0), float(cap or 0.0)
 
 
 def has_states(config: PretrainedConfig) -> bool:
@@ -160,7 +171,7 @@ def check_config(config: PretrainedConfig, device: str = "cpu") -> None:
 
         fla_rule()
     for key in UNKNOWN_KEYS:
-        if getattr(config, key, None) not in (None, 1.0):
+        if getattr(config, key, None) not in (None, 1.0) and not (config.model_type in CAPPED and "final" in key):
             raise EngineError(
                 f"the model's config sets {key}={getattr(config, key)}, which training does not support: take a "
                 "Qwen2, Qwen3, Llama or Mistral model"

@@ -80,6 +80,10 @@ MISTRAL = {"max_position_embeddings": 32768, "head_dim": 128}
 SMOL = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 LLAMA3 = {"max_position_embeddings": 131072}
 TIED = {"tie_word_embeddings": True}
+GEMMA4 = {
+    **{"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True},
+    **{"final_logit_softcapping": 30.0, "sliding_window": 1024, "max_position_embeddings": 262144, **TIED},
+}
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
 
@@ -112,6 +116,8 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
     "smollm2-360m": _known(960, 2560, 32, 15, 5, 49152, **SMOL),
     "smollm2-1.7b": _known(2048, 8192, 24, 32, 32, 49152, **SMOL),
     "smollm3-3b": _known(2048, 11008, 36, 16, 4, 128256, max_position_embeddings=65536, **TIED),
+    "gemma-4-12b": _known(3840, 15360, 48, 16, 8, 262144, **GEMMA4, num_global_key_value_heads=1),
+    "gemma-4-31b": _known(5376, 21504, 60, 32, 16, 262144, **GEMMA4, num_global_key_value_heads=4),
     "mistral-7b": _known(4096, 14336, 32, 32, 8, 32768, **MISTRAL),
     "mistral-nemo": _known(5120, 14336, 40, 32, 8, 131072, **{**MISTRAL, "max_position_embeddings": 131072}),
 }
@@ -151,7 +157,7 @@ class ModelSizes(ModelShapes):
     @property
     def outside_experts(self) -> int:
         """Weights of the other linears: of attention of both kinds, and of dense MLPs."""
-        return sum(self._layers_with(name) * math.prod(shape) for name, shape in self.projections.items())
+        return sum(map(math.prod, self.shapes_of(self.projections)))
 
     @property
     def routers(self) -> int:
@@ -162,7 +168,7 @@ class ModelSizes(ModelShapes):
     def kept(self) -> int:
         """Weights of the layers that stay in 16 bits: norms, routers, and the small parts of linear attention."""
         of_states = len(self.decoder.linear) * self.states.kept(self.hidden) if self.states else 0
-        return self.layers * 2 * self.hidden + self.routers + of_states
+        return self.layers * self.norms * self.hidden + self.routers + of_states
 
     @property
     def inner(self) -> int:
@@ -196,14 +202,14 @@ class ModelSizes(ModelShapes):
         return self.weights_bytes(format) - unread * formats.get(format).bytes_per_weight
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
-        """Keys and values of one token."""
-        return 2 * self._layers_with("k_proj") * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim)
+        """Keys and values of one token, while it is in the window of each layer that has one."""
+        full = len(self.decoder.full)
+        kinds = (self._layers_with("k_proj") - full, self.kv_heads, self.head_dim), (full, *(self.full_heads or (0, 0)))
+        return 2 * sum(layers * heads * kv_head_bytes(kv_cache_dtype, size) for layers, heads, size in kinds)
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of a LoRA of `rank` on the projections `targets`; see `expert_adapter` for experts."""
-        return rank * sum(
-            self._layers_with(name) * sum(self.projections[name]) for name in self.decoder.targets(targets)
-        )
+        return rank * sum(map(sum, self.shapes_of(self.decoder.targets(targets))))
 
     def expert_adapter(self, rank: int, shared: bool) -> int:
         """Parameters of a LoRA of `rank` on all experts; `shared`: A of gate and up and B of down are one for all."""

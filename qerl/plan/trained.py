@@ -95,8 +95,7 @@ class PackedAdapter(Adapter):
     start_rank = engine_rank = engine_expert_rank = 0
 
     def start_bytes(self, sizes: ModelSizes) -> int:
-        targets, decoder = sizes.decoder.targets(self.adapter.targets), sizes.decoder
-        return 2 * sum(len(decoder.layers_with(name)) * math.prod(sizes.projections[name]) for name in targets)
+        return 2 * sum(map(math.prod, sizes.shapes_of(sizes.decoder.targets(self.adapter.targets))))
 
 
 class Weights(Adapter):
@@ -108,7 +107,7 @@ class Weights(Adapter):
         """There the gradient of one layer exists beside those, until it has been summed."""
         dealt = shared_out(trained_linears(self.qat, sizes.decoder), ranks)
         of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
-        count = max(map(sum, of_ranks)) + (2 * sizes.layers * sizes.hidden if self.qat.train_norms else 0)
+        count = max(map(sum, of_ranks)) + (sizes.norms * sizes.layers * sizes.hidden if self.qat.train_norms else 0)
         passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
         width = self.gradient_bytes
         gradient = width * (count + passing) / count
@@ -151,7 +150,7 @@ def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:
 
 
 def _numbers(linear: str, sizes: ModelSizes) -> int:
-    return math.prod(sizes.projections[linear.rpartition(".")[2]])
+    return math.prod(sizes.shape_of(linear))
 
 
 def quantized_linears(qat: QatConfig, decoder: Decoder) -> list[str]:

@@ -45,5 +45,8 @@ def write_base(folder, family="qwen3", seed=0, hidden=64, dtype=torch.bfloat16, 
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(folder, max_shard_size="100KB")
     return folder

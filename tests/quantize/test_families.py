@@ -15,7 +15,7 @@ from qerl.config.schema import AdapterConfig
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.formats.linear import PackedLinear
-from qerl.model.norms import block_norms, set_norm_noise_
+from qerl.model.norms import noise_norms, set_norm_noise_
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
@@ -38,6 +38,10 @@ STATES = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "layer_types": ["linear_attention", "full_attention"],
 }
+GEMMA4 = {
+    **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "global_head_dim": 32},
+    **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
+}
 FAMILIES = {
     "olmo2": {},
     "olmo3": {"sliding_window": 4},
@@ -49,7 +53,9 @@ FAMILIES = {
     "hunyuan_v1_dense": {},
     "seed_oss": {"attention_dropout": 0.0},
     "gemma3_text": {"sliding_window": 4},  # it has four norms per layer, whose gain is 1 + weight
-    "qwen3_5_text": STATES,  # 1 + weight too
+    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": GEMMA4,
+    "qwen3_5_text": STATES,  # 1 + weight, as in Gemma 3
 }
 TEXT_PARTS = {  # whole model -> its class, and what its text part has besides
     "gemma3": ("Gemma3ForConditionalGeneration", {"sliding_window": 4}, {}),
@@ -65,6 +71,12 @@ TEXT_PARTS = {  # whole model -> its class, and what its text part has besides
         {"deepstack_visual_indexes": [0]},
     ),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", STATES, {"num_position_embeddings": 16}),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {**GEMMA4, "hidden_size_per_layer_input": 0},
+        {"head_dim": 16},
+    ),
+    "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", GEMMA4, {}),
 }
 PICTURES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
@@ -83,6 +95,9 @@ def randomized_(model):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
             elif "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     return model.eval()
 
 
@@ -115,7 +130,9 @@ def test_a_family_is_quantized_trained_and_merged(family, tmp_path):
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
     policy = build_policy(engine, base, AdapterConfig(rank=4, alpha=8), seed=0)
     packed = {name: module for name, module in policy.base_model.named_modules() if isinstance(module, PackedLinear)}
-    assert len(packed) == (13 if family == "qwen3_5_text" else 14)  # of the engine's own model: there is no second copy
+    assert len(packed) == (
+        13 if family.startswith(("qwen3_5", "gemma4")) else 14
+    )  # of the engine's own model: there is no second copy
     torch.manual_seed(1)
     with torch.no_grad():
         for tensor in adapter_tensors(policy.model).values():
@@ -136,7 +153,7 @@ def test_a_family_is_quantized_trained_and_merged(family, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(merged_folder(policy, base, tmp_path), dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(logprobs(merged), exact, rtol=2e-2, atol=2e-2)  # it is written in bfloat16
-    check_noise(policy.base_model, family)
+    check_noise(policy.base_model)
 
 
 def merged_folder(policy, base, folder):
@@ -145,10 +162,10 @@ def merged_folder(policy, base, folder):
     return folder / "merged"
 
 
-def check_noise(model, family):
-    """Noise on the block norms acts as a shift of their weights does, and leaves no trace."""
-    norms = block_norms(model)
-    assert len(norms) == (8 if family == "gemma3_text" else 4)
+def check_noise(model):
+    """Noise on the norms that linears read acts as a shift of their weights does, and leaves no trace."""
+    norms = noise_norms(model)
+    assert len(norms) == 4
     noise = {name: 0.1 * torch.randn_like(norm.weight.float()) for name, norm in norms.items()}
     with torch.no_grad():
         before = logprobs(model)
@@ -206,7 +223,9 @@ def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_th
                 inner = whole.model.language_model.get_submodule(module_name.removeprefix("model."))
                 inner.weight.copy_(module.dense(torch.float32))
         torch.testing.assert_close(logprobs(model), logprobs(whole), rtol=1e-4, atol=1e-5)
-        if family == "qwen3_5":  # whose norms and attention are transformers' own: without our other modules, all is
+        if (
+            family == "qwen3_5" or "gemma4" in family
+        ):  # whose norms and attention are transformers' own: without our other modules, all is
             for module in model.modules():
                 module.__dict__.pop("forward", None)
             assert torch.equal(logprobs(model), logprobs(whole))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from qerl.model.logprobs import Head, descend, head_logits
+from qerl.model.logprobs import Head, cap_slopes, descend, head_logits
 from qerl.plan.sizes import CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class _TokenDivergences(torch.autograd.Function):
             for start in range(0, len(targets), pair.chunk_tokens):
                 part = slice(start, start + pair.chunk_tokens)
                 student, teacher = head_logits(hidden[part], pair.student), head_logits(taught[part], pair.teacher)
+                falls = None if slopes is None else cap_slopes(student[:, : pair.shared], pair.student)
                 values[4, part] = _logprobs(student, targets[part], pair.student.temperature)
                 log_p = _log_softmax(student, pair.student.temperature, pair.shared)
                 del student
@@ -79,7 +80,7 @@ class _TokenDivergences(torch.autograd.Function):
                 slope = _fill(values[:4, part], log_p, log_q, pair.beta, slopes is not None)
                 if slope is not None:
                     head = pair.student._replace(weight=pair.student.weight[: pair.shared])
-                    descend(slope.neg_(), head, slopes[part])
+                    descend(slope.neg_(), head, slopes[part], falls)
         ctx.save_for_backward(slopes)
         return tuple(value.clone() for value in values)
 

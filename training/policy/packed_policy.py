@@ -10,14 +10,14 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.model.layers import recompute_by_
-from qerl.model.logprobs import dense_head, token_logprobs
+from qerl.model.logprobs import token_logprobs
 from qerl.model.lora import kept_factors
 from qerl.model.packed_attention import (
     check_config,
     deterministic_kernels,
     has_states,
+    head_of,
     hidden_states,
-    logits_divisor,
     packed_attention_of,
 )
 from qerl.model.packing import Layout, pack, row_lengths, split_by_tokens
@@ -49,7 +49,7 @@ class PackedPolicy:
         self._model, self.device = model, model.get_input_embeddings().weight.device
         check_config(model.config, self.device.type)
         self.layout = Layout(self.device, has_states(model.config))
-        self._temperature, self._plan = temperature * logits_divisor(model.config), plan
+        self._temperature, self._plan = temperature, plan
         self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False
         self.planned = 0  # bytes at the peak of the largest micro-batch so far
@@ -75,7 +75,7 @@ class PackedPolicy:
             self._recompute_in(row.cost)
         with packed_attention_of(self._model), self._autocast():
             hidden = hidden_states(self._model, row)
-            head = dense_head(self._model.get_output_embeddings(), self._temperature)
+            head = head_of(self._model, self._temperature)
             values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
         return row.scatter(values[0], shape), row.scatter(values[1], shape)
 
@@ -88,7 +88,7 @@ class PackedPolicy:
             self._recompute_in(row.cost)
         with packed_attention_of(self._model), self._autocast():
             hidden = hidden_states(self._model, row)
-            head = dense_head(self._model.get_output_embeddings(), self._temperature)
+            head = head_of(self._model, self._temperature)
             found = teacher.divergences(hidden, taught, row.targets, head)
         return type(found)(*(row.scatter(values, shape) for values in found))
 

@@ -15,8 +15,8 @@ from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, teacher_model
 from qerl.checkpoint.shards import read_json
 from qerl.formats import BF16
-from qerl.model.logprobs import Head, dense_head
-from qerl.model.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
+from qerl.model.logprobs import Head
+from qerl.model.packed_attention import check_config, head_of, hidden_states, packed_attention_of
 from qerl.plan.sizes import ModelSizes, sizes_of
 from training.loss.divergence import Divergences, Pair, distillation_loss, token_divergences
 
@@ -41,7 +41,6 @@ class Teacher:
         model = config.model
         self.model = load_model(folder, BF16.name, "auto", str(device), model.trust_remote_code)
         check_config(self.model.config)
-        self._divisor = logits_divisor(self.model.config)
         self._temperature, self._beta = config.rollout.temperature, config.distill.beta
         self._shared = shared
 
@@ -53,8 +52,7 @@ class Teacher:
 
     def pair(self, student: Head) -> Pair:
         """The student's head beside the teacher's, at the temperature of the loss."""
-        own = dense_head(self.model.get_output_embeddings(), self._temperature * self._divisor)
-        return Pair(student, own, self._shared, self._beta)
+        return Pair(student, head_of(self.model, self._temperature), self._shared, self._beta)
 
     def divergences(self, hidden: torch.Tensor, taught: torch.Tensor, targets: torch.Tensor, head: Head) -> Divergences:
         """As `token_divergences`; `head` is the student's."""

@@ -121,10 +121,11 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     config = settled_for(config, sizes, card)
     if not config.kind.samples:
         return _plan_of_rows(config, sizes, card)
-    if sizes.decoder.linear:
+    if sizes.decoder.unserved:
         raise ConfigError(
-            f"{config.model.base} has linear attention, and only runs that sample with vLLM are planned, which does "
-            "not serve it yet: start the run with rollout.engine: transformers; `qerl train --dry-run` shows its data"
+            f"{config.model.base} has {sizes.decoder.unserved}, and only runs that sample with vLLM are planned, which "
+            "does not serve it yet: start the run with rollout.engine: transformers; `qerl train --dry-run` shows its "
+            "data"
         )
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks), card.has_fp8)
     limit, _ = room.limit_and_budget(config)

@@ -20,7 +20,7 @@ from qerl.base.errors import EngineError
 from qerl.base.philox import derive_seed
 from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.update import deliver
-from qerl.model.norms import block_norms, set_norm_noise_
+from qerl.model.norms import noise_norms, set_norm_noise_
 from training.loss.groups import Group, Prompt, Sample, grouped
 from training.policy.train_memory import begin_phase, card_memory
 from training.rollout.noise import NoiseSchedule, StepNoise
@@ -96,7 +96,7 @@ class Sampler:
         """`steps` counts the whole run, over which the noise falls."""
         self._engine, self._policy, self._asking, self._seed = engine, policy, asking, seed
         self._noise_in_policy = noise.where == "both"
-        self._norms = block_norms(policy.base_model) if noise.enabled else {}
+        self._norms = noise_norms(policy.base_model) if noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(noise, sizes, steps, seed)
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains

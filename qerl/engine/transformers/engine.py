@@ -52,7 +52,7 @@ from qerl.engine.update import BESIDE_A_START, AdapterUpdate, Update, write_upda
 from qerl.formats.linear import PackedLinear, cached_weights
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.master import serving
-from qerl.model.norms import block_norms, set_norm_noise_
+from qerl.model.norms import noise_norms, set_norm_noise_
 from qerl.model.packed_attention import rounded_kv, set_kv_scales_
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class TransformersEngine(Engine):
         if noise is None and not self._noisy:  # a run without noise needs no norms, and the model may have none
             return 0
         self._noisy = noise is not None
-        return set_norm_noise_(block_norms(model), noise)
+        return set_norm_noise_(noise_norms(model), noise)
 
     def sleep(self) -> None:
         if torch.cuda.is_available():

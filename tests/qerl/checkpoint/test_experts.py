@@ -1,13 +1,18 @@
 """The layout of models with experts. The oracle of names and shapes is transformers, which writes and loads them."""
 
+import json
+import math
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, decoder_of, fused, matching
 from qerl.checkpoint.load import check_config_fits
 from qerl.checkpoint.shards import TensorReader, read_json, read_tensors
+from qerl.config.names import PROJECTIONS
+from qerl.plan.sizes import KNOWN, sizes_of
 from tests.helpers.checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
 
 SEVEN = [
@@ -123,11 +128,6 @@ TWENTY_SEVEN_B = {**NINE_B, **LARGER, "linear_num_value_heads": 48}
 
 @pytest.mark.parametrize("config", [NINE_B, TWENTY_SEVEN_B])
 def test_sizes_of_linear_attention_are_sums_over_the_tensors_of_transformers(config):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from qerl.plan.sizes import sizes_of
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     sizes, decoder = sizes_of(config, "m"), decoder_of(config, "m")
@@ -143,10 +143,54 @@ def test_sizes_of_linear_attention_are_sums_over_the_tensors_of_transformers(con
     assert sizes.kv_bytes() == 2 * 2 * 256 * 4 * sizes.layers // 4
 
 
-def test_an_adapter_on_linear_attention_has_the_parameters_of_its_linears():
-    from qerl.config.names import PROJECTIONS
-    from qerl.plan.sizes import sizes_of
+GEMMA_31B, GEMMA_12B = (KNOWN[f"gemma-4-{size}"] for size in ("31b", "12b"))
 
+
+@pytest.mark.parametrize(
+    ("config", "kib"), [(GEMMA_31B, 880), ({**GEMMA_12B, "model_type": "gemma4_unified_text"}, 320 + 16)]
+)
+def test_sizes_of_gemma_4_are_sums_over_the_tensors_of_transformers(config, kib):
+    """The numbers of Gemma 4 31B and 12B; keys and values of a token in KiB, those of windows among them."""
+    own = AutoConfig.for_model(**config, hidden_size_per_layer_input=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(own)
+    written = own.to_dict()
+    assert "per_layer_config" in written
+    assert "global_head_dim" not in written
+    for each in (config, json.loads(json.dumps(written, default=str))):
+        sizes = sizes_of(each, "m")
+        shapes = {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        shapes.pop("lm_head")
+        assert {name: sizes.shape_of(name) for name in sizes.decoder.linears()} == shapes
+        assert sizes.body == sum(map(math.prod, shapes.values()))
+        norms = sum(p.numel() for n, p in model.named_parameters() if "layernorm" in n)
+        assert (sizes.kept, sizes.head) == (norms, model.lm_head.weight.numel())
+        assert sizes.kv_bytes() == kib * 2**10
+        assert sizes.adapter(32, PROJECTIONS) == 32 * sum(map(sum, shapes.values()))
+    assert fused(sizes.decoder.linears_of(5))[0] == (
+        "model.layers.5.self_attn.q_proj",
+        "model.layers.5.self_attn.k_proj",
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layer_types": ["full_attention"]},
+        {"per_layer_config": {"5": {"head_dim": 512}}},  # of one of its ten layers
+        {"per_layer_config": {str(n): {"head_dim": n} for n in range(5, 60, 6)}},
+        {"per_layer_config": {str(n): {"sliding_window": 4} for n in range(5, 60, 6)}},
+        {"per_layer_config": [512]},
+        {"num_global_key_value_heads": 5},
+        {"global_head_dim": -1},
+    ],
+)
+def test_head_sizes_that_cannot_be_are_refused(wrong):
+    with pytest.raises(CheckpointError, match=next(iter(wrong)) if "heads" not in str(wrong) else "divide"):
+        sizes_of({**GEMMA_31B, **wrong}, "m")
+
+
+def test_an_adapter_on_linear_attention_has_the_parameters_of_its_linears():
     sizes = sizes_of(TWENTY_SEVEN_B, "m")
     assert sizes.adapter(32, PROJECTIONS) == 32 * sum(
         sum(sizes.projections[name.rpartition(".")[2]]) for name in sizes.decoder.linears()
@@ -173,7 +217,5 @@ def test_layers_with_linear_attention_are_read_from_layer_types_or_the_interval(
     "wrong", [{"linear_num_value_heads": 33}, {"linear_key_head_dim": 0}, {"linear_value_head_dim": None}]
 )
 def test_numbers_of_linear_attention_that_cannot_be_are_refused(wrong):
-    from qerl.plan.sizes import sizes_of
-
     with pytest.raises(CheckpointError, match=next(iter(wrong))):
         sizes_of({**NINE_B, **wrong}, "m")

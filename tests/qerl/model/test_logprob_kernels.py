@@ -47,7 +47,7 @@ def random_logits(spread, columns, seed=0):
 def test_values_and_slopes_equal_those_in_float64_within_rounding(spread, columns, temperature):
     logits, targets = random_logits(spread, columns)
     measured = kernels.measure_logits(logits, targets, temperature)
-    slopes = kernels.slopes_of_logits(logits, targets, measured, temperature, (torch.float32, True))
+    slopes = kernels.slopes_of_logits(logits, targets, measured, (temperature, 0.0), (torch.float32, True))
     logprobs, entropies, slope, entropy_slope = exact(logits, targets, temperature)
     size = 2e-7 * (logits.abs().amax(1) / temperature + 10)  # the last bit of the largest logit
     assert ((measured.logprobs - logprobs).abs() < 4 * size).all()
@@ -55,19 +55,20 @@ def test_values_and_slopes_equal_those_in_float64_within_rounding(spread, column
     p = slope.abs().minimum(1 - slope.abs()) + 1e-2
     assert ((slopes[0] - slope).abs() < 8 * size[:, None] * p).all()
     assert ((slopes[1] - entropy_slope).abs() < 8 * size[:, None] * (1 + entropies[:, None])).all()
-    rounded = kernels.slopes_of_logits(logits, targets, measured, temperature, (torch.bfloat16, False))
+    rounded = kernels.slopes_of_logits(logits, targets, measured, (temperature, 0.0), (torch.bfloat16, False))
     assert len(rounded) == 1
     if not INTERPRETED:  # the interpreter truncates instead of rounding
         assert torch.equal(rounded[0], slopes[0].bfloat16())
 
 
 @TEMPERATURES
-def test_a_chunk_agrees_with_the_twin_and_repeats_to_the_bit(temperature):
+@pytest.mark.parametrize("cap", [0.0, 4.0])
+def test_a_chunk_agrees_with_the_twin_and_repeats_to_the_bit(temperature, cap):
     """Compared are values and the derivatives by the hidden states, for a head in its own dtype and with a bias."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(rows, 64, generator=generator).to(DEVICE) for rows in (40, 5003))
     targets = torch.randint(5003, (40,), generator=generator).to(DEVICE)
-    head = Head(weight, torch.randn(5003, generator=generator).to(DEVICE), temperature)
+    head = Head(weight, torch.randn(5003, generator=generator).to(DEVICE), temperature, cap)
     results = []
     for compute in (kernel_chunk, reference_chunk, kernel_chunk):
         outputs, slopes = torch.empty(2, 40, device=DEVICE), [torch.empty_like(hidden) for _ in range(2)]
@@ -85,7 +86,9 @@ def test_another_number_of_rows_compiles_no_further_kernel(compiled):
 
     def chunk(rows, start):
         measured = kernels.measure_logits(logits[:rows], targets[start : start + rows], 0.9)
-        kernels.slopes_of_logits(logits[:rows], targets[start : start + rows], measured, 0.9, (torch.bfloat16, True))
+        kernels.slopes_of_logits(
+            logits[:rows], targets[start : start + rows], measured, (0.9, 0.0), (torch.bfloat16, True)
+        )
 
     chunk(64, 0)
     compiled.clear()

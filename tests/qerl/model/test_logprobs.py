@@ -14,18 +14,19 @@ from qerl.model.logprobs import Head, dense_head, token_logprobs
 
 def plain(hidden, targets, head):
     logits = hidden @ head.weight.t() + (0 if head.bias is None else head.bias)
+    logits = logits if not head.cap else head.cap * torch.tanh(logits / head.cap)
     log_p = torch.log_softmax(logits.float() / head.temperature, -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 11])  # less than a chunk, one chunk, three with a rest
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_equal_those_of_the_plain_path(monkeypatch, tokens, temperature, bias):
+@pytest.mark.parametrize(("bias", "cap"), [(False, 0.0), (True, 0.0), (True, 2.0)])
+def test_values_and_gradients_equal_those_of_the_plain_path(monkeypatch, tokens, temperature, bias, cap):
     monkeypatch.setattr(module, "LOGIT_TOKENS", 4)
     torch.manual_seed(tokens)
     hidden, targets = torch.randn(tokens, 8), torch.randint(20, (tokens,))
-    head = Head(torch.randn(20, 8), torch.randn(20) if bias else None, temperature)
+    head = Head(torch.randn(20, 8), torch.randn(20) if bias else None, temperature, cap)
     weights = torch.randn(2, tokens)
     results = []
     for compute in (lambda *a: token_logprobs(*a, entropy_gradient=True), plain):

@@ -15,7 +15,9 @@ OTHERS = {
     "zamba": ({"layer_types": ["mamba", "full_attention"]}, "zamba has layer_types 'mamba'"),
     "gemma4_text": ({"hidden_size_per_layer_input": 256, "global_head_dim": 512},
         "gemma4_text has hidden_size_per_layer_input 256"),
-    "gemma4_unified_text": ({"global_head_dim": 512}, "gemma4_unified_text has global_head_dim 512"),
+    "gemma4_unified_text": ({"global_head_dim": 512, "num_kv_shared_layers": 1},
+        "gemma4_unified_text has num_kv_shared_layers 1"),
+    "gemma3_text": ({"final_logit_softcapping": 30.0}, "gemma3_text has final_logit_softcapping 30.0"),
     "deepseek_v3": ({"kv_lora_rank": 512}, "deepseek_v3 has kv_lora_rank 512"),
 }  # fmt: skip
 

@@ -19,6 +19,10 @@ def dense(hidden, taught, targets, pair):
         states @ head.weight.double().t() + (0 if head.bias is None else head.bias.double())
         for states, head in ((hidden, pair.student), (taught, pair.teacher))
     )
+    student, teacher = (
+        head.cap * torch.tanh(logits / head.cap) if head.cap else logits
+        for logits, head in ((student, pair.student), (teacher, pair.teacher))
+    )
     log_p, log_q = (
         torch.log_softmax(logits[:, : pair.shared] / head.temperature, -1)
         for logits, head in ((student, pair.student), (teacher, pair.teacher))
@@ -38,11 +42,11 @@ def dense(hidden, taught, targets, pair):
     return Divergences(loss, forward, reverse, -(log_p.exp() * log_p).sum(-1), logprobs)
 
 
-def problem(beta, temperature=1.0, chunk=4, padding=(0, 0), bias=False):
+def problem(beta, temperature=1.0, chunk=4, padding=(0, 0), bias=False, caps=(0.0, 0.0)):
     """Hidden states of two models of different width whose vocabularies have `padding` beyond what they share."""
     sizes = [SHARED + each for each in padding]
-    student = Head(torch.randn(sizes[0], 8), torch.randn(sizes[0]) if bias else None, temperature)
-    teacher = Head(torch.randn(sizes[1], 6), None, temperature)
+    student = Head(torch.randn(sizes[0], 8), torch.randn(sizes[0]) if bias else None, temperature, caps[0])
+    teacher = Head(torch.randn(sizes[1], 6), None, temperature, caps[1])
     pair = Pair(student, teacher, SHARED, beta, chunk)
     return torch.randn(TOKENS, 8), torch.randn(TOKENS, 6), torch.randint(sizes[0], (TOKENS,)), pair
 
@@ -59,8 +63,14 @@ def with_gradient(function, hidden, *rest, double=False):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize(
     "more",
-    [{"chunk": 1}, {"temperature": 0.7}, {"padding": (3, 0), "bias": True}, {"padding": (0, 5), "chunk": 64}],
-    ids=["plain", "temperature", "padded student", "padded teacher"],
+    [
+        {"chunk": 1},
+        {"temperature": 0.7},
+        {"padding": (3, 0), "bias": True},
+        {"padding": (0, 5), "chunk": 64},
+        {"padding": (3, 0), "caps": (2.0, 3.0)},
+    ],
+    ids=["plain", "temperature", "padded student", "padded teacher", "capped"],
 )
 def test_values_and_gradients_equal_the_dense_ones_in_float64(fresh_seed, beta, more):
     given = problem(beta, **more)
