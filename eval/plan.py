@@ -33,7 +33,7 @@ from qerl.base.program import PYTHON, source_of
 from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import check_chat_template, check_switches, local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.config.environment import EnvironmentConfig
 from qerl.data.examples import check_answers, check_source, load_examples
 from qerl.data.grading.grade import check_grader, find_grader
@@ -219,7 +219,7 @@ def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
 
 def context_length(folder: Path) -> int | None:
     """How many tokens a prompt and its completion may have together; None if config.json does not say."""
-    return sizes_of(read_json(folder / "config.json"), str(folder)).positions
+    return sizes_of(read_config(folder), str(folder)).positions
 
 
 def find_max_new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], context: int | None) -> int:

@@ -175,7 +175,8 @@ def strings(module):
 
 def test_only_the_formats_know_their_names():
     """Everything else asks the value: a format is never an `if` on its name."""
-    word = re.compile(rf"(?<![\w.-])({'|'.join(formats.names())})(?![\w-])")
+    names = [name for name in formats.names() if name != "mixed"]  # which is a word of other things, too
+    word = re.compile(rf"(?<![\w.-])({'|'.join(names)})(?![\w-])")
     others = [path for path in SOURCES if not name_of(path).startswith("qerl/formats/")]
     named = {name_of(path): [text for text in strings(nodes(path)) if word.search(text)] for path in others}
     assert {name: texts for name, texts in named.items() if texts} == {}

@@ -11,18 +11,20 @@ gives them different ones would be another model there, and is refused.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.experts import decoder_of, fused
 from qerl.checkpoint.folder import format_of
-from qerl.checkpoint.shards import TensorInfo, TensorReader, read_json, read_tensors, weight_files
-from qerl.formats.nvfp4.layout import PACKED
+from qerl.checkpoint.shards import TensorInfo, TensorReader, read_config, read_tensors, weight_files
+from qerl.formats.base import BF16
+from qerl.formats.nvfp4.layout import INPUT_SCALE, PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +37,21 @@ if TYPE_CHECKING:
 
     Serve = Callable[[torch.Tensor], torch.Tensor]
 
+logger = logging.getLogger(__name__)
 
-def check_experts(folder: Path) -> None:
+
+def check_packed(folder: Path) -> None:
     """Raise CheckpointError if the experts in a packed folder do not share what they have to, or are in a format that
-    they cannot be in; other folders are not read."""
-    config, format = read_json(folder / "config.json"), format_of(folder)
-    if not format.quantized or not decoder_of(config, str(folder)).has_experts:
+    they cannot be in, or if linears that engines fuse are in different ones. Warn once of inputs that stay in 16 bits.
+    """
+    config, format = read_config(folder), format_of(folder)
+    if not format.quantized:
+        return
+    if format.drops_inputs(config.get("quantization_config")):
+        _warn_of_inputs(folder.resolve())
+    if len(format.kinds) > 1:
+        _check_kinds(folder, config, format)
+    if not decoder_of(config, str(folder)).has_experts:
         return
     rounds = format.activations(config.get("quantization_config")) != "none"
     if rounds or not format.holds_experts:
@@ -52,6 +63,23 @@ def check_experts(folder: Path) -> None:
     stamps = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(folder))
     if found := _unequal_experts(folder, stamps):
         raise CheckpointError(found)
+
+
+@cache
+def _warn_of_inputs(folder: Path) -> None:
+    logger.warning("%s has scales for rounded activations, which qerl leaves out: inputs stay in 16 bits", folder)
+
+
+def _check_kinds(folder: Path, config: Mapping[str, Any], format: Format) -> None:
+    tensors = read_tensors(folder)
+    packed = {module: format.of(module, tensors) for module in format.quantized_linears(tensors)}
+    for modules in fused(decoder_of(config, str(folder)).linears()):
+        labels = [packed.get(module, BF16).label for module in modules]
+        if len(set(labels)) > 1:
+            raise CheckpointError(
+                f"{folder} has {', '.join(map(' in '.join, zip(modules, labels, strict=True)))}, and engines multiply "
+                "by them at once: give the model that it was made from"
+            )
 
 
 @lru_cache(maxsize=8)
@@ -89,12 +117,11 @@ GRPO_WARNING = (
     "activations are in 4 bits: others report that GRPO does not converge so (NeMo RL, verl), and mean it for "
     "distillation and for evaluation; watch the reward, or train with activations in 16 bits"
 )
-INPUT_SCALE = "input_global_scale"  # of a packed linear in a file: float32 (1,), as compressed-tensors names it
 
 
 def kind_of_activations(folder: Path, format: Format) -> str:
     """none, dynamic or static."""
-    return format.activations(read_json(folder / "config.json").get("quantization_config"))
+    return format.activations(read_config(folder).get("quantization_config"))
 
 
 def rounds_to_four_bits(folder: Path, format: Format) -> bool:

@@ -26,7 +26,7 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, expanded, fsync, parse_json, read_text
 from qerl.checkpoint.hub import check_links
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config, read_json
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def resting_kind(folder: Path) -> Literal["adapter", "run"] | None:
 
 def format_of(folder: Path) -> Format:
     """The number format of a model's weights, from its config.json. Raises CheckpointError for an unknown one."""
-    quantization = read_json(folder / "config.json").get("quantization_config")
+    quantization = read_config(folder).get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
         raise CheckpointError(
             f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file again"

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, first_line
 from qerl.base.sandbox import SWITCH, try_tokenizer
-from qerl.checkpoint.activations import INPUT_SCALE, check_experts, kind_of_activations, place_activations_
+from qerl.checkpoint.activations import INPUT_SCALE, check_packed, kind_of_activations, place_activations_
 from qerl.checkpoint.experts import DECAYS, DOWN, FUSED_GATE_UP, Decoder, Place, check_numbers, decoder_of
 from qerl.checkpoint.folder import EMBEDDED, format_of, quantize_line
 from qerl.checkpoint.hub import check_links, download_model
 from qerl.checkpoint.resolve import ModelRef
-from qerl.checkpoint.shards import TensorInfo, TensorReader, has_own_head, read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, TensorReader, has_own_head, read_config, read_json, read_tensors
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ logger = logging.getLogger(__name__)
 
 COMPUTED = "rotary_emb.inv_freq"  # a tensor of old checkpoints, which transformers now computes from the config
 FLOATS = ("F64", "F32", "F16", "BF16")
-LEFT_OUT = (".k_scale", ".v_scale", COMPUTED)  # scales of an 8-bit KV cache are for engines, not for a forward pass
 
 
 def load_model(
@@ -158,7 +157,7 @@ def load_model(
     wanted, found = formats.get(format), format_of(folder)
     torch_dtype = resolve_dtype(dtype, device)
     _check_format(folder, wanted, found)
-    check_experts(folder)
+    check_packed(folder)
     model = _load(folder, wanted, torch_dtype, trust_remote_code).to(device)
     place_activations_(model, folder, wanted)
     fuse_(model)
@@ -260,7 +259,7 @@ def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_rem
 
     Experts are left out: `qerl.checkpoint.source.check_layout` checks them by their names in files.
     """
-    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
+    decoder = decoder_of(read_config(folder), str(folder))
     model = empty_model(folder, None, trust_remote_code)
     for layer in decoder.sparse:
         del model.get_submodule(f"model.layers.{layer}.mlp").experts
@@ -289,7 +288,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_numbers(read_json(folder / "config.json"), str(folder))
+    check_numbers(read_config(folder), str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):
@@ -307,8 +306,9 @@ def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: b
 
     from qerl.formats.linear import swap_linears
 
-    config, tensors = read_json(folder / "config.json"), read_tensors(folder)
-    left_out = (*LEFT_OUT, f".{INPUT_SCALE}") if kind_of_activations(folder, format) == "static" else LEFT_OUT
+    config, tensors = read_config(folder), read_tensors(folder)
+    static = kind_of_activations(folder, format) == "static" or len(format.kinds) > 1
+    left_out = (COMPUTED, f".{INPUT_SCALE}") if static else COMPUTED
     tensors = {name: info for name, info in tensors.items() if not name.endswith(left_out)}
     model = empty_model(folder, dtype, trust_remote_code)
     if has_own_head(config, tensors):
@@ -319,12 +319,13 @@ def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: b
     if decoder.has_experts:
         tensors = fill_experts_(model, decoder, format, tensors, dtype)
         names = [name for name in names if decoder.place_of(name) is None]
+    own = {name: format.of(name, tensors) for name in names}
     with torch.device("meta"):
-        if names or format.quantized:
-            swap_linears(model, names, format)
+        for kind in dict.fromkeys(own.values()) or ((format,) if format.quantized else ()):
+            swap_linears(model, [name for name in names if own[name] is kind], kind)
     for name in names:
         format.configure_(model.get_submodule(name), config.get("quantization_config"))
-    packed = {f"{name}.{part}" for name in names for part in format.tensors}
+    packed = {f"{name}.{part}" for name, kind in own.items() for part in kind.tensors}
     _refuse_bare_codes(folder, tensors, packed)
     _refuse_misfits(folder, model, {name: info.shape for name, info in tensors.items()})
     _fill_(model, tensors, packed, dtype)
@@ -339,11 +340,10 @@ def _fill_(
 ) -> None:
     """Put each file's tensors in place, cast to `dtype`, except for `packed` linears; DECAYS only to a wider one."""
     import torch
-    from safetensors.torch import load_file
 
     for file in dict.fromkeys(info.file for info in tensors.values()):
-        stored = load_file(file)
-        read = {name: stored[info.stored_as or name] for name, info in tensors.items() if info.file == file}
+        with TensorReader(tensors) as reader:
+            read = {name: reader(name) for name, info in tensors.items() if info.file == file}
         widths = {n: torch.promote_types(v.dtype, dtype) if n.endswith(DECAYS) else dtype for n, v in read.items()}
         values = {name: value if name in packed else value.to(widths[name]) for name, value in read.items()}
         try:

@@ -25,7 +25,7 @@ from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from, whole_path
 from qerl.checkpoint.hub import config_folder
 from qerl.checkpoint.output import copy_tokenizer
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config, read_json
 
 CARD, CONFIG = "README.md", "adapter_config.json"
 RESCALING = ("awq",)  # these methods change the weights, so that the adapter does not fit the model they began from
@@ -178,7 +178,7 @@ def _has_experts(base: str) -> bool:
     folder = embedded_folder(base)
     try:
         folder = folder if folder.is_dir() else config_folder(base)
-        return decoder_of(read_json(folder / "config.json"), base).has_experts
+        return decoder_of(read_config(folder), base).has_experts
     except CheckpointError:
         return False
 

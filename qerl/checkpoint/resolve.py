@@ -21,7 +21,7 @@ from pathlib import Path
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import close_to, expanded, is_path, no_folder
-from qerl.checkpoint.activations import check_experts
+from qerl.checkpoint.activations import check_packed
 from qerl.checkpoint.base_start import BaseStart, find_start, start_beside, start_of_adapter
 from qerl.checkpoint.folder import (
     CHECKPOINTS,
@@ -156,13 +156,18 @@ def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:
         raise CheckpointError(f"{folder} holds {own.label} weights, not {wanted.label}: write `--load {own.name}`")
     if folder == Path(name):
         weight_files(folder)
-        check_experts(folder)
+        check_packed(folder)
     return ModelRef("quantized" if own.quantized else "base16", folder, name, None, None, own.name)
 
 
 def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
     """The folder that `qerl quantize --model name` makes in the format `wanted`; CheckpointError if it is not there."""
     model = WORDS.get(Path(name), name)
+    if wanted.scheme is None and not wanted.writable:
+        raise CheckpointError(
+            f"{model} holds {own.label} weights, and qerl makes no folder in {wanted.label}: write `--load {own.name}` "
+            f"(in a recipe model.format: {own.name}), or give a folder that holds them"
+        )
     out = default_quantized_dir(name, wanted)
     if not (out / "config.json").is_file():
         raise CheckpointError(

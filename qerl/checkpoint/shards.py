@@ -6,6 +6,9 @@ work. Importing this loads no torch.
 A checkpoint for pictures and text holds a decoder under `text_config`, with its tensors under a prefix. Without
 pictures its positions are a text model's, so `text_part` takes it as the text model of that family.
 
+A folder of NVIDIA's ModelOpt is read as compressed-tensors would have written it (`read_config`, `read_tensors`), and
+FP8 with one scale per tensor as blocks that share it. A packed head is decoded to float32.
+
 A head that differs from the embeddings counts even where config.json ties the two, as in transformers 5. Engines and
 other readers go by `tie_word_embeddings`, so whatever qerl writes says false there (`with_own_head`).
 """
@@ -13,17 +16,23 @@ other readers go by `tie_word_embeddings`, so whatever qerl writes says false th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import JSON_BYTES, parse_json, read_text
+from qerl.formats.base import Format
+from qerl.formats.fp8.layout import CODES, SCALE, blocks
+from qerl.formats.nvfp4.layout import GLOBAL_SCALE, INPUT_SCALE, PACKED
 
 if TYPE_CHECKING:
     import torch
+
+    Turn = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 
 INDEX = "model.safetensors.index.json"
@@ -33,7 +42,10 @@ DTYPE_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 MAX_AXES = 16
-OTHER_NAMES = {"weight_scale_inv": "weight_scale"}  # what DeepSeek and Qwen call the scales of FP8 weights
+OTHER_NAMES = {"weight_scale_inv": SCALE}  # what DeepSeek and Qwen call the scales of FP8 weights
+OF_KV_CACHE = ("k_scale", "v_scale")  # of a cache in 8 bits, whose kind the engine is told: no weight of a model
+OF_MODELOPT = "input_scale", "weight_scale_2"  # of an NVFP4 linear; both multiply where ours divide
+MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,8 @@ class TensorInfo:
     file: Path
     nbytes: int
     stored_as: str | None = None  # its name in the file, where `read_tensors` gives it another
+    turn: Turn | None = None  # makes it, in its shape, of the file's
+    packed: tuple[Format, Mapping[str, TensorInfo]] | None = None  # what it is decoded from
 
 
 def read_json(path: Path) -> dict:
@@ -60,6 +74,27 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object: copy or download it again")
     return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the quantization_config of a ModelOpt folder as compressed-tensors would have written it.
+
+    Raises CheckpointError.
+    """
+    config = read_json(folder / "config.json")
+    given, beside = config.get("quantization_config"), folder / MODELOPT_CONFIG
+    if given is None and beside.is_file():
+        given = read_json(beside)
+    elif not isinstance(given, Mapping) or given.get("quant_method") != "modelopt":
+        return config
+    made = formats.of_modelopt(folder, given)
+    if made is None:
+        return {key: value for key, value in config.items() if key != "quantization_config"}
+    has_weights = any((folder / name).is_file() for name in (INDEX, SINGLE))
+    if has_weights and not any(name.endswith(f".{OF_MODELOPT[0]}") for name in _stored_tensors(folder)):
+        for group in made["config_groups"].values():  # older files name one algorithm with and without them
+            group["input_activations"] = None
+    return {**config, "quantization_config": made}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -120,11 +155,15 @@ def _is_file_name(value: object) -> bool:
 
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of a checkpoint by name, from the headers of all its files; `OTHER_NAMES` are replaced by ours.
+    """All tensors of a checkpoint by name, from the headers of all its files, under our names.
 
     Raises CheckpointError for what `weight_files` and `read_header` refuse, and if the index names a tensor that its
     file does not hold.
     """
+    return _with_dense_head(_renamed(_stored_tensors(folder)))
+
+
+def _stored_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(folder):
         tensors.update(read_header(path))
@@ -133,18 +172,58 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
         for name, file in read_json(index)["weight_map"].items():
             if name not in tensors or tensors[name].file.name != file:
                 raise CheckpointError(f"{index} says that {name} is in {file}, and it is not: download both again")
-    return _renamed(tensors)
+    return tensors
 
 
 def _renamed(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same with our names. A name that is there already is not taken away from its tensor."""
+    """The weights with our names. A name that is there already is not taken away from its tensor."""
     found = {}
     for name, info in tensors.items():
         module, _, leaf = name.rpartition(".")
-        own = f"{module}.{OTHER_NAMES.get(leaf, leaf)}"
-        renamed = leaf in OTHER_NAMES and own not in tensors
-        found[own if renamed else name] = replace(info, stored_as=name) if renamed else info
+        if leaf in OF_KV_CACHE:
+            continue
+        own, made = OTHER_NAMES.get(leaf, leaf), info
+        codes = tensors.get(f"{module}.{CODES}")
+        if f"{module}.{OF_MODELOPT[1]}" in tensors:
+            own = {CODES: PACKED, **dict(zip(OF_MODELOPT, (INPUT_SCALE, GLOBAL_SCALE), strict=True))}.get(leaf, leaf)
+            made = replace(info, shape=(1,), turn=_inverse) if leaf in OF_MODELOPT else info
+        elif codes is not None and codes.dtype == "F8_E4M3" and len(codes.shape) == 2:
+            if leaf == OF_MODELOPT[0]:
+                continue  # inputs stay in 16 bits
+            shape = blocks(codes.shape[0]), blocks(codes.shape[1])
+            one, wide = math.prod(info.shape) == 1, info.shape == (shape[0], 1, shape[1], 1)
+            if own == SCALE and info.shape != shape and (one or wide):
+                size = math.prod(shape) * DTYPE_BYTES[info.dtype]
+                made = replace(info, shape=shape, nbytes=size, turn=_in_blocks)
+        renamed = own != leaf and f"{module}.{own}" not in tensors
+        made = replace(made, stored_as=name) if renamed else made
+        found[f"{module}.{own}" if renamed else name] = made
     return found
+
+
+def _inverse(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return 1 / stored.float().reshape(shape)
+
+
+def _in_blocks(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return stored.expand(shape).contiguous() if stored.numel() == 1 else stored.reshape(shape)
+
+
+def _with_dense_head(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The same with a packed head as one tensor that is decoded when it is read."""
+    for name in HEADS:
+        module = name.rpartition(".")[0]
+        own = [each for each in formats.all_formats() if each.quantized]
+        kind = next((each for each in own if all(f"{module}.{part}" in tensors for part in each.tensors)), None)
+        if kind is None:
+            continue
+        parts = {part: tensors[f"{module}.{part}"] for part in kind.tensors}
+        parts = {part: replace(info, stored_as=info.stored_as or f"{module}.{part}") for part, info in parts.items()}
+        shape = kind.dense_shape({part: info.shape for part, info in parts.items()})
+        head = TensorInfo("F32", shape, parts[kind.tensors[0]].file, 4 * math.prod(shape), packed=(kind, parts))
+        left_out = {f"{module}.{part}" for part in (*kind.tensors, INPUT_SCALE)}
+        tensors = {each: info for each, info in tensors.items() if each not in left_out} | {name: head}
+    return tensors
 
 
 # model_type of the text part -> the text model's, and its class in transformers.
@@ -216,7 +295,7 @@ def has_own_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
     if config.get(KEY) is False or not {EMBEDDINGS, HEAD} <= tensors.keys():
         return False
     head, embeddings = tensors[HEAD], tensors[EMBEDDINGS]
-    return head.shape != embeddings.shape or not _equal(head, embeddings)
+    return head.packed is not None or head.shape != embeddings.shape or not _equal(head, embeddings)
 
 
 def with_own_head(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -260,14 +339,23 @@ class TensorReader:
 
     def __call__(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, in the dtype of the file. Raises CheckpointError if the file cannot be read."""
+        info = self._tensors[name]
+        if info.packed is None:
+            return self._read(name, info)
+        import torch
+
+        kind, parts = info.packed
+        return kind.dequantize({part: self._read(name, each) for part, each in parts.items()}, torch.float32)
+
+    def _read(self, name: str, info: TensorInfo) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
-        info = self._tensors[name]
         file = info.file
         try:
             if self._open is None or self._open[0] != file:
                 self._stack.close()
                 self._open = (file, self._stack.enter_context(safe_open(file, framework="pt")))
-            return self._open[1].get_tensor(info.stored_as or name)
+            stored = self._open[1].get_tensor(info.stored_as or name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read from {file} ({error}): copy or download it again") from error
+        return stored if info.turn is None else info.turn(stored, info.shape)

@@ -27,6 +27,7 @@ from qerl.checkpoint.resolve import check_whole, resolve_model
 from qerl.checkpoint.shards import (
     DTYPE_BYTES,
     TensorInfo,
+    read_config,
     read_json,
     read_tensors,
     text_part,
@@ -109,7 +110,7 @@ def read_source(
     `option` is what gives the patterns of `ignore`, for the messages. Raises CheckpointError or ConfigError.
     """
     name, folder = _locate(model, trust_remote_code)
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     tensors = None
     if whole := "text_config" in config:
         config, tensors = text_part(folder, config, read_tensors(folder))

@@ -19,7 +19,7 @@ from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, 
 from qerl.base.printable import printable
 from qerl.checkpoint.load import check_chat_template, check_switches, load_tokenizer, local_folder, text_of_engine
 from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.cli.options import ENGINE_OPTIONS, Gpu
 from qerl.data.option_text import Text, parse_switches
 from qerl.data.tasks import render_prompt
@@ -135,7 +135,7 @@ def open_chat(
     check_chat_template(ref)
     engine_options = with_chosen_engine(asked)
     tokenizer = load_tokenizer(ref.base)
-    longest = sizes_of(read_json(local_folder(ref.base) / "config.json"), ref.base).positions or 2**31
+    longest = sizes_of(read_config(local_folder(ref.base)), ref.base).positions or 2**31
     if chat is not None and chat.max_new_tokens >= longest:
         raise ConfigError(
             f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}: write fewer, such as "

@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, object]] = {
 class WeightQuantConfig(Section):
     """How quantized linears keep their weights."""
 
-    format: Annotated[str, OneOf(lambda: [each.name for each in formats.all_formats() if each.quantized])] = Field(
+    format: Annotated[str, OneOf(lambda: [each.name for each in formats.writable() if each.quantized])] = Field(
         formats.DEFAULT.name, description="format of the packed weights; model.format is the same"
     )
 

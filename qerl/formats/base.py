@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
 
     from qerl.formats.linear import PackedLinear
+
+
+METHOD = "compressed-tensors"
 
 
 class TensorSpec(NamedTuple):
@@ -65,6 +68,15 @@ class Format:
         """Whether linears are packed in tensors of their own."""
         return bool(self.tensors)
 
+    @property
+    def kinds(self) -> tuple[Format, ...]:
+        """The formats that linears of one folder may be in: this one, except for `Mixed`."""
+        return (self,)
+
+    def of(self, module: str, names: Collection[str]) -> Format:
+        """The format of a packed linear, by the names of the tensors in its folder."""
+        return next(kind for kind in self.kinds if all(f"{module}.{part}" in names for part in kind.tensors))
+
     def is_kind_of(self, other: Format) -> bool:
         """Whether both are one format, which may have other scales or limits."""
         return self.name == other.name
@@ -76,7 +88,8 @@ class Format:
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         """Whether a folder whose config.json has this quantization_config (None: it has none) is in this format."""
-        return quantization is None
+        own = quantization is not None and quantization.get("quant_method") == METHOD
+        return own and quantization.get("format") == self.layout if self.quantized else quantization is None
 
     def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError for a variant of this format that qerl cannot use."""
@@ -85,24 +98,29 @@ class Format:
         """How packed linears round their input, by a quantization_config: none, dynamic or static."""
         return "none"
 
+    def drops_inputs(self, quantization: Mapping[str, Any] | None) -> bool:
+        """Whether the folder rounds inputs in a way that qerl leaves out: they stay in 16 bits."""
+        return False
+
     def quantized_linears(self, tensor_names: Iterable[str]) -> list[str]:
         """Module names of the packed linears among a checkpoint's tensor names, in order of appearance.
 
         Raises CheckpointError for a module that has only some of `tensors`, or a dense weight beside them.
         """
+        whole = [set(kind.tensors) for kind in self.kinds]
+        exactly = " or ".join(f"{kind.label} linear has exactly {', '.join(kind.tensors)}" for kind in self.kinds)
         parts: dict[str, set[str]] = {}
         for full_name in tensor_names:
             module, _, tensor = full_name.rpartition(".")
             if tensor == "weight" or tensor in self.tensors:
                 parts.setdefault(module, set()).add(tensor)
         for module, found in parts.items():
-            if found != {"weight"} and found != set(self.tensors):
+            if found != {"weight"} and found not in whole:
                 raise CheckpointError(
-                    f"{module}: has {', '.join(sorted(found))}, but an {self.label} linear has exactly "
-                    f"{', '.join(self.tensors)}; the checkpoint is incomplete or of another format: quantize the "
-                    "16-bit model with `qerl quantize`"
+                    f"{module}: has {', '.join(sorted(found))}, but an {exactly}; the checkpoint is incomplete or of "
+                    "another format: quantize the 16-bit model with `qerl quantize`"
                 )
-        return [module for module, found in parts.items() if found == set(self.tensors)]
+        return [module for module, found in parts.items() if found in whole]
 
     def check_features(self, out_features: int, in_features: int, name: str = "linear") -> None:
         """Raise CheckpointError unless a weight (out_features, in_features) can be packed."""
@@ -163,6 +181,34 @@ BF16 = Format(
     bytes_per_weight=2,
     vllm_method="qerl_bf16",
 )
+
+
+@dataclass(frozen=True)
+class Mixed(Format):
+    """A format for each linear, known by the linear's tensors. Inputs stay in 16 bits, and nothing is packed anew."""
+
+    parts: tuple[Format, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Format, ...]:
+        return self.parts
+
+    def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
+        for group in config_groups(folder, quantization):
+            kind = next((each for each in self.kinds if each.layout == group.get("format")), None)
+            if kind is None:
+                raise CheckpointError(
+                    f"{folder} has linears in {group.get('format')}, and in such a folder qerl reads "
+                    f"{' and '.join(each.layout for each in self.kinds)}: give the model that it was made from"
+                )
+            weights_only = {**group, "input_activations": None, "output_activations": None}
+            kind.check_config(folder, {"quant_method": METHOD, "config_groups": {"group_0": weights_only}})
+
+    def drops_inputs(self, quantization: Mapping[str, Any] | None) -> bool:
+        return any(group.get("input_activations") for group in (quantization or {}).get("config_groups", {}).values())
+
+    def configure_(self, linear: PackedLinear, quantization: Mapping[str, Any] | None) -> None:
+        linear.rounds_input = False
 
 
 def config_groups(folder: Path, quantization: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -21,7 +21,7 @@ from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, ModelShapes, shapes_of
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import TensorInfo, read_config
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
 
@@ -134,6 +134,8 @@ SAME_AS = (  # the beginning of a name -> of a known model with the same sizes
 class ModelSizes(ModelShapes):
     """How many weights a model has where, and what follows from that."""
 
+    measured: Mapping[str, float] = field(default_factory=dict)  # bytes per weight of the folder's linears, by format
+
     @property
     def body(self) -> int:
         """Weights of the decoder layers' linears: what is quantized."""
@@ -194,12 +196,15 @@ class ModelSizes(ModelShapes):
     def weights_bytes(self, format: str) -> float:
         """The checkpoint in memory, with its embeddings and head in 16 bits."""
         outer = self.head * (1 if self.tied else 2) + self.kept
-        return self.body * formats.get(format).bytes_per_weight + 2 * outer
+        return self.body * self._bytes_per_weight(format) + 2 * outer
 
     def read_bytes(self, format: str, tokens: float) -> float:
         """Bytes of the checkpoint that a step of `tokens` reads, which may choose the same experts or others."""
         unread = self.body - self.met(tokens)
-        return self.weights_bytes(format) - unread * formats.get(format).bytes_per_weight
+        return self.weights_bytes(format) - unread * self._bytes_per_weight(format)
+
+    def _bytes_per_weight(self, format: str) -> float:
+        return self.measured.get(format, formats.get(format).bytes_per_weight)
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of one token, while it is in the window of each layer that has one."""
@@ -235,7 +240,7 @@ def read_sizes(base: str) -> ModelSizes:
 
     Raises CheckpointError for anything else.
     """
-    from qerl.checkpoint.folder import EMBEDDED
+    from qerl.checkpoint.folder import EMBEDDED, format_of
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.resolve import model_under
     from qerl.checkpoint.shards import read_tensors, with_own_head
@@ -258,11 +263,25 @@ def read_sizes(base: str) -> ModelSizes:
             f"{folder}` and write --model ./{folder}, or give a folder with its config.json"
         )
     folder = Path(local_folder(base))
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     sizes = sizes_of(config, base)
     if any(folder.glob("*.safetensors")):
-        sizes = sizes_of(with_own_head(config, read_tensors(folder)), base)
+        tensors, own = read_tensors(folder), format_of(folder)
+        sizes = sizes_of(with_own_head(config, tensors), base)
+        if own.quantized:
+            sizes = replace(sizes, measured={own.name: _bytes_of_linears(sizes, tensors) / sizes.body})
     return sizes
+
+
+def _bytes_of_linears(sizes: ModelSizes, tensors: Mapping[str, TensorInfo]) -> int:
+    """What the linears of a folder's decoder take, each in the format that it is in."""
+    from qerl.checkpoint.load import FLOATS
+
+    linears, total = set(sizes.decoder.linears()), 0
+    for name, info in tensors.items():
+        if name.rpartition(".")[0] in linears and len(info.shape) == 2:
+            total += 2 * math.prod(info.shape) if info.dtype in FLOATS and name.endswith(".weight") else info.nbytes
+    return total
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
@@ -330,7 +349,7 @@ def _read(teacher: str) -> ModelSizes:
     except CheckpointError:
         if not is_hub_id(teacher):
             raise
-    return sizes_of(read_json(config_folder(teacher) / "config.json"), teacher)
+    return sizes_of(read_config(config_folder(teacher)), teacher)
 
 
 ROUNDED = ("q_proj", "o_proj", "gate_proj", "down_proj")  # the linears whose inputs are rounded; others share theirs

@@ -25,7 +25,15 @@ from qerl.checkpoint.adapter_file import is_of_experts
 from qerl.checkpoint.experts import DECAYS, Decoder, decoder_of
 from qerl.checkpoint.folder import REPORT, format_of, quantized_from
 from qerl.checkpoint.resolve import ModelRef, resolve_model
-from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, TensorReader, read_json, read_tensors, with_own_head
+from qerl.checkpoint.shards import (
+    DTYPE_BYTES,
+    TensorInfo,
+    TensorReader,
+    read_config,
+    read_json,
+    read_tensors,
+    with_own_head,
+)
 from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
 from qerl.formats.base import Format
 
@@ -117,14 +125,15 @@ class Base:
 
     def dense_shape(self, module: str) -> tuple[int, int]:
         """(out_features, in_features) of a packed linear."""
-        return self.format.dense_shape({part: self.tensors[f"{module}.{part}"].shape for part in self.format.tensors})
+        own = self.format.of(module, self.tensors)
+        return own.dense_shape({part: self.tensors[f"{module}.{part}"].shape for part in own.tensors})
 
 
 def read_base(name: str, folder: Path) -> Base:
     """Read a checkpoint's headers. Raises CheckpointError."""
     tensors, format = read_tensors(folder), format_of(folder)
     packed = frozenset(format.quantized_linears(tensors))
-    config = with_own_head(read_json(folder / "config.json"), tensors)
+    config = with_own_head(read_config(folder), tensors)
     return Base(name, folder, config, tensors, format, packed)
 
 
@@ -200,7 +209,7 @@ class BaseReader(TensorReader):
     def weight(self, module: str) -> torch.Tensor:
         """The weight of one linear, decoded if it is packed, with its start: a float32 copy (out, in) on the device."""
         if module in self.base.packed:
-            format = self.base.format
+            format = self.base.format.of(module, self.base.tensors)
             packed = {part: self(f"{module}.{part}").to(self._device) for part in format.tensors}
             weight = format.dequantize(packed, torch.float32)
         else:
@@ -292,7 +301,7 @@ def check_original(original: Base, trained: Base) -> None:
             info = original.tensors.get(f"{module}.weight")
             decoded = other.weight(module)
             value = sqnr_db(one.weight(module), decoded) if info and info.shape == tuple(decoded.shape) else 0.0
-            if value is not None and value < trained.format.min_sqnr_db:
+            if value is not None and value < trained.format.of(module, trained.tensors).min_sqnr_db:
                 raise CheckpointError(
                     f"{original.name} is not the model that {trained.name} was quantized from ({module} differs): "
                     "write `--onto trained`"

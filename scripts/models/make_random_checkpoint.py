@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--format", default=NVFP4.name, choices=formats.names())
+    parser.add_argument("--format", default=NVFP4.name, choices=[each.name for each in formats.writable()])
     parser.add_argument("--activations", default="none", choices=("none", "dynamic", "static"), help="of NVFP4 linears")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)

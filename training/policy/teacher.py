@@ -13,7 +13,7 @@ from qerl.base.errors import ConfigError
 from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, teacher_model
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.formats import BF16
 from qerl.model.logprobs import Head
 from qerl.model.packed_attention import check_config, head_of, hidden_states, packed_attention_of
@@ -89,7 +89,7 @@ def find_teacher(
     folder = local_folder(found.base, config.model.trust_remote_code)
     theirs = load_tokenizer(folder, config.model.trust_remote_code)
     check_tokenizers(tokenizer, theirs, found.base)
-    own = sizes_of(read_json(folder / "config.json"), found.base)
+    own = sizes_of(read_config(folder), found.base)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if own.positions is not None and own.positions < min(longest, sizes.positions or longest):
         raise ConfigError(

@@ -197,6 +197,8 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
     if config.qat is not None:  # its format is its quant_cfg's, with keys of its own
         return
     own = formats.get(config.model.format)
+    if not own.writable:  # the base is such a folder, which no other format takes
+        return
     for other in formats.all_formats():
         if other.scheme is not None and other.bytes_per_weight < own.bytes_per_weight:
             yield {**free, "model.format": other.name}

@@ -21,7 +21,7 @@ from qerl.base.devices import FP8_CAPABILITY
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.load import check_switches, load_tokenizer, local_folder
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.config.quant import CALIBRATION
 from qerl.config.rules import vllm_only
 from qerl.data.examples import check_source
@@ -299,7 +299,7 @@ def settle_qat(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
 
 def sizes_at(base: ModelRef) -> ModelSizes:
     """The sizes in the config.json of a base. Raises CheckpointError if it lacks them."""
-    return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
+    return sizes_of(read_config(local_folder(base.base)), base.base)
 
 
 def card_of_bytes(memory: int, ranks: int = 1) -> Card:

@@ -31,7 +31,7 @@ from qerl.checkpoint.base_start import (
 )
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.config.names import OF_EXPERTS, PROJECTIONS, expert_rank
 from qerl.config.section import yaml_word
 from qerl.plan.trained import DEFAULT_START
@@ -52,7 +52,7 @@ def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
     leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in factors} | set(
         OF_EXPERTS if of_experts else ()
     )
-    decoder = decoder_of(read_json(local_folder(base) / "config.json"), base)
+    decoder = decoder_of(read_config(local_folder(base)), base)
     wanted, norms = set(decoder.targets(own.targets)), any(map(is_block_norm, tensors))
     if own.experts == "none" and leaves == wanted - set(OF_EXPERTS):
         wanted = leaves

@@ -37,7 +37,7 @@ from qerl.base.errors import (
 from qerl.checkpoint.activations import check_shared
 from qerl.checkpoint.experts import Decoder, decoder_of, fused
 from qerl.checkpoint.load import check_complete, check_served_family
-from qerl.checkpoint.shards import KEY, has_own_head, read_json, read_tensors
+from qerl.checkpoint.shards import KEY, has_own_head, read_config, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
 from qerl.engine.memory import others_bytes, out_of_memory
 from qerl.formats.base import Format
@@ -82,14 +82,14 @@ class Settings:
             )
         self.context = max_context or declared
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
-        self.decoder = decoder_of(read_json(Path(base) / "config.json"), base)
+        self.decoder = decoder_of(read_config(Path(base)), base)
         check_experts_served(Path(base), formats.get(format), self.decoder)
         self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
 
     def overrides(self) -> dict[str, bool]:
         """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`."""
         folder = Path(self.base)
-        own_head = has_own_head(read_json(folder / "config.json"), read_tensors(folder))
+        own_head = has_own_head(read_config(folder), read_tensors(folder))
         return {KEY: False} if own_head else {}
 
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -523,7 +523,7 @@ def _check_blocks(folder: Path, groups: Sequence[Sequence[str]], tensors: Mappin
     """Raise EngineError if a linear of an FP8 folder does not suit vLLM's blocks, or the card's products."""
     import torch
 
-    config = read_json(folder / "config.json")["quantization_config"]
+    config = read_config(folder)["quantization_config"]
     capability = torch.cuda.get_device_capability()
     if rounds_input(config) and capability < FP8_CAPABILITY:
         raise EngineError(

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from qerl.base.errors import ENGINE, EngineError
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, decoder_of
 from qerl.checkpoint.load import place_blocks_
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.engine.vllm import fp8
 from qerl.engine.vllm.experts import products
 from qerl.engine.vllm.fp8 import FP8BlockMethod
@@ -39,7 +39,7 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
         del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-    decoder = decoder_of(read_json(Path(folder) / "config.json"), folder)
+    decoder = decoder_of(read_config(Path(folder)), folder)
     _place_experts_(model, engine_model, decoder)
     linears = _place_linears_(model, engine_model)
     _place_tensors_(model, engine_model, linears)

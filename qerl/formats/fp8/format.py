@@ -2,7 +2,8 @@
 
 In files this is compressed-tensors' `float-quantized` with the strategy `block`, under llm-compressor's scheme
 FP8_BLOCK, or the layout of DeepSeek and Qwen (`quant_method: fp8`, `weight_block_size: [128, 128]`), which is read as
-it is. The tensors are described in `qerl/formats/fp8/layout.py`, the arithmetic in `qerl/formats/fp8/reference.py`.
+it is. One scale per tensor is read as well, repeated for each block; activations beside it stay in 16 bits. The tensors
+are described in `qerl/formats/fp8/layout.py`, the arithmetic in `qerl/formats/fp8/reference.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
     from qerl.formats.linear import PackedLinear
 
-METHOD, OTHER_METHOD = "compressed-tensors", "fp8"
+OTHER_METHOD = "fp8"
 WEIGHTS = {
     "num_bits": 8,
     "type": "float",
     "strategy": "block",
     "block_structure": [layout.BLOCK, layout.BLOCK],
 }
+PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INPUTS = {"num_bits": 8, "type": "float", "group_size": layout.BLOCK, "dynamic": True}
 OTHER = {"weight_block_size": [layout.BLOCK, layout.BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
 OTHER_DEFAULTS = {"activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -39,10 +41,7 @@ class _FP8Block(Format):
     tensor_specs = staticmethod(layout.tensor_specs)
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        if quantization is None:
-            return False
-        method = quantization.get("quant_method")
-        return method == OTHER_METHOD or (method == METHOD and quantization.get("format") == self.layout)
+        return (quantization or {}).get("quant_method") == OTHER_METHOD or super().recognises(quantization)
 
     def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
         if quantization["quant_method"] == OTHER_METHOD:
@@ -50,9 +49,20 @@ class _FP8Block(Format):
             return
         groups = config_groups(folder, quantization)
         for group in groups:
-            _refuse(folder, group.get("weights") or {}, WEIGHTS)
-            if group.get("input_activations"):
+            weights = group.get("weights") or {}
+            if weights.get("strategy") == "channel":
+                raise CheckpointError(
+                    f"{folder} has FP8 with a scale per channel (fp8_channel), and qerl reads FP8 with one per tensor, "
+                    f"or per block of {layout.BLOCK} x {layout.BLOCK}: run `qerl quantize --scheme {self.name}` on the "
+                    "model that it was made from"
+                )
+            _refuse(folder, weights, PER_TENSOR if _per_tensor(group) else WEIGHTS)
+            if group.get("input_activations") and not _per_tensor(group):
                 _refuse(folder, group["input_activations"], INPUTS)
+
+    def drops_inputs(self, quantization: Mapping[str, Any] | None) -> bool:
+        groups = (quantization or {}).get("config_groups", {}).values()
+        return any(group.get("input_activations") for group in groups if _per_tensor(group))
 
     def dense_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
         rows, columns = shapes[layout.CODES]
@@ -103,7 +113,12 @@ def rounds_input(quantization: Mapping[str, Any] | None) -> bool:
     """Whether linears multiply activations in 8 bits, by a folder's quantization_config."""
     if quantization is None or quantization.get("quant_method") == OTHER_METHOD:
         return quantization is not None
-    return any(group.get("input_activations") for group in quantization.get("config_groups", {}).values())
+    groups = quantization.get("config_groups", {}).values()
+    return any(group.get("input_activations") for group in groups if not _per_tensor(group))
+
+
+def _per_tensor(group: Mapping[str, Any]) -> bool:
+    return (group.get("weights") or {}).get("strategy") == PER_TENSOR["strategy"]
 
 
 def unquantized_modules(quantization: Mapping[str, Any]) -> list[str]:

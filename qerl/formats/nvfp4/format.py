@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from qerl.formats.linear import PackedLinear
 
-METHOD = "compressed-tensors"
 WEIGHTS = {"num_bits": 4, "type": "float", "group_size": layout.BLOCK}
 INPUTS: dict[str, dict[str, Any]] = {  # `input_activations`, by what a recipe calls them
     "static": {**WEIGHTS, "strategy": "tensor_group", "dynamic": "local"},
@@ -37,13 +36,6 @@ INPUTS: dict[str, dict[str, Any]] = {  # `input_activations`, by what a recipe c
 class _NVFP4(Format):
     check_features = staticmethod(layout.check_features)
     tensor_specs = staticmethod(layout.tensor_specs)
-
-    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return (
-            quantization is not None
-            and quantization.get("quant_method") == METHOD
-            and quantization.get("format") == self.layout
-        )
 
     def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
         groups = config_groups(folder, quantization)

@@ -31,6 +31,7 @@ SCALE_MAX = 448.0  # largest e4m3 value
 PACKED = "weight_packed"
 BLOCK_SCALE = "weight_scale"
 GLOBAL_SCALE = "weight_global_scale"
+INPUT_SCALE = "input_global_scale"  # float32 (1,), of a linear that rounds its input by a static scale
 TENSORS = (PACKED, BLOCK_SCALE, GLOBAL_SCALE)
 
 _SAFETENSORS_DTYPE = {"torch.uint8": "U8", "torch.float8_e4m3fn": "F8_E4M3", "torch.float32": "F32"}

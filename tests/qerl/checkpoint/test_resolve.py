@@ -91,7 +91,7 @@ def test_load_takes_the_other_folder_of_a_model_where_there_is_one():
         ("tiny", "nvfp4", "run `qerl quantize --model tiny`"),
         ("some/model", "nvfp4", "run `qerl quantize --model some/model`"),
         ("checkpoints/Other-1B-NVFP4A16", "bf16", r"holds NVFP4 weights only.*--load nvfp4"),
-        ("models/Small-1B", "fp8", "write auto, nvfp4, fp8_block or bf16"),
+        ("models/Small-1B", "fp8", "write auto, nvfp4, fp8_block, bf16 or mixed"),
     ],
 )
 @pytest.mark.usefixtures("cached")

@@ -52,7 +52,10 @@ def groups(**named):
     ("quantization", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "already quantized as gptq"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "already quantized as modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "by ModelOpt as NVFP4_AWQ, and qerl reads NVFP4, "),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "as MIXED_PRECISION, and"),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_per_channel_per_token"}, r"per channel \(fp8_channel\)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "quantized_layers": [1]}, "cannot be read"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
         (groups(g={"input_activations": {"num_bits": 4}}), f"quantizes activations {ROUNDS}"),
         (groups(a={"input_activations": DYNAMIC}, b={"input_activations": None}), ROUNDS),

@@ -1,0 +1,190 @@
+"""Bases with a format for each linear, and folders of NVIDIA's ModelOpt: opened as they are, trained and merged."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from qerl import formats
+from qerl.base.errors import CheckpointError
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.folder import format_of
+from qerl.checkpoint.load import load_model
+from qerl.checkpoint.resolve import resolve_model
+from qerl.formats.linear import PackedLinear
+from qerl.plan.sizes import read_sizes
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from tests.helpers.bases import write_base
+from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.mixed import GROUPS, W4A4, W4A16, W8A8, write
+from tests.helpers.model_folders import edited
+from tests.helpers.small_run import numbers, same_adapters, small_config
+from tests.helpers.small_sft import small_sft
+from training.run import resume, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = torch.arange(24).view(2, 12)
+STATES = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def where(mlp=None, attention=None, head=None):
+    """Which algorithm a linear is in, as vendors choose it; the small parts of linear attention stay in 16 bits."""
+
+    def algorithm_of(module):
+        if module == "lm_head":
+            return head
+        if module.endswith(("in_proj_a", "in_proj_b", "embed_tokens")):
+            return None
+        return mlp if ".mlp." in module else attention
+
+    return algorithm_of
+
+
+LAYOUTS = {  # family, algorithms, writer, the format that it is
+    "nvidia/Qwen3.6-27B": ("qwen3_5_text", where(W4A16, W8A8, W4A16), "modelopt", "mixed"),
+    "nvidia/Qwen3.8-27B": ("qwen3_5_text", where(W4A4, W8A8, W4A4), "modelopt", "mixed"),
+    "nvfp4_mlp_only": ("qwen3", where(W4A4), "modelopt", "nvfp4"),
+    "weights only": ("qwen2", where(W4A16, W4A16), "modelopt", "nvfp4"),
+    "FP8 per tensor": ("llama", where(W8A8, W8A8), "modelopt", "fp8_block"),
+    "llm-compressor": ("qwen2", where(W4A4, W8A8, W8A8), "compressed-tensors", "mixed"),
+    "llm-compressor, FP8 per tensor": ("qwen3", where(W8A8, W8A8), "compressed-tensors", "fp8_block"),
+}
+
+
+def base_of(family, folder):
+    changes = STATES if family == "qwen3_5_text" else {}
+    return write_base(folder, family, hidden=128, tie_word_embeddings=False, intermediate_size=320, **changes)
+
+
+def dense(base, means, out):
+    """The 16-bit folder with the weights that a packed one means, in float32."""
+    shutil.copytree(base, out)
+    for file in out.glob("*.safetensors"):
+        file.unlink()
+    (out / "model.safetensors.index.json").unlink(missing_ok=True)
+    tensors = {name: tensor.float() for name, tensor in load_all(base).items()}
+    save_file(tensors | {f"{name}.weight": mean.float() for name, mean in means.items()}, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_is_opened_as_its_writer_meant_it(layout, tmp_path, caplog):
+    family, algorithm_of, writer, name = LAYOUTS[layout]
+    base = base_of(family, tmp_path / "base")
+    folder = tmp_path / "packed"
+    means = write(base, folder, algorithm_of, writer, only_beside=layout == "weights only")
+    assert format_of(folder) is formats.get(name)
+    ref = resolve_model(str(folder))
+    assert (ref.kind, ref.format) == ("quantized", name)
+    with caplog.at_level(logging.WARNING):
+        model = load_model(folder, name, "float32")
+        load_model(folder, name, "float32")
+    packed = {module: each for module, each in model.named_modules() if isinstance(each, PackedLinear)}
+    assert packed.keys() == means.keys() - {"lm_head"}
+    for module, linear in packed.items():
+        assert torch.equal(linear.unpack(torch.float32), means[module].float()), module
+    if "lm_head" in means:
+        assert torch.equal(model.lm_head.weight, means["lm_head"].float())
+    static = layout == "nvfp4_mlp_only"
+    assert all((linear.activations is not None) == static for linear in packed.values())
+    dropped = [each for each in caplog.records if "inputs stay in 16 bits" in each.message]
+    assert len(dropped) == (layout not in ("nvfp4_mlp_only", "weights only"))
+    if not static:
+        twin = load_model(dense(base, means, tmp_path / "dense"), "bf16", "float32")
+        assert torch.equal(model(IDS).logits, twin(IDS).logits)
+
+
+@pytest.mark.parametrize("writer", ["modelopt", "compressed-tensors"])
+def test_a_scale_may_be_any_number(writer, tmp_path):
+    """FP8 is exact; of NVFP4 the scale of the tensor is inverted, and each of three products rounds in float32."""
+    base, folder = base_of("qwen3", tmp_path / "base"), tmp_path / "packed"
+    means = write(base, folder, where(W4A16, W8A8), writer, round_scale=lambda value: value)
+    model = load_model(folder, "mixed", "float32")
+    for module, mean in means.items():
+        found, exact = model.get_submodule(module).unpack(torch.float32), "self_attn" in module
+        torch.testing.assert_close(found, mean.float(), rtol=0 if exact else 2**-21, atol=0)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A ModelOpt folder of Qwen3 with the MLP in NVFP4 and attention and head in other formats."""
+    folder = tmp_path_factory.mktemp("mixed")
+    base = base_of("qwen3", folder / "base")
+    write(base, folder / "packed", where(W4A16, W8A8, W4A16))
+    return folder / "packed"
+
+
+def test_a_folder_whose_fused_linears_differ_is_refused(tmp_path):
+    for number, odd in enumerate(("q_proj", "up_proj", "layers.0.linear_attn.in_proj_z")):
+        base = base_of("qwen3_5_text" if number == 2 else "qwen3", tmp_path / f"base{number}")
+
+        def algorithm_of(module, odd=odd):
+            usual = where(W4A16, W8A8)(module)
+            return {W4A16: W8A8, W8A8: W4A16, None: None}[usual] if module.endswith(odd) else usual
+
+        write(base, tmp_path / f"packed{number}", algorithm_of)
+        with pytest.raises(CheckpointError, match=f"{odd} in (NVFP4|FP8).* engines multiply by them at once"):
+            resolve_model(str(tmp_path / f"packed{number}"))
+    write(base, tmp_path / "part", lambda module: None if module.endswith("k_proj") else where(W4A16, W8A8)(module))
+    with pytest.raises(CheckpointError, match=r"k_proj in 16-bit, .*v_proj in FP8"):
+        load_model(tmp_path / "part", "mixed", "float32")
+
+
+def test_other_groups_and_scales_per_channel_are_refused_by_name(mixed, tmp_path):
+    folder = shutil.copytree(mixed, tmp_path / "other")
+    other = "pack-quantized, and in such a folder qerl reads nvfp4-pack-quantized and float-quantized"
+    channel = r"per channel \(fp8_channel\), .* run `qerl quantize --scheme fp8_block` on the model"
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    for changes, message in (({"format": "pack-quantized"}, other), ({"weights": weights}, channel)):
+        given = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+        edited(folder, quantization_config=given | {"config_groups": {"g": GROUPS[W8A8] | changes}})
+        with pytest.raises(CheckpointError, match=message):
+            resolve_model(str(folder))
+    with pytest.raises(CheckpointError, match="16-bit weights, and qerl makes no folder in mixed NVFP4 and FP8"):
+        resolve_model(str(mixed.parent / "base"), "mixed")
+    with pytest.raises(CheckpointError, match="holds mixed NVFP4 and FP8 weights, not NVFP4: write `--load mixed`"):
+        resolve_model(str(mixed), "nvfp4")
+
+
+def test_a_plan_counts_each_linear(mixed):
+    sizes = read_sizes(str(mixed))
+    mlp, attention = 3 * 128 * 320, 2 * 128 * 128 + 2 * 64 * 128
+    scales = 4 * 4  # of FP8: one block in each
+    assert sizes.measured["mixed"] * sizes.body == 2 * (mlp * 9 / 16 + attention + scales)
+    assert sizes.weights_bytes("mixed") < sizes.weights_bytes("bf16")
+
+
+def test_a_run_trains_resumes_and_merges_on_it(mixed, tmp_path):
+    config = small_config(mixed, tmp_path, "model.format=mixed", "noise.enabled=false", "run.save_every=1", steps=2)
+    run = start(config, "tiny").run_dir
+    rows = numbers(run)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["mismatch_kl"] < 1e-8
+    assert resolve_model(str(run)).format == "mixed"
+    assert json.loads((run / "adapter" / "trained_on.json").read_text())["format"] == "mixed"
+    whole = shutil.copytree(run / "adapter", tmp_path / "whole")
+    assert numbers(resume(run, step=1).run_dir) == rows
+    assert same_adapters(run / "adapter", whole)
+    done = export(ExportOptions(str(run), "bf16", tmp_path / "merged", prompt_count=1, max_new_tokens=4))
+    assert format_of(done.out) is formats.BF16
+    assert not (done.out / "hf_quant_config.json").exists()
+    found, tensors = load_all(done.out), read_adapter(run / "adapter")[0]
+    model = load_model(mixed, "mixed", "float32")
+    for module in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.k_proj"):
+        update = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"] * config.adapter.alpha
+        own = model.get_submodule(module).unpack(torch.float32) + update / config.adapter.rank
+        assert torch.equal(found[f"{module}.weight"], own.bfloat16())
+    assert torch.equal(found["lm_head.weight"], model.lm_head.weight.bfloat16())
+    assert not [name for name in found if "scale" in name]
+
+
+def test_rows_are_trained_on_it(mixed, tmp_path):
+    rows = numbers(start(small_sft(mixed, tmp_path, "model.format=mixed"), "sft").run_dir)
+    assert rows[-1]["loss"] < rows[0]["loss"]
