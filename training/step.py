@@ -217,7 +217,8 @@ def backward(
     config, parallel = parts.config.loss, parts.parallel
     queued: list[Queued] = []
     loss, loss_type, advantage_only = objective
-    micro_batches = split(batch, parts.plan.micro_batch_tokens, loss_type, advantage_only, parallel.size)
+    states = parts.packed.layout.prompts_first
+    micro_batches = split(batch, parts.plan.micro_batch_tokens, loss_type, advantage_only, parallel.size, states)
     step_tokens = batch.loss_mask_B_T.sum()
     with parts.packed.training(), training_memory(parts.plan) as memory:
         make_gradients_(parts.policy.parameters())

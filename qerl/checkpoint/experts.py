@@ -35,6 +35,7 @@ QKVZ = OF_STATES[:2]  # engines multiply by them at once; llm-compressor does no
 W1_W3 = ("w1", "w3")  # what Mixtral calls gate and up
 ATTENTION = tuple(f"self_attn.{name}" for name in (*QKV, "o_proj"))
 LINEAR_ATTENTION = tuple(f"linear_attn.{name}" for name in OF_STATES)
+KEPT_PAIR = ("in_proj_b", "in_proj_a")  # in the order of engines, which multiply by them at once
 KEPT = tuple(f"linear_attn.{name}" for name in ("conv1d", "in_proj_a", "in_proj_b"))  # small, and always in 16 bits
 DECAYS = (".A_log", ".dt_bias")  # how fast states decay, which stays as wide as the file has it
 DENSE_MLP = tuple(f"mlp.{name}" for name in (*GATE_UP, "down_proj"))
@@ -166,8 +167,7 @@ class Decoder:
     @property
     def unserved(self) -> str:
         """What the vllm engine and its plan do not know yet, for messages; empty for a model that they know."""
-        linear, full = (f"in {len(layers)} layers" for layers in (self.linear, self.full))
-        return f"linear attention {linear}" if self.linear else f"other head sizes {full}" if self.full else ""
+        return f"other head sizes in {len(self.full)} layers" if self.full else ""
 
     @property
     def share(self) -> float:
@@ -386,6 +386,11 @@ class StateShapes(NamedTuple):
     @property
     def values(self) -> int:
         return self.value_heads * self.value_dim
+
+    @property
+    def bytes(self) -> int:
+        """Of a sequence's state in one layer, in float32, and of the inputs that the convolution goes on with."""
+        return 4 * self.values * self.key_dim + 2 * self.mixed * (self.taps - 1)
 
     def kept(self, hidden: int) -> int:
         """Numbers of a layer that stay in 16 bits: convolution, a, b, A_log, dt_bias and norm."""

@@ -60,6 +60,15 @@ def check_served_family(decoder: Decoder, folder: Path) -> None:
         )
 
 
+def check_kv_cache(decoder: Decoder, name: str | Path, kv_cache_dtype: str) -> None:
+    """Raise CheckpointError for a type of keys and values that vLLM does not serve beside states."""
+    if decoder.linear and kv_cache_dtype != "auto":
+        raise CheckpointError(
+            f"{name} has linear attention, beside whose states the vllm engine keeps keys and values in 16 bits: write "
+            f"rollout.kv_cache_dtype: auto in place of {kv_cache_dtype}"
+        )
+
+
 def fill_experts_(
     model: nn.Module, decoder: Decoder, format: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype
 ) -> dict[str, TensorInfo]:

@@ -221,10 +221,12 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         alone = "Nothing is sampled, so that no engine and no KV cache is beside it."
         return [*expert_sentences(config, made), *micro_batch_sentences(made), alone]
     rollout = config.rollout
-    at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
+    held, states = made.sizes.cached_tokens(made.context), made.sizes.state_bytes
+    at_once = min(made.cache_tokens // held, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
     lines = [
         *expert_sentences(config, made),
-        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once.",
+        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once"
+        f"{f', each with {states / 2**20:.0f} MiB of states' if states else ''}.",
         f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
     ]

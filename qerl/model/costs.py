@@ -8,6 +8,7 @@ LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a voc
 # A repeated prompt keeps only keys and values, and this many of its tokens count as one: what a layer keeps for a
 # token is between 6.7 (Llama 2 7B) and 68 times (Qwen2.5 3B) the size of its keys and values.
 REPEATED = 6
+BEGUN = 11  # tokens that a completion counts as at least, for the states that it goes on from: see `Shapes._hybrid`
 UNRECORDED = 255  # in the recorded ids of experts: the choice is not known, and the trainer makes its own
 
 

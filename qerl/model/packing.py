@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from qerl.model.costs import REPEATED, even_budget
+from qerl.model.costs import BEGUN, REPEATED, even_budget
 
 if TYPE_CHECKING:
     from qerl.model.experts import Replay
@@ -97,7 +97,9 @@ class PackedRow:
         """Tokens that take the memory of this row: its own, and the repeated keys and values of shared prompts."""
         tokens = self.input_ids.shape[1]
         repeated = 0 if self.sequences.keys is None else len(self.sequences.keys.rows) - tokens
-        return tokens + repeated // REPEATED
+        begun = self.sequences.begun
+        later = 0 if begun is None else len(self.sequences.query_starts) - 1 - begun[0]
+        return tokens + max(repeated // REPEATED, BEGUN * later)
 
     def scatter(self, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         """(M,) values at their places in a (B, C) block of zeros; the gradient flows back to them."""
@@ -119,6 +121,11 @@ class Lengths(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
 
+    def added(self, repeated: bool, least: int) -> int:
+        """Tokens that the row adds to others; a repeated prompt counts as `least` at least."""
+        prompt = max(self.prompt_tokens // REPEATED, least) if repeated else self.prompt_tokens
+        return self.completion_tokens + prompt
+
 
 SHARE_PROMPTS = True  # a prompt of several rows is packed once: 17.5% fewer tokens in workload A
 
@@ -133,8 +140,9 @@ def row_lengths(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completion_
     return [Lengths(*row) for row in zip(prompts, prompt_mask.sum(1).tolist(), completion_tokens, strict=True)]
 
 
-def split_by_tokens(rows: Sequence[Lengths], budget: int, ranks: int = 1) -> list[list[int]]:
+def split_by_tokens(rows: Sequence[Lengths], budget: int, ranks: int = 1, states: bool = False) -> list[list[int]]:
     """Groups of row indices that pack into at most `budget` tokens; a longer row is a group of its own.
+    `states`: completions go on from states of their prompt, and count for these too.
 
     Rows of one prompt stand together, in the order of the prompts' numbers, and a group is closed when the next row
     does not fit: the groups follow from the lengths alone. There are no more groups than that takes, rounded up to as
@@ -143,24 +151,25 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int, ranks: int = 1) -> lis
     fits a smaller one into what that leaves, and would keep both otherwise.
     """
     order = sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i))
-    groups = _filled(rows, order, even_budget(budget, lambda tokens: len(_filled(rows, order, tokens)), ranks))
+    least = BEGUN if states else 0
+    even = even_budget(budget, lambda tokens: len(_filled(rows, order, tokens, least)), ranks)
+    groups = _filled(rows, order, even, least)
     return [sorted(group) for _, group in sorted(groups, key=lambda entry: -entry[0])]
 
 
-def _filled(rows: Sequence[Lengths], order: Sequence[int], budget: int) -> list[tuple[int, list[int]]]:
+def _filled(rows: Sequence[Lengths], order: Sequence[int], budget: int, least: int) -> list[tuple[int, list[int]]]:
     """(tokens, row indices) of each group of rows in `order`."""
     groups: list[list[int]] = []
     tokens: list[int] = []
     used, prompts = budget, set()
     for index in order:
         row = rows[index]
-        repeated = row.prompt in prompts
-        added = row.completion_tokens + (row.prompt_tokens // REPEATED if repeated else row.prompt_tokens)
+        added = row.added(row.prompt in prompts, least)
         if not groups or used + added > budget:
             groups.append([])
             tokens.append(0)
             used, prompts = 0, set()
-            added = row.completion_tokens + row.prompt_tokens
+            added = row.added(repeated=False, least=least)
         groups[-1].append(index)
         prompts.add(row.prompt)
         used += added

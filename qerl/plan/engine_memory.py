@@ -209,10 +209,11 @@ def kv_head_bytes(kv_cache_dtype: str, head_dim: int) -> int:
 
 
 def kv_bytes_per_token(config: Any, kv_cache_dtype: str = "auto") -> int:
-    """Bytes of keys and values of one token, from a transformers config."""
+    """Bytes of keys and values of one token, from a transformers config; layers with linear attention have none."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * kv_head_bytes(kv_cache_dtype, head_dim)
+    layers = config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count("linear_attention")
+    return 2 * layers * heads * kv_head_bytes(kv_cache_dtype, head_dim)
 
 
 def sampler_bytes(sequences: int, vocabulary: int) -> int:

@@ -119,7 +119,8 @@ class Shapes:
         An estimate, which training replaces by what it measures. Norms and attention are transformers' own, which keep
         float32; linear attention keeps q, k and v before and after the convolution, the gate, the output before and
         after its norm, and in fla-core a row of 64 for each head. Backward has the convolution's float32, and a pair of
-        states in 16 bits for each 64 tokens.
+        states in 16 bits for each 64 tokens. A completion that goes on from its prompt's states also keeps these, 2 MiB
+        in three of four layers with 9B and 3 with 27B, as much as 10 and 11 of its tokens (`costs.BEGUN`).
         """
         states = self.states
         outer = kept_bytes(self.hidden, self.intermediate, 0, 0, self.rank) + 4 * self.hidden
@@ -236,12 +237,14 @@ def smallest_plan(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
     return min(plans, key=lambda plan: math.inf if plan.usable is None else plan.usable)
 
 
-def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: int) -> tuple[int, int]:
+def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: int, least: int = 0) -> tuple[int, int]:
     """(rows, tokens) of a step's largest micro-batch, for `groups` of `group` completions of `new` tokens each.
 
     Rows are divided and counted as in `qerl.model.packing`: a micro-batch has at most `budget` tokens unless it is
-    a single longer row, it holds a group's prompt once, and all are about equally large.
+    a single longer row, it holds a group's prompt once, and all are about equally large. A repeated prompt counts as
+    `least` tokens at least.
     """
+    again = max(prompt // REPEATED, least)
 
     def filled(tokens: int) -> list[list[int]]:
         """For each micro-batch, how many rows each of its prompts has in it."""
@@ -249,7 +252,7 @@ def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: 
         used = 0
         for row in range(groups * group):
             known = batches != [] and row % group > 0
-            added = new + (prompt // REPEATED if known else prompt)
+            added = new + (again if known else prompt)
             if not batches or used + added > tokens:
                 batches.append([])
                 used, known, added = 0, False, new + prompt
@@ -262,7 +265,7 @@ def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: 
 
     def cost(rows: list[int]) -> int:
         copies = sum(times for times in rows if times > 1)
-        return len(rows) * prompt + sum(rows) * new + copies * prompt // REPEATED
+        return len(rows) * prompt + sum(rows) * new + max(copies * prompt // REPEATED, copies * least)
 
     tokens, rows = max((cost(rows), sum(rows)) for rows in filled(even_budget(budget, lambda size: len(filled(size)))))
     return rows, tokens

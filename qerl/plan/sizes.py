@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
-from qerl.checkpoint.experts import FUSED, ModelShapes, shapes_of
+from qerl.checkpoint.experts import FUSED, QKVZ, ModelShapes, shapes_of
 from qerl.checkpoint.shards import TensorInfo, read_config
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
@@ -212,6 +212,23 @@ class ModelSizes(ModelShapes):
         kinds = (self._layers_with("k_proj") - full, self.kv_heads, self.head_dim), (full, *(self.full_heads or (0, 0)))
         return 2 * sum(layers * heads * kv_head_bytes(kv_cache_dtype, size) for layers, heads, size in kinds)
 
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence's states in all layers with linear attention; 0 without any."""
+        return len(self.decoder.linear) * self.states.bytes if self.states else 0
+
+    def cached_tokens(self, tokens: int) -> int:
+        """The tokens whose keys and values take as much of vLLM's cache as a sequence of so many does with its states.
+
+        vLLM 0.25.1 divides the cache into blocks of tokens (a multiple of 16) that are as large as one layer's states,
+        which take a block each (`Platform.update_block_size_for_backend`).
+        """
+        if self.states is None:
+            return tokens
+        linear, attending = len(self.decoder.linear), self._layers_with("k_proj")
+        block = BLOCK * -(-self.states.bytes * attending // (BLOCK * self.kv_bytes()))
+        return block * -(-tokens // block) + -(-block * linear // attending)
+
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of a LoRA of `rank` on the projections `targets`; see `expert_adapter` for experts."""
         return rank * sum(map(sum, self.shapes_of(self.decoder.targets(targets))))
@@ -226,7 +243,7 @@ class ModelSizes(ModelShapes):
         """The engine's static buffers: A of the fused parts, and their block-diagonal B with all its zeros."""
         padded = padded_rank(rank)
         numbers = 0
-        for parts in FUSED:
+        for parts in (*FUSED, *((QKVZ, ("out_proj",)) if self.states else ())):
             rows = sum(self.projections[name][0] for name in parts)
             numbers += self._layers_with(parts[0]) * padded * len(parts) * (rows + self.projections[parts[0]][1])
         return 2 * numbers
@@ -289,6 +306,7 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
     return ModelSizes(**vars(shapes_of(config, name)))
 
 
+BLOCK = 16  # tokens of vLLM's blocks
 CHUNK_TOKENS = 256  # whose logits exist at once where a teacher is compared
 LOGITS = 34  # bytes per logit of a chunk: eight float32 tensors while a divergence is computed, and the 16-bit slope
 

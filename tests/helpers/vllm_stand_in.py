@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from qerl.checkpoint.experts import Decoder
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import engine, opening
 from qerl.engine.vllm.engine import Found, VLLMEngine
@@ -19,6 +20,7 @@ def no_vllm(monkeypatch, folder, open_llm, find):
         context=CONTEXT,
         model_len=CONTEXT + 1,
         config=SimpleNamespace(vocab_size=VOCABULARY),
+        decoder=Decoder(1),
     )
     for name, stand_in in {
         "check_vllm": lambda: None,

@@ -4,6 +4,7 @@ Of Qwen3.5 all layers but every fourth have linear attention. Of Gemma 4 those w
 sizes than those with a window, and no `v_proj`; each has four norms and a scale, and logits are capped.
 """
 
+import re
 import shutil
 
 import pytest
@@ -239,20 +240,20 @@ def test_targets_of_linear_attention_belong_to_models_that_have_it(hybrid, nvfp4
         start(small_config(nvfp4_base, tmp_path, *chosen, steps=1, out="other"), "tiny")
 
 
-def test_the_engine_vllm_and_its_plan_refuse_the_family(hybrid, here):
+def test_runs_with_vllm_are_planned_with_their_states_and_8_bit_keys_beside_them_refused(hybrid, here):
     packed = packed_beside(hybrid)
-    decoder = decoder_of(read_json(packed / "config.json"), str(packed))
-    with pytest.raises(CheckpointError, match=r"linear attention in 3 layers.*rollout.engine: transformers"):
-        check_experts_served(packed, formats.get("nvfp4"), decoder)
-    code, _, stderr = here("plan", "--model", packed)
-    assert code == 2
-    assert "only runs that sample with vLLM are planned" in stderr
-    tiny = "train", "--recipe", "tiny", "--model", packed, "--dry-run", "--set"
-    code, stdout, stderr = here(*tiny, "rollout.engine=transformers")
-    assert (code, "no plan: only runs that sample with vLLM" in stdout) == (0, True), stderr
-    code, _, stderr = here(*tiny, "rollout.engine=vllm")
-    assert code != 0
-    assert "linear attention in 3 layers" in stderr
+    planned = "plan", "--recipe", "tiny", "--gpu", "24", "--model"
+    code, stdout, stderr = here(*planned, packed)
+    assert (code, stderr) == (0, "")
+    assert re.search(r"The KV cache holds \d+ tokens: \d+ completions .* each with 0 MiB of states\.", stdout)
+    with_vllm = "--set", "rollout.engine=vllm", "--set", "rollout.kv_cache_dtype=fp8"
+    for shown in (
+        here(*planned, packed, *with_vllm),
+        here("train", *planned[1:3], "--dry-run", "--model", packed, *with_vllm),
+    ):
+        assert shown[0] != 0
+        assert "write rollout.kv_cache_dtype: auto in place of fp8" in shown[2]
+    assert here(*planned, "tiny", *with_vllm)[0] == 0
     code, stdout, stderr = here("plan", "--recipe", "sft_tiny", "--model", packed, "--gpu", "24")
     assert (code, stderr) == (0, "")
     assert stdout.startswith("Fits")

@@ -142,8 +142,11 @@ class MicroBatch:
         return pack(self.ids, self.mask, self.rows.width, layout, self.loss_mask, self.rows.experts)
 
 
-def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks: int = 1) -> list[MicroBatch]:
-    """Cut a step into micro-batches of at most `budget` tokens, a prompt counted once for its rows.
+def split(
+    batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks: int = 1, states: bool = False
+) -> list[MicroBatch]:
+    """Cut a step into micro-batches of at most `budget` tokens, a prompt counted once for its rows (see
+    `split_by_tokens`, also for `states`).
 
     Rows without a loss are left out, since their gradient is exactly 0: those masked entirely and, where the loss has
     no term but the advantage's (`advantage_only`), those with advantage 0. If that leaves none, the first row that has
@@ -156,7 +159,7 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
     completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
     with_gradient = completion_tokens * (batch.advantages_B != 0) if advantage_only else completion_tokens
     lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, with_gradient.tolist())  # of 0: left out
-    groups = split_by_tokens(lengths, budget, ranks)
+    groups = split_by_tokens(lengths, budget, ranks, states)
     if not (trains := bool(groups)):
         first = completion_tokens.nonzero()[:1].flatten().tolist()
         groups = [first] if first else []

@@ -110,7 +110,7 @@ class PackedPolicy:
         completions = (attention_mask[:, -width:].sum(1) * loss_mask.any(1)).tolist()
         lengths = row_lengths(input_ids[:, :-width], attention_mask[:, :-width], completions)
         with _without_dropout(self._model):
-            for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
+            for group in split_by_tokens(lengths, self._plan.micro_batch_tokens, states=self.layout.prompts_first):
                 rows = torch.tensor(group)
                 own = None if experts is None else [experts[row] for row in group]
                 packed = pack(input_ids[rows], attention_mask[rows], width, self.layout, loss_mask[rows], own)

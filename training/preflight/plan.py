@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
 from qerl.base.errors import ConfigError, EngineError
+from qerl.checkpoint.load import check_kv_cache
 from qerl.config.names import OF_EXPERTS, OF_STATES, PROJECTIONS, adapts_experts, expert_rank
 from qerl.data.rows import sources_of
 from qerl.model.costs import UNRECORDED
@@ -196,7 +197,7 @@ def _trained(
     footprint = _footprint(config, sizes, ranks)
     made = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     if config.kind.samples:
-        tokens = largest_rows(config, made, full_lengths(config))[1]
+        tokens = largest_rows(config, sizes, made, full_lengths(config))[1]
     else:
         tokens = max(config.longest_row, made.micro_batch_tokens if made else 0)
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
@@ -351,20 +352,21 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
         problems.append(Problem(str(error), max(least_bytes(room.weights), budget), min(limit, budget)))
         return 0
     kind = config.rollout.kv_cache_dtype
-    per_token = sizes.kv_bytes(kind)
-    wanted = kv_cache_bytes(allowed, room.weights, MAX_SEQUENCES * context, per_token)
+    per_token, held = sizes.kv_bytes(kind), sizes.cached_tokens(context)
+    wanted = kv_cache_bytes(allowed, room.weights, MAX_SEQUENCES * held, per_token)
     other = room.weights + GRAPH_RESERVE + ENGINE_WORK
     if wanted is None:
         other += chosen_bytes(allowed, room.weights, per_token, _chosen_bytes(config, sizes))
     cache = wanted if wanted is not None else budget - other
-    if cache < context * per_token:
-        smaller = "set rollout.kv_cache_dtype: fp8, " if kind == "auto" and room.has_fp8 else ""
+    if cache < held * per_token:
+        has_smaller = kind == "auto" and room.has_fp8 and not sizes.states
+        smaller = "set rollout.kv_cache_dtype: fp8, " if has_smaller else ""
         text = (
-            f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
+            f"one sequence of {context} tokens needs {held * per_token / GIB:.1f} GiB of KV cache and "
             f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "
             f"{smaller}or give it more memory"
         )
-        problems.append(Problem(text, other + context * per_token, budget))
+        problems.append(Problem(text, other + held * per_token, budget))
     elif (peak := other + cache + room.outside) > limit:
         text = (
             f"a rollout takes {peak / GIB:.1f} GiB, its budget and {room.outside / GIB:.1f} GiB outside it, and the "
@@ -431,7 +433,8 @@ def validation_seconds(config: RunConfig, made: Plan) -> float | None:
     at_once = min(completions, MAX_SEQUENCES)
     cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
     step = decode_seconds(sizes, card, config.model.format, at_once, cached)
-    prefill = 2 * sizes.active * prompt * questions / (TRAIN_RATE * card.tflops * 1e12)
+    prompts = completions if sizes.states else questions
+    prefill = 2 * sizes.active * prompt * prompts / (TRAIN_RATE * card.tflops * 1e12)
     return -(-completions // MAX_SEQUENCES) * new * step + prefill
 
 
@@ -469,6 +472,8 @@ def check_layers(config: RunConfig, decoder: Decoder) -> None:
             f"adapter.targets: {', '.join(others)} are of linear attention, which {config.model.base} has not: write "
             f"some of {', '.join(PROJECTIONS)}"
         )
+    if config.kind.samples and config.rollout.engine == "vllm":
+        check_kv_cache(decoder, config.model.base, config.rollout.kv_cache_dtype)
     for problem in _of_experts(config, decoder) if decoder.has_experts else _of_dense(config):
         raise ConfigError(str(problem))
 

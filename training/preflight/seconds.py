@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.model.costs import BEGUN
 from qerl.plan.engine_memory import MAX_SEQUENCES, Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes, rounding_seconds, rounds_to_four_bits, teacher_flops
@@ -52,8 +53,8 @@ def full_lengths(config: RunConfig) -> Lengths:
 
 
 def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: float, cached: float) -> float:
-    """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values."""
-    read = (sizes.read_bytes(format, sequences) + cached) / (card.gb_per_s * 1e9)
+    """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values, and replaces states."""
+    read = (sizes.read_bytes(format, sequences) + cached + 2 * sequences * sizes.state_bytes) / (card.gb_per_s * 1e9)
     weights = _paced(sizes, DECODE_RATE / EXPERT_RATES["decode"]) + sizes.head
     computed = 2 * weights * sequences / (DECODE_RATE * card.tflops * 1e12)
     return sizes.layers * LAUNCH + len(sizes.decoder.sparse) * EXPERT_LAUNCH + read + computed
@@ -68,8 +69,9 @@ def step_seconds(
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
     rate = TRAIN_RATE * card.tflops * 1e12
-    prefill = 2 * _paced(sizes) * lengths.prompt * rollout.prompts_per_step / rate
-    rows, tokens_at_once = largest_rows(config, micro_batches, lengths)
+    prefilled = sequences if sizes.states else rollout.prompts_per_step  # the engine keeps no states of a prompt
+    prefill = 2 * _paced(sizes) * lengths.prompt * prefilled / rate
+    rows, tokens_at_once = largest_rows(config, sizes, micro_batches, lengths)
     recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
@@ -119,12 +121,15 @@ def _expert_seconds(config: RunConfig, sizes: ModelSizes, card: Card, passes: fl
     return passes * (2 + recomputed) * moved / (card.gb_per_s * 1e9)
 
 
-def largest_rows(config: RunConfig, micro_batches: MicroBatchPlan | None, lengths: Lengths) -> tuple[int, int]:
+def largest_rows(
+    config: RunConfig, sizes: ModelSizes, micro_batches: MicroBatchPlan | None, lengths: Lengths
+) -> tuple[int, int]:
     """(rows, tokens) of the largest micro-batch of a step whose rows all have these lengths."""
     budget = 0 if micro_batches is None else micro_batches.micro_batch_tokens
     rollout = config.rollout
     prompt, new = round(lengths.prompt), max(1, round(lengths.new))
-    return largest_micro_batch(budget, rollout.prompts_per_step, rollout.group_size, prompt, new)
+    least = 0 if sizes.states is None else BEGUN
+    return largest_micro_batch(budget, rollout.prompts_per_step, rollout.group_size, prompt, new, least)
 
 
 def _decoding(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths) -> float:

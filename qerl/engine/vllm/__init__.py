@@ -2,8 +2,8 @@
 
 1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
    LoRA, updated in place (`linear.py`), and the experts of a mixture with another (`experts.py`).
-2. `register_oot` of RMSNorm: NoisyRMSNorm, norm weights in float32, noise included; of SiluAndMul and of two rotary
-   embeddings: the same in one launch each, as nothing is compiled (`layers.py`).
+2. `register_oot` of RMSNorm and GemmaRMSNorm: norm gains in float32, noise included; of SiluAndMul and of two rotary
+   embeddings: the same in one launch each, as nothing is compiled; for Qwen3.5 a text model (`layers.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
    allocator that replaces it from the first engine on (`worker.py`).
 4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
@@ -13,7 +13,7 @@
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
-as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm. There and in the processes that it starts no
+as they are. In a process that registered, every RMSNorm is a NoisyNorm. There and in the processes that it starts no
 model of vLLM's is compiled (`opening.BREAKABLE`). The rest acts only when asked for by name.
 
 When a plugin fails vLLM only logs it, so `check` looks at the model that was built. Remove parts of this when vLLM
@@ -55,19 +55,26 @@ def register_if_asked() -> None:
         register()
 
 
-def check(model) -> None:
-    """Raise EngineError unless the linears, experts and norms of vLLM's decoder layers are ours."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
+def linears_of(model) -> dict:
+    """vLLM's linears by module name, without the convolution of linear attention, which vLLM keeps in one."""
     from vllm.model_executor.layers.linear import LinearBase
 
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    return {name: module for name, module in found.items() if not name.endswith(".conv1d")}
+
+
+def check(model) -> None:
+    """Raise EngineError unless the linears, experts and norms of vLLM's decoder layers are ours."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
     from qerl.engine.vllm.experts import products
-    from qerl.engine.vllm.layers import NoisyRMSNorm
+    from qerl.engine.vllm.layers import NoisyNorm
     from qerl.engine.vllm.linear import AdapterLinearMethod
 
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
+    linears = linears_of(model)
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, (RMSNorm, GemmaRMSNorm))}
     foreign = [name for name, module in linears.items() if not isinstance(module.quant_method, AdapterLinearMethod)]
-    foreign += [name for name, module in norms.items() if not isinstance(module, NoisyRMSNorm)]
+    foreign += [name for name, module in norms.items() if not isinstance(module, NoisyNorm)]
     if foreign or not linears or not norms:
         raise EngineError(
             f"vLLM built {len(linears)} linears and {len(norms)} norms of which these are not qerl's: {foreign[:4]}; "

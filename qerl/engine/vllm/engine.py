@@ -107,8 +107,7 @@ class VLLMEngine(Engine):
         self.kernel, self.attention = self.found.kernel + rounded, self.found.attention
         self.max_context, self._model_len = settings.context, settings.model_len
         self._vocabulary = settings.config.vocab_size
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # how many the KV cache holds at once
+        self.cache_tokens: int = self._cache_tokens(settings)  # how many the KV cache holds at once
         self._start_factors = self._write_start() if self.options.start else {}
         self._policy: PreTrainedModel | None = None
         self._cap.count_outside_()
@@ -260,6 +259,18 @@ class VLLMEngine(Engine):
         closing.give_back_()
         self._cap.limit_()  # while the cache slept, the limit allowed for it
 
+    def _cache_tokens(self, settings: opening.Settings) -> int:
+        """The tokens whose keys and values fit the cache, beside the states of as many sequences as run at once."""
+        config = self.llm.llm_engine.vllm_config
+        cache = config.cache_config
+        tokens = cache.num_gpu_blocks * cache.block_size
+        if settings.decoder.linear:
+            from qerl.plan.sizes import sizes_of
+
+            of_states = sizes_of(settings.config.to_dict(), settings.base).cached_tokens(0)
+            tokens = max(0, tokens - config.scheduler_config.max_num_seqs * of_states)
+        return tokens
+
     def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Put the base's start beside its weights; returns where its factors lie, by base linear."""
         from qerl.checkpoint.base_start import read_start
@@ -325,28 +336,22 @@ class Found:
 
 def find(llm: Any, options: EngineOptions) -> Found:
     """Look through the model of vLLM's LLM. Raises EngineError if it is not built of what this plugin registers."""
-    from vllm.model_executor.layers.linear import LinearBase
-
     import qerl.engine.vllm.flash  # noqa: F401 - it brings its forward pass to the trainer
     from qerl.engine import vllm as vllm_plugin
     from qerl.engine.vllm.attention import attention_name
     from qerl.engine.vllm.experts import kernel_names, products
-    from qerl.engine.vllm.layers import NoisyRMSNorm
-    from qerl.engine.vllm.linear import RouterMethod, kernel_name
+    from qerl.engine.vllm.layers import NoisyNorm
+    from qerl.engine.vllm.linear import KeptMethod, kernel_name
     from qerl.engine.vllm.sync import adapter_slots, expert_slots
 
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     vllm_plugin.check(runner.model)
-    modules = dict(runner.model.named_modules())
-    linears = {
-        name: module
-        for name, module in modules.items()
-        if isinstance(module, LinearBase) and not isinstance(module.quant_method, RouterMethod)
-    }
+    modules, every = dict(runner.model.named_modules()), vllm_plugin.linears_of(runner.model)
+    linears = {name: module for name, module in every.items() if not isinstance(module.quant_method, KeptMethod)}
     experts = products(runner.model)
     return Found(
         model=runner.model,
-        gains=Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}),
+        gains=Gains({name: module for name, module in modules.items() if isinstance(module, NoisyNorm)}),
         slots=adapter_slots(linears, options.start.rank if options.start else 0) if options.linear_rank else {},
         kernel=" + ".join(sorted({kernel_name(layer) for layer in linears.values()}) + kernel_names(experts.values())),
         attention=attention_name(runner.model),

@@ -5,7 +5,7 @@ vLLM's own functions, so that nothing is in memory twice. NVFP4 experts are mult
 16-bit ones by its Triton kernel, since the trainer can read these layouts. Both work on blocks of pairs (a token and
 one of its experts) that share an expert, and the kernels of the adapter (`kernels.py`) take the same blocks. vLLM calls
 this inside an operation that compilers do not look into. A router is a 16-bit linear without an adapter
-(`linear.RouterMethod`).
+(`linear.KeptMethod`).
 
 When an engine opens, `check_experts` compares the product with the decoded weights. That also compiles the Triton
 kernels for each size of blocks, which a rollout would otherwise wait for.

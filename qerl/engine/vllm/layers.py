@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -28,7 +28,7 @@ from qerl.base.errors import EngineError
 from qerl.engine.vllm import kernels, twins
 from qerl.engine.vllm.experts import DenseExpertsMethod, NVFP4ExpertsMethod
 from qerl.engine.vllm.fp8 import FP8BlockMethod
-from qerl.engine.vllm.linear import AdapterLinearMethod, Options, QerlNvFp4LinearKernel, RouterMethod, is_router
+from qerl.engine.vllm.linear import AdapterLinearMethod, KeptMethod, Options, QerlNvFp4LinearKernel, is_kept
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.fp8.format import OTHER_METHOD, rounds_input, unquantized_modules
 from qerl.formats.fp8.layout import SCALE
@@ -80,8 +80,8 @@ class QerlNVFP4Config(ChosenByName, CompressedTensorsConfig):
         options = Options.current()
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix, options)
-        if isinstance(layer, LinearBase) and is_router(prefix):
-            return RouterMethod(UnquantizedLinearMethod(), options)
+        if isinstance(layer, LinearBase) and is_kept(prefix):
+            return KeptMethod(UnquantizedLinearMethod(), options)
         method = super().get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
@@ -120,7 +120,7 @@ class QerlBF16Config(OwnConfig):
         if isinstance(layer, RoutedExperts):
             return DenseExpertsMethod(layer, Options.current())
         if isinstance(layer, LinearBase):
-            kind = RouterMethod if is_router(prefix) else AdapterLinearMethod
+            kind = KeptMethod if is_kept(prefix) else AdapterLinearMethod
             return kind(UnquantizedLinearMethod(), Options.current())
         return None
 
@@ -147,6 +147,8 @@ class QerlFP8Config(ChosenByName, OwnConfig):
             )
         if not isinstance(layer, LinearBase):
             return None
+        if is_kept(prefix):
+            return KeptMethod(UnquantizedLinearMethod(), Options.current())
         kept = should_ignore_layer(prefix, self.unquantized, self.packed_modules_mapping)
         method = UnquantizedLinearMethod() if kept else FP8BlockMethod(self.rounds_input, self.scale_name)
         return AdapterLinearMethod(method, Options.current())
@@ -162,12 +164,11 @@ class _FillGain(QuantizeMethodBase):
         raise NotImplementedError("a norm is not a linear")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        layer.gain.copy_(layer.weight.data)
+        layer.gain.copy_(layer.weight.data).add_(layer.offset)
 
 
-@RMSNorm.register_oot
-class NoisyRMSNorm(RMSNorm):
-    """Replaces every RMSNorm of vLLM in this process.
+class NoisyNorm(torch.nn.Module):
+    """The part that our norms have in common, which stands before vLLM's class among their bases.
 
     It multiplies by `gain`, a float32 buffer that starts with the checkpoint's values and later holds trained weights
     and noise, finer than bfloat16. The checkpoint's bfloat16 `weight`, which the trainer shares, is left as it is. The
@@ -179,6 +180,8 @@ class NoisyRMSNorm(RMSNorm):
     it to be overwritten, and keeps the residual stream in float32.
     """
 
+    offset = 0.0  # what the gain is more than the weight
+
     def __init__(self, hidden_size: int, eps: float = 1e-6, *args, **kwargs) -> None:
         super().__init__(hidden_size, eps, *args, **kwargs)
         self.register_buffer("gain", torch.ones(hidden_size, dtype=torch.float32), persistent=False)
@@ -187,7 +190,7 @@ class NoisyRMSNorm(RMSNorm):
     def forward_native(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if self.variance_size_override is not None:
+        if getattr(self, "variance_size_override", None) is not None:
             raise NotImplementedError("an RMSNorm over a part of the hidden size is not supported")
         out, wide = twins.add_norm(x, residual, self.gain, self.variance_epsilon)
         return out if residual is None else (out, wide)
@@ -195,10 +198,25 @@ class NoisyRMSNorm(RMSNorm):
     def forward_cuda(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if self.variance_size_override is not None or x.dim() > 3:
+        if getattr(self, "variance_size_override", None) is not None or x.dim() > 3:
             return self.forward_native(x, residual)
         out, wide = kernels.add_norm(x, residual, self.gain, self.variance_epsilon)
         return out if residual is None else (out, wide)
+
+
+@RMSNorm.register_oot
+class NoisyRMSNorm(NoisyNorm, RMSNorm):
+    """Replaces every RMSNorm of vLLM in this process."""
+
+
+@GemmaRMSNorm.register_oot
+class NoisyGemmaRMSNorm(NoisyNorm, GemmaRMSNorm):
+    """Replaces the norms whose gain is 1 + weight, as in Qwen3.5.
+
+    Its norms of queries and keys are no block norms, and vLLM's one launch for both reads their weights instead.
+    """
+
+    offset = 1.0
 
 
 @SiluAndMul.register_oot
@@ -230,3 +248,30 @@ class OneLaunchRotaryEmbedding(_OneLaunch):
 @Llama3RotaryEmbedding.register_oot
 class OneLaunchLlama3RotaryEmbedding(_OneLaunch, Llama3RotaryEmbedding):
     """Replaces vLLM's rotation with the frequencies of Llama 3, which are in its table."""
+
+
+def register_hybrid() -> None:
+    """Register what Qwen3.5 needs beside the above: the text model as a class of its own, and where its graphs stop.
+
+    vLLM 0.25.1 has that class as a part of the model for pictures and text only. Remove ours when vLLM registers it
+    with its states (vllm-project/vllm#48060). A graph that did not stop at linear attention would hold the sequences
+    that it was captured with; remove the stop when vLLM breaks there itself, as it does at attention.
+    """
+    from vllm import ModelRegistry
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+    from vllm.model_executor.models.interfaces import IsHybrid
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    name = Qwen3_5ForCausalLM.__name__
+    if name in ModelRegistry.models:
+        return
+
+    states = [f"get_mamba_state_{what}" for what in ("dtype_from_config", "shape_from_config", "copy_func")]
+    methods = {each: getattr(Qwen3_5ForConditionalGeneration, each) for each in states}
+
+    class StoppingGatedDeltaNet(QwenGatedDeltaNetAttention):
+        _forward_core = eager_break_during_capture(QwenGatedDeltaNetAttention._forward_core)
+
+    QwenGatedDeltaNetAttention.register_oot(StoppingGatedDeltaNet)
+    ModelRegistry.register_model(name, type(name, (Qwen3_5ForCausalLM, IsHybrid), methods))

@@ -33,6 +33,7 @@ from qerl.base.errors import KERNEL
 from qerl.checkpoint.activations import INPUT_SCALE, check_served
 from qerl.engine.vllm import CONFIG_KEY
 from qerl.engine.vllm.fp8 import FP8BlockMethod
+from qerl.engine.vllm.sync import parts
 from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
 from qerl.formats.nvfp4 import gemm, lora, portable, slab_layout, ways
 from qerl.formats.nvfp4.activations import Activations
@@ -130,16 +131,16 @@ class AdapterLinearMethod(LinearMethodBase):
 
 
 @register_weight_loader_v2_supported_method
-class RouterMethod(AdapterLinearMethod):
-    """The router of a layer with experts: in 16 bits, without an adapter, and never trained."""
+class KeptMethod(AdapterLinearMethod):
+    """A linear that stays in 16 bits without an adapter: the router of experts, or a and b of linear attention."""
 
     def __init__(self, inner: LinearMethodBase, options: Options) -> None:
         super().__init__(inner, replace(options, max_rank=0))
 
 
-def is_router(prefix: str) -> bool:
-    """Whether vLLM's linear of this name is the router of a layer with experts, in the families that qerl opens."""
-    return prefix.rpartition(".")[2] == "gate"
+def is_kept(prefix: str) -> bool:
+    """Whether vLLM's linear of this name stays in 16 bits, in the families that qerl opens; see KeptMethod."""
+    return prefix.rpartition(".")[2] in ("gate", "in_proj_ba")
 
 
 def kernel_name(layer: LinearBase) -> str:
@@ -193,7 +194,7 @@ def _warn_of_dropped_scales(layer: LinearBase) -> None:
 
 
 def _add_adapter_buffers(layer: LinearBase, max_rank: int) -> None:
-    sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
+    sizes = adapter_sizes(layer)
     in_features = getattr(layer, "input_size_per_partition", layer.input_size)
     device = next(layer.parameters()).device
     rank = padded_rank(max_rank) * len(sizes)
@@ -238,7 +239,12 @@ def adapter_of(layer: LinearBase) -> Adapter | None:
     """The adapter in the layer's buffers; None in an engine without an adapter."""
     if not hasattr(layer, "lora_a"):
         return None
-    return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
+    return Adapter(layer.lora_a, layer.lora_b, adapter_sizes(layer))
+
+
+def adapter_sizes(layer: LinearBase) -> tuple[int, ...]:
+    """The rows of each linear of the checkpoint that `layer` fuses; each has an A of its own."""
+    return tuple(rows for _, _, rows in parts(layer.prefix, layer))
 
 
 BASES: list[Base] = []  # of the open engine

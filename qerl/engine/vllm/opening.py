@@ -36,7 +36,7 @@ from qerl.base.errors import (
 )
 from qerl.checkpoint.activations import check_shared
 from qerl.checkpoint.experts import Decoder, decoder_of, fused
-from qerl.checkpoint.load import check_complete, check_served_family
+from qerl.checkpoint.load import check_complete, check_kv_cache, check_served_family
 from qerl.checkpoint.shards import KEY, has_own_head, read_config, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
 from qerl.engine.memory import others_bytes, out_of_memory
@@ -57,6 +57,10 @@ logger = logging.getLogger(__name__)
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
+UNTRIED = (  # remove after a run on a card: scripts/README.md says which
+    "linear attention with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write "
+    "rollout.engine: transformers"
+)
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -84,6 +88,7 @@ class Settings:
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
         self.decoder = decoder_of(read_config(Path(base)), base)
         check_experts_served(Path(base), formats.get(format), self.decoder)
+        check_kv_cache(self.decoder, base, options.kv_cache_dtype)
         self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
 
     def overrides(self) -> dict[str, bool]:
@@ -91,6 +96,14 @@ class Settings:
         folder = Path(self.base)
         own_head = has_own_head(read_config(folder), read_tensors(folder))
         return {KEY: False} if own_head else {}
+
+    def for_states(self) -> dict[str, Any]:
+        """vLLM's further arguments for a model with states: float32, as the trainer computes; and nothing is kept of
+        prompts, of which vLLM would find whole blocks of 500 to 800 tokens only."""
+        if not self.decoder.linear:
+            return {}
+        logger.warning(UNTRIED)
+        return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a completion, the same as for the transformers engine."""
@@ -101,13 +114,15 @@ class Settings:
     def memory_arguments(self, total: int, others: int = 0) -> dict[str, Any]:
         """vLLM's arguments for the budget on a card of `total` bytes, of which other processes hold `others`.
 
-        The KV cache gets at most what `max_sequences` full contexts can fill.
+        The KV cache gets at most what `max_sequences` full contexts can fill; there are no more sequences at once than
+        have room for their states, without which vLLM would not start.
         """
         from qerl.plan.engine_memory import (
             chosen_bytes,
             engine_bytes,
             kv_bytes_per_token,
             kv_cache_bytes,
+            least_bytes,
             outside_bytes,
             plan_memory,
         )
@@ -117,13 +132,22 @@ class Settings:
         plan = plan_memory(
             total - others, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
         )
-        tokens = options.max_sequences * self.model_len
+        sequences, tokens = options.max_sequences, self.model_len
         per_token = kv_bytes_per_token(self.config, options.kv_cache_dtype)
-        wanted = kv_cache_bytes(plan, self.weights, tokens, per_token)
+        if self.decoder.linear:
+            sizes = sizes_of(self.config.to_dict(), self.base)
+            tokens = sizes.cached_tokens(tokens)
+            room = (plan.budget - least_bytes(self.weights)) // (sizes.cached_tokens(1) * per_token)
+            sequences = max(1, min(sequences, room))
+        wanted = kv_cache_bytes(plan, self.weights, sequences * tokens, per_token)
         chosen = self.decoder.choice_bytes if options.records_experts else 0
         left = plan.budget - chosen_bytes(plan, self.weights, per_token, chosen)
         needed = left if wanted is None else engine_bytes(self.weights, wanted)
-        return {"gpu_memory_utilization": plan.utilization(total, needed), "kv_cache_memory_bytes": wanted}
+        return {
+            "gpu_memory_utilization": plan.utilization(total, needed),
+            "kv_cache_memory_bytes": wanted,
+            "max_num_seqs": sequences,
+        }
 
 
 def import_vllm() -> None:
@@ -146,8 +170,12 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     from qerl.engine import vllm as vllm_plugin
 
     import_vllm()
-    if settings.decoder.has_experts:
+    if settings.decoder.has_experts or settings.decoder.linear:
         _take_new_runner_()
+    if settings.decoder.linear:
+        from qerl.engine.vllm.layers import register_hybrid
+
+        register_hybrid()
     options = settings.options
     arguments = {
         **_arguments(settings, kernel),
@@ -157,7 +185,7 @@ def open_llm(settings: Settings, kernel: str) -> Any:
         "enforce_eager": options.enforce_eager,
     }
     if not options.enforce_eager:
-        arguments["cudagraph_capture_sizes"] = capture_sizes(options.max_sequences)
+        arguments["cudagraph_capture_sizes"] = capture_sizes(arguments["max_num_seqs"])
     _inspect_here_(settings.config.architectures or [])
     if not options.enforce_eager and graphs_of_steps() == "FULL_DECODE_ONLY":
         logger.warning(
@@ -215,10 +243,11 @@ def _little_to_collect() -> Iterator[None]:
 
 
 def _take_new_runner_() -> None:
-    """Have vLLM 0.25.1 take its newer model runner for a mixture of experts, as it does for other models.
+    """Have vLLM 0.25.1 take its newer model runner for experts and for states, as it does for other models.
 
-    Our sampler and the record of chosen experts are made for that one. vLLM keeps variables that an earlier engine of
-    this process has read, until it is told to read them again.
+    Our sampler, several steps per call and the record of chosen experts are made for that one; with
+    VLLM_USE_V2_MODEL_RUNNER=0 models with states take the older one, and vLLM's sampler. vLLM keeps variables that an
+    earlier engine of this process has read, until it is told to read them again.
     """
     from vllm.envs import disable_envs_cache
 
@@ -259,7 +288,6 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "quantization": vllm_method(settings.format),
         "trust_remote_code": options.trust_remote_code,
         "max_model_len": settings.model_len,
-        "max_num_seqs": options.max_sequences,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
@@ -268,10 +296,12 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "enable_sleep_mode": True,
         "worker_cls": "qerl.engine.vllm.worker.QerlWorker",
         "scheduler_cls": "qerl.engine.vllm.multi_step.MultiStepScheduler",
-        "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
+        # FLA's chunks are the trainer's; FlashInfer, which vLLM takes on Hopper, may not be installed.
+        "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin, "gdn_prefill_backend": "triton"},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
-        **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(options.kv_cache_dtype) else {}),
+        **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(settings) else {}),
         "compilation_config": {"mode": 0, "cudagraph_mode": graphs_of_steps()},
+        **settings.for_states(),
     }
 
 
@@ -282,13 +312,16 @@ def vllm_method(format: str) -> str:
     return method
 
 
-def _takes_our_attention(kv_cache_dtype: str) -> bool:
-    """Whether our kernel computes attention in decode steps."""
+def _takes_our_attention(settings: Settings) -> bool:
+    """Whether our kernel computes attention in decode steps. Beside states, whose pages vLLM pads keys and values to,
+    it does not."""
     import torch
 
     from qerl.formats.cuda.nvrtc import has_kernels
 
-    return kv_cache_dtype in ("auto", "fp8") and has_kernels(torch.device("cuda", torch.cuda.current_device()))
+    if settings.decoder.linear or settings.options.kv_cache_dtype not in ("auto", "fp8"):
+        return False
+    return has_kernels(torch.device("cuda", torch.cuda.current_device()))
 
 
 def graphs_of_steps() -> str:
@@ -393,7 +426,8 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
         return
     projections, head_dim = sizes.projections, sizes.head_dim
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
-    attention = decode_attention.variants(head_dim, bits) if head_dim in decode_attention.HEAD_DIMS else []
+    ours = head_dim in decode_attention.HEAD_DIMS and sizes.states is None
+    attention = decode_attention.variants(head_dim, bits) if ours else []
     needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
     if not nvrtc.has_kernels(torch.device("cuda", torch.cuda.current_device())):
         needed, attention = [portable.variants], []

@@ -20,11 +20,11 @@ from qerl.base.errors import ENGINE, EngineError
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, decoder_of
 from qerl.checkpoint.load import place_blocks_
 from qerl.checkpoint.shards import read_config
-from qerl.engine.vllm import fp8
+from qerl.engine.vllm import fp8, linears_of
 from qerl.engine.vllm.experts import products
 from qerl.engine.vllm.fp8 import FP8BlockMethod
-from qerl.engine.vllm.linear import RouterMethod, kernel_weight
-from qerl.engine.vllm.sync import parts
+from qerl.engine.vllm.linear import KeptMethod, kernel_weight
+from qerl.engine.vllm.sync import FUSED, parts
 from qerl.formats.nvfp4.kernel_layout import KernelLinear
 from qerl.model.layers import fuse_
 
@@ -58,11 +58,11 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
 def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
     """For each linear of the checkpoint, by base module name, a frozen linear over its rows in the engine.
 
-    Experts are not among them, nor are routers, whose weights are shared as they are.
+    Experts are not among them, nor is what stays in 16 bits (`kept_views`).
     """
     views: dict[str, nn.Linear] = {}
-    for name, layer in engine_model.named_modules():
-        if not isinstance(layer, LinearBase) or isinstance(layer.quant_method, RouterMethod):
+    for name, layer in linears_of(engine_model).items():
+        if isinstance(layer.quant_method, KeptMethod):
             continue
         weight = kernel_weight(layer) if layer.qerl_quantized else None
         for part, start, rows in parts(name, layer):
@@ -75,6 +75,17 @@ def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
                 views[part] = KernelLinear(weight, start, rows, bias)
                 views[part].activations = layer.qerl_activations
     return views
+
+
+def kept_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
+    """The same for those linears that stay in 16 bits and are fused: a and b of linear attention. Routers, which are
+    not, are shared as they are."""
+    return {
+        part: _dense_linear(layer, start, rows, layer.qerl_bias)
+        for name, layer in linears_of(engine_model).items()
+        if isinstance(layer.quant_method, KeptMethod) and name.rpartition(".")[2] in FUSED
+        for part, start, rows in parts(name, layer)
+    }
 
 
 def expert_views(engine_model: nn.Module) -> dict[str, nn.Module]:
@@ -105,7 +116,7 @@ def _place_experts_(model: PreTrainedModel, engine_model: nn.Module, decoder: De
 
 def _place_linears_(model: PreTrainedModel, engine_model: nn.Module) -> set[str]:
     """Replace each linear by one over the engine's rows. Returns their names."""
-    modules, views = dict(model.named_modules()), linear_views(engine_model)
+    modules, views = dict(model.named_modules()), linear_views(engine_model) | kept_views(engine_model)
     for name, view in views.items():
         old = modules.get(name)
         if not isinstance(old, nn.Linear) or old.out_features != view.out_features:

@@ -19,7 +19,7 @@ import torch
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter_file import LEAVES, is_of_experts
-from qerl.checkpoint.experts import GATE_UP, QKV
+from qerl.checkpoint.experts import GATE_UP, KEPT_PAIR, QKV, QKVZ
 from qerl.engine.update import (
     BESIDE_A_START,
     AdapterUpdate,
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
-FUSED = {"qkv_proj": QKV, "gate_up_proj": GATE_UP}  # vLLM's name -> the checkpoint's
+# vLLM's name -> the checkpoint's
+FUSED = {"qkv_proj": QKV, "gate_up_proj": GATE_UP, "in_proj_qkvz": QKVZ, "in_proj_ba": KEPT_PAIR}
+PARTITIONS = {QKVZ[0]: 3}  # of a fused linear that are one linear of the checkpoint; 1 of any other
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,13 @@ def parts(name: str, layer: nn.Module) -> list[tuple[str, int, int]]:
     """(base module name, first row, rows) of each linear that `layer` fuses; `name` is vLLM's module name."""
     parent, _, leaf = name.rpartition(".")
     leaves = FUSED.get(leaf, (leaf,))
-    sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
+    sizes = list(getattr(layer, "output_partition_sizes", None) or [layer.output_size])
+    counts = [PARTITIONS.get(part, 1) for part in leaves]
+    assert sum(counts) == len(sizes), f"{name} has {len(sizes)} partitions for {leaves}"
     rows, start = [], 0
-    for part, size in zip(leaves, sizes, strict=True):
+    for part, count in zip(leaves, counts, strict=True):
+        size = sum(sizes[:count])
+        del sizes[:count]
         rows.append((f"{parent}.{part}" if parent else part, start, size))
         start += size
     return rows
@@ -244,8 +250,8 @@ def _check_shape(name: str, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
 class Gains:
     """The gains of `norms`, by module name. A norm's `weight` is the checkpoint's and never changes; `gain` acts.
 
-    The float32 `gain` (`layers.py`) is the checkpoint's weight or the trained one, plus the noise. It is always
-    computed from the clean weights, so noise leaves no trace when it is removed.
+    The float32 `gain` (`layers.py`) is the checkpoint's weight or the trained one, plus the norm's offset and the
+    noise. It is always computed from the clean weights, so noise leaves no trace when it is removed.
     """
 
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
@@ -273,7 +279,7 @@ class Gains:
     def _write_(self) -> None:
         for name, norm in self.norms.items():
             clean = self._trained.get(name)
-            norm.gain.copy_(norm.weight.data if clean is None else clean)
+            norm.gain.copy_(norm.weight.data if clean is None else clean).add_(norm.offset)
             if name in self._noise:
                 norm.gain.add_(self._noise[name].to(norm.gain))
 

@@ -23,7 +23,7 @@ from vllm.device_allocator.cumem import CuMemAllocator, create_and_map, unmap_an
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -141,6 +141,7 @@ class QerlWorker(Worker):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        clear_states_(self.model_runner, scheduler_output)
         output = super().execute_model(scheduler_output)
         self._steps = steps_of(scheduler_output)
         self._keep_choices(scheduler_output.total_num_scheduled_tokens)
@@ -167,6 +168,26 @@ class QerlWorker(Worker):
     def startup_seconds(self) -> dict[str, float]:
         """Seconds of each part so far."""
         return self.parts.seconds
+
+
+def clear_states_(runner: Any, batch: SchedulerOutput) -> None:
+    """Zero the states of sequences that begin with a single token.
+
+    vLLM 0.25.1 takes that token for a later one of a sequence, and so reads the states that its blocks held before. A
+    prompt of one token is such, and a longer one of which one token still fits the batch. Remove when vLLM's builder
+    for linear attention (v1/attention/backends/gdn_attn.py) tells them apart.
+    """
+    one = [new for new in batch.scheduled_new_reqs if batch.num_scheduled_tokens.get(new.req_id) == 1]
+    begun = [new for new in one if not new.num_computed_tokens]
+    if not begun:
+        return
+    layers = runner.compilation_config.static_forward_context
+    for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, MambaSpec):
+            blocks = [block for new in begun for block in new.block_ids[number]]
+            for name in group.layer_names:
+                for state in layers[name].kv_cache:
+                    state[blocks] = 0
 
 
 class FusedSampler(Sampler):

@@ -197,20 +197,20 @@ def agreement(context: Context, completions: list) -> dict:
 @contextmanager
 def router_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[torch.Tensor]]]:
     """Within it, what each router of vLLM's model is given where Python runs, from the first layer to the last."""
-    from qerl.engine.vllm.linear import RouterMethod
+    from qerl.engine.vllm.linear import KeptMethod
 
     inputs: dict[nn.Module, list[torch.Tensor]] = {}
-    apply = RouterMethod.apply
+    apply = KeptMethod.apply
 
     def recording(self, layer, x, bias=None):
         inputs.setdefault(layer, []).append(x.clone())
         return apply(self, layer, x, bias)
 
-    RouterMethod.apply = recording
+    KeptMethod.apply = recording
     try:
         yield inputs
     finally:
-        RouterMethod.apply = apply
+        KeptMethod.apply = apply
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:

@@ -126,6 +126,26 @@ LARGER = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 
 TWENTY_SEVEN_B = {**NINE_B, **LARGER, "linear_num_value_heads": 48}
 
 
+@pytest.mark.parametrize(("config", "mib", "block"), [(NINE_B, 49, 528), (TWENTY_SEVEN_B, 147, 784)])
+def test_a_sequence_takes_its_states_and_whole_blocks_of_vllm_s_cache(config, mib, block):
+    """vLLM 0.25.1 set these numbers of tokens for its blocks; a layer's states take one, in three of four layers."""
+    from transformers import AutoConfig
+
+    from qerl.plan.engine_memory import kv_bytes_per_token
+    from qerl.plan.sizes import sizes_of
+
+    sizes = sizes_of(config, "m")
+    assert round(sizes.state_bytes / 2**20) == mib
+    assert [sizes.cached_tokens(tokens) for tokens in (0, 1, block, block + 1)] == [n * block for n in (3, 4, 4, 5)]
+    assert sizes.kv_bytes() == kv_bytes_per_token(AutoConfig.for_model(**config))
+    groups = {("q_proj", "k_proj", "v_proj"): 1, ("o_proj",): 1, ("gate_proj", "up_proj"): 4, ("down_proj",): 4}
+    groups |= {("in_proj_qkv", "in_proj_z"): 3, ("out_proj",): 3}  # of four layers
+    shapes = {group: [sizes.projections[name] for name in group] for group in groups}
+    numbers = [len(group) * (sum(rows for rows, _ in shapes[group]) + shapes[group][0][1]) for group in groups]
+    each = zip(numbers, groups.values(), strict=True)
+    assert sizes.engine_adapter_bytes(32) == 2 * 32 * sum(number * times * sizes.layers // 4 for number, times in each)
+
+
 @pytest.mark.parametrize("config", [NINE_B, TWENTY_SEVEN_B])
 def test_sizes_of_linear_attention_are_sums_over_the_tensors_of_transformers(config):
     with torch.device("meta"):

@@ -34,11 +34,11 @@ class OurNorm(Norm):
 def parts(monkeypatch):
     """A model with one linear and one norm, both of them ours."""
     stand_ins = {
-        "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm),
+        "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm, GemmaRMSNorm=Norm),
         "vllm.model_executor.layers.linear": SimpleNamespace(LinearBase=Linear),
         "qerl.engine.vllm.experts": SimpleNamespace(products=lambda model: {}),
         "qerl.engine.vllm.linear": SimpleNamespace(AdapterLinearMethod=Method),
-        "qerl.engine.vllm.layers": SimpleNamespace(NoisyRMSNorm=OurNorm),
+        "qerl.engine.vllm.layers": SimpleNamespace(NoisyNorm=OurNorm),
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, stand_in)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.engine.vllm.sync import AdapterSlot, Gains, copy_adapter_, set_scales_, split_adapter
+from qerl.engine.vllm.sync import AdapterSlot, Gains, copy_adapter_, parts, set_scales_, split_adapter
 from qerl.formats.fp8.kv import KVScales
 
 MAX_RANK, HIDDEN, LAYERS = 4, 8, 2
@@ -112,9 +112,11 @@ FIRST, LAST = "model.layers.0.input_layernorm", "model.norm"
 
 @pytest.fixture
 def gained():
+    """The gain of the last one is 1 + weight, as in Qwen3.5."""
     modules = {}
-    for name, value in ((FIRST, 1.5), (LAST, 0.5)):
+    for name, value, offset in ((FIRST, 1.5, 0.0), (LAST, -0.5, 1.0)):
         modules[name] = torch.nn.Module()
+        modules[name].offset = offset
         modules[name].weight = torch.nn.Parameter(torch.full((4,), value, dtype=torch.bfloat16))
         modules[name].register_buffer("gain", torch.full((4,), float("nan")))
     return modules
@@ -205,3 +207,22 @@ def test_layers_without_scales_and_attention_that_would_not_read_them_are_refuse
     with pytest.raises(EngineError, match="attends by FlashInferImpl, whose scales"):
         set_scales_(layers, SCALES)
     assert layers[0]._k_scale == 1  # nothing was written
+
+
+def fused(*sizes):
+    return SimpleNamespace(output_partition_sizes=list(sizes))
+
+
+def test_a_fused_linear_has_the_rows_of_the_checkpoint_s_linears():
+    """vLLM 0.25.1 fuses q, k, v and z of linear attention in four partitions, of which the checkpoint has two linears;
+    b comes before a."""
+    inside = "model.layers.0.linear_attn"
+    found = parts(f"{inside}.in_proj_qkvz", fused(4, 4, 8, 8))
+    assert found == [(f"{inside}.in_proj_qkv", 0, 16), (f"{inside}.in_proj_z", 16, 8)]
+    found = parts(f"{inside}.in_proj_ba", fused(2, 2))
+    assert found == [(f"{inside}.in_proj_b", 0, 2), (f"{inside}.in_proj_a", 2, 2)]
+    assert parts("lm_head", SimpleNamespace(output_size=7)) == [("lm_head", 0, 7)]
+    assert [rows for *_, rows in parts("x.qkv_proj", fused(6, 2, 2))] == [6, 2, 2]
+    for name, sizes in (("x.in_proj_qkvz", (16, 8)), ("x.qkv_proj", (6, 4)), ("x.o_proj", (6, 4))):
+        with pytest.raises(AssertionError, match=r"has 2 partitions"):
+            parts(name, fused(*sizes))
