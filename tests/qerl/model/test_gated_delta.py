@@ -1,5 +1,6 @@
 """Linear attention over packed rows. Oracles: transformers' model on one row at a time, and the recurrence itself."""
 
+import math
 import sys
 import types
 
@@ -12,7 +13,7 @@ from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.adapter_file import linear_targets
 from qerl.config.names import PROJECTIONS
 from qerl.model import gated_delta, packing
-from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, states_of
+from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, products_backward, states_of
 from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.packed_attention import check_config, hidden_states, packed_attention_of
 from qerl.model.packing import Layout, pack
@@ -219,7 +220,7 @@ def test_a_card_without_fla_core_is_refused_before_a_rollout(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "triton", "refused"),
+    ("capability", "triton", "takes"),
     [
         ((9, 0), "3.6.0", True),
         ((9, 0), "3.4.0", True),
@@ -228,10 +229,67 @@ def test_a_card_without_fla_core_is_refused_before_a_rollout(monkeypatch):
         ((8, 9), "3.6.0", False),
     ],
 )
-def test_a_card_whose_gradients_would_be_wrong_is_refused_before_training(monkeypatch, capability, triton, refused):
-    monkeypatch.setattr(gated_delta, "find_spec", lambda name: None)
-    if refused:
-        with pytest.raises(EngineError, match=r"tilelang==0\.1\.9"):
-            gated_delta.check_gradients(capability, triton)
-    else:
-        gated_delta.check_gradients(capability, triton)
+def test_where_gradients_of_fla_core_would_be_wrong_our_products_are_registered(monkeypatch, capability, triton, takes):
+    """TileLang's backend has priority 5 in fla-core 0.6.0, where lower ones come first."""
+    seen = []
+    fla = types.ModuleType("fla.backends")
+    fla.BaseBackend, fla.register = object, lambda operation: lambda backend: seen.append((operation, backend()))
+    rule = types.ModuleType("fla.ops.gated_delta_rule")
+    rule.chunk_gated_delta_rule = object()
+    for module in (fla, rule):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(gated_delta, "version", lambda name: triton)
+    fla_rule.cache_clear()
+    assert fla_rule() is rule.chunk_gated_delta_rule
+    fla_rule.cache_clear()
+    assert [(operation, found.priority > 5, found.chunk_bwd_dqkwg) for operation, found in seen] == (
+        [("common", True, products_backward)] if takes else []
+    )
+
+
+def test_products_have_the_gradients_of_each_chunk():
+    """Oracle: autograd in float64 of what a chunk computes, for sequences whose ends are off the grid of 64 tokens.
+
+    One has a state to begin with as any other chunk. Key heads have two value heads each, and are more than are
+    computed at once."""
+    lengths, heads, shared, key_dim, value_dim = [1, 63, 64, 65, 150], gated_delta.KEY_HEADS + 1, 2, 8, 12
+    generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
+    chunks = [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // 64))]
+
+    def rand(*shape):
+        return torch.randn(1, *shape, generator=generator, dtype=torch.float64)
+
+    values = heads * shared
+    q, k, w = rand(tokens, heads, key_dim), rand(tokens, heads, key_dim), rand(tokens, values, key_dim)
+    v, do, dv = (rand(tokens, values, value_dim) for _ in range(3))
+    h, dh = (rand(len(chunks), values, key_dim, value_dim) for _ in range(2))
+    starts, scale = torch.tensor([0, *lengths]).cumsum(0), 0.3
+    natural = torch.zeros(1, tokens, values, dtype=torch.float64)
+    exact = [torch.zeros_like(each) for each in (q, k, w, natural)]
+    for number, (sequence, index) in enumerate(chunks):
+        begin = int(starts[sequence]) + 64 * index
+        own = slice(begin, min(begin + 64, int(starts[sequence + 1])))
+        steps = -torch.rand(own.stop - own.start, values, generator=generator, dtype=torch.float64)
+        natural[0, own] = steps.cumsum(0)
+        leaves = [each[0, own].clone().requires_grad_() for each in (q, k, natural)]
+        q_, k_, g_ = leaves
+        q_, k_ = (each.repeat_interleave(shared, 1).transpose(0, 1) for each in (q_, k_))
+        v_, g_, state = v[0, own].transpose(0, 1), g_.t(), h[0, number]
+        decays = (g_[:, :, None] - g_[:, None]).masked_fill(torch.ones(len(steps), len(steps)).triu(1) > 0, -torch.inf)
+        out = scale * (g_.exp()[..., None] * (q_ @ state) + (q_ @ k_.mT * decays.exp()) @ v_)
+        after = g_[:, -1, None, None].exp() * state + ((g_[:, -1:] - g_).exp()[..., None] * k_).mT @ v_
+        loss = (out * do[0, own].transpose(0, 1)).sum() + (after * dh[0, number]).sum()
+        for place, gradient in zip((0, 1, 3), torch.autograd.grad(loss, leaves), strict=True):
+            exact[place][0, own] = gradient
+        exact[2][0, own] = -(dv[0, own].transpose(0, 1) @ state.mT).transpose(0, 1)
+    packed = {"cu_seqlens": starts, "chunk_indices": torch.tensor(chunks)}
+    g = natural / math.log(2)
+    found = products_backward(q, k, v, do, h, dh, w=w, g=g, dv=dv, scale=scale, **packed)
+    for name, mine, right in zip(("dq", "dk", "dw", "dg"), found, exact, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+    narrow = [each.bfloat16() for each in (q, k, v, do, h, dh, w, dv)]
+    near = products_backward(*narrow[:6], w=narrow[6], g=g.float(), dv=narrow[7], scale=scale, **packed)
+    assert [each.dtype for each in near] == [*3 * [torch.bfloat16], torch.float32]
+    for mine, right in zip(near, exact, strict=True):
+        assert (mine.double() - right).norm() < 1e-2 * right.norm()
