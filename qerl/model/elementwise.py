@@ -23,24 +23,30 @@ def kernels_for(x: torch.Tensor) -> ModuleType:
 
 
 class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once, as the engine's norm does.
+    """gain * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once, as the engine's norm does.
+
+    The gain is the weight, or as in Qwen3.5 `offset` more, which is then added in float32.
 
     The norms of transformers also round x_hat before they multiply by the weight. If x is float32, as the residual
     stream is (`qerl.model.layers`), the result has the dtype that the weight had at construction: once it is trained,
     the weight may be wider.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = weight, eps
+        self.weight, self.variance_epsilon, self.offset = weight, eps, offset
         self._dtype = weight.dtype
+
+    @property
+    def gain(self) -> torch.Tensor:
+        return self.weight.float() + self.offset if self.offset else self.weight
 
     def dtype_of(self, x: torch.Tensor) -> torch.dtype:
         """The dtype of the norm of x."""
         return self._dtype if x.dtype == torch.float32 else x.dtype
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.dtype_of(hidden_states))
+        return rms_norm(hidden_states, self.gain, self.variance_epsilon, self.dtype_of(hidden_states))
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
@@ -75,7 +81,7 @@ def add_and_norm(
     before it was rounded; it gets no gradient.
     """
     x_exact = x if exact is None else exact.detach()
-    return _AddAndNorm.apply(x, delta, x_exact, norm.weight, norm.variance_epsilon, norm.dtype_of(x_exact))
+    return _AddAndNorm.apply(x, delta, x_exact, norm.gain, norm.variance_epsilon, norm.dtype_of(x_exact))
 
 
 def exact_sum(total: torch.Tensor, parts: Sequence[torch.Tensor], delta: torch.Tensor) -> torch.Tensor:

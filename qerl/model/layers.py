@@ -39,7 +39,10 @@ def layer_forward(
     `replay` are the experts to use in layers that have some.
     """
     residual, normed = _normed(self.input_layernorm, hidden_states)
-    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    if hasattr(self, "linear_attn"):
+        attended = self.linear_attn(normed, cache_params=kwargs.pop("past_key_values", None), **kwargs)
+    else:
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     total, normed = _normed(self.post_attention_layernorm, residual, attended, hidden_states)
     replayed = replay is not None and getattr(self.mlp, "replays", False)
     return exact_sum(total, (hidden_states, attended), self.mlp(normed, replay) if replayed else self.mlp(normed))
@@ -190,7 +193,7 @@ class _MLP(torch.autograd.Function):
 PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
 FAMILIES = {  # our forwards follow transformers 5.17
     **dict.fromkeys(("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral"), PARTS),
-    "Qwen3_5": ("MLP", "GatedDeltaNet"),  # its norms have 1 + weight, and its attention a gate
+    "Qwen3_5": ("RMSNorm", "DecoderLayer", "MLP", "GatedDeltaNet"),  # its attention has a gate
     "Olmoe": ("RMSNorm", "DecoderLayer"),  # its attention norms all heads of q and k at once
 }
 
@@ -205,7 +208,8 @@ def fuse_(model: nn.Module) -> int:
         kind = _kind(module)
         if kind == "RMSNorm":
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, RMSNorm(module.weight, module.variance_epsilon))
+            eps = module.eps if (offset := float(hasattr(module, "eps"))) else module.variance_epsilon
+            setattr(model.get_submodule(parent), leaf, RMSNorm(module.weight, eps, offset))
         elif kind == "DecoderLayer":
             module.forward = types.MethodType(layer_forward, module)
         elif kind == "Attention":

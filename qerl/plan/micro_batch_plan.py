@@ -116,14 +116,14 @@ class Shapes:
     def _hybrid(self) -> tuple[int, int]:
         """(what a layer of Qwen3.5 keeps per token on average, the gradients of one with linear attention), in bytes.
 
-        An estimate, which training replaces by what it measures. Norms and attention are transformers' own, which keep
-        float32; linear attention keeps q, k and v before and after the convolution, the gate, the output before and
-        after its norm, and in fla-core a row of 64 for each head. Backward has the convolution's float32, and a pair of
-        states in 16 bits for each 64 tokens. A completion that goes on from its prompt's states also keeps these, 2 MiB
-        in three of four layers with 9B and 3 with 27B, as much as 10 and 11 of its tokens (`costs.BEGUN`).
+        An estimate, which training replaces by what it measures. Attention is transformers' own; linear attention keeps
+        q, k and v before and after the convolution, the gate, the output before and after its norm, and in fla-core a
+        row of 64 for each head. Backward has the convolution's float32, and a pair of states in 16 bits for each 64
+        tokens. A completion that goes on from its prompt's states also keeps these, 2 MiB in three of four layers with
+        9B and 3 with 27B, as much as 10 and 11 of its tokens (`costs.BEGUN`).
         """
         states = self.states
-        outer = kept_bytes(self.hidden, self.intermediate, 0, 0, self.rank) + 4 * self.hidden
+        outer = kept_bytes(self.hidden, self.intermediate, 0, 0, self.rank)
         attention = 6 * self.query + 8 * self.key_value
         linear = 4 * states.mixed + 6 * states.values + 2 * 64 * states.value_heads
         working = 12 * states.mixed + 8 * states.values + 4 * states.values * states.key_dim // 64

@@ -199,12 +199,11 @@ def context(arguments: argparse.Namespace) -> int:
 
 def cache_bytes(arguments: argparse.Namespace) -> int:
     """Bytes of a KV cache for all finished sequences in whole blocks, and a few spare blocks."""
-    from transformers import AutoConfig
+    from qerl.plan.sizes import read_sizes
 
-    from qerl.plan.engine_memory import kv_bytes_per_token
-
-    blocks = max(arguments.sequences) * -(-(context(arguments) + 1) // BLOCK) + 64
-    return blocks * BLOCK * kv_bytes_per_token(AutoConfig.from_pretrained(arguments.model))
+    sizes = read_sizes(arguments.model)
+    each = sizes.cached_tokens(BLOCK * -(-(context(arguments) + 1) // BLOCK))
+    return (max(arguments.sequences) * each + 64 * BLOCK) * sizes.kv_bytes()
 
 
 def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
@@ -267,6 +266,11 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from qerl.engine.vllm import register_hybrid
+    from qerl.plan.sizes import read_sizes
+
+    if read_sizes(arguments.model).states:  # stock vLLM has Qwen3.5 for pictures and text only
+        register_hybrid()
     shared = {}
     if arguments.memory_share:
         size = cache_bytes(arguments)
@@ -281,6 +285,7 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         **shared,
         max_lora_rank=max(arguments.rank, 8),
         max_loras=1,
+        mamba_ssm_cache_dtype="float32",
         linear_backend=arguments.kernel,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,16 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl import formats
 from qerl.checkpoint.base_start import LORA_A, LORA_B, START, write_start
-from qerl.checkpoint.experts import ModelShapes, decoder_of, fused, shapes_of
+from qerl.checkpoint.experts import ModelShapes, decoder_of, fused, matching, shapes_of
 from qerl.checkpoint.shards import read_tensors
 from qerl.formats import BF16, NVFP4
-from qerl.plan.sizes import KNOWN
+from qerl.plan.sizes import KNOWN, SIZES
 
 QWEN = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
+    **{"model_type": "qwen2", "vocab_size": 152064, "rope_theta": 1e6, "rms_norm_eps": 1e-6},
     "max_position_embeddings": 32768,
 }
 QWEN3 = {**QWEN, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
@@ -45,22 +42,13 @@ QWEN3_5 = {  # the text part; its norms have 1 + weight, so that random ones dou
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "rope_theta": 5e5,
-    "rms_norm_eps": 1e-5,
+    **{"model_type": "llama", "vocab_size": 128256, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
     "max_position_embeddings": 8192,
 }
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
+def _sizes(*sizes: int) -> dict[str, int]:
+    return dict(zip(SIZES, sizes, strict=True))
 
 
 SHAPES = {
@@ -73,10 +61,7 @@ SHAPES = {
     # For tests: sizes that are not multiples of the kernels' tiles.
     "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
     "tiny-qwen3": {
-        **QWEN3,
-        "vocab_size": 1000,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
+        **{**QWEN3, "vocab_size": 1000, "head_dim": 64, "tie_word_embeddings": True},
         **_sizes(256, 496, 2, 4, 2),
     },
     "tiny-qwen3.5": {
@@ -102,10 +87,7 @@ SHAPES = {
     "tiny-llama": {**LLAMA, "vocab_size": 1000, **_sizes(256, 720, 2, 4, 2)},
     # Attention that our kernel does not take: with a window, and with more than 8 query heads per key head.
     "tiny-mistral": {
-        **LLAMA,
-        "model_type": "mistral",
-        "vocab_size": 1000,
-        "sliding_window": 48,
+        **{**LLAMA, "model_type": "mistral", "vocab_size": 1000, "sliding_window": 48},
         **_sizes(256, 496, 2, 4, 2),
     },
     "tiny-llama-10-heads": {**LLAMA, "vocab_size": 1000, **_sizes(640, 720, 2, 10, 1)},
@@ -117,6 +99,9 @@ def main() -> None:
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--format", default=NVFP4.name, choices=[each.name for each in formats.writable()])
+    parser.add_argument(
+        "--ignore", nargs="+", default=[], help="of the linears: leave these in 16 bits (a name, or re:)"
+    )
     parser.add_argument("--activations", default="none", choices=("none", "dynamic", "static"), help="of NVFP4 linears")
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)
@@ -127,7 +112,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.activations != "none" and decoder_of(SHAPES[arguments.shape], arguments.shape).has_experts:
         parser.error(f"--activations {arguments.activations}: {arguments.shape} has experts, whose inputs have 16 bits")
-    write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed)
+    write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed, arguments.ignore)
     if arguments.activations != "none":
         round_inputs(arguments.out, arguments.activations)
     if arguments.start_rank:
@@ -136,23 +121,30 @@ def main() -> None:
         end_by_chance(arguments.out, SHAPES[arguments.shape]["vocab_size"], arguments.mean_tokens)
 
 
-def write(shape: str, out: Path, format: str = NVFP4.name, layers: int | None = None, seed: int = 0) -> None:
-    """Write the checkpoint of a shape to the folder `out`."""
+def write(
+    shape: str,
+    out: Path,
+    format: str = NVFP4.name,
+    layers: int | None = None,
+    seed: int = 0,
+    ignore: Sequence[str] = (),
+) -> None:
+    """Write the checkpoint of a shape to the folder `out`, with the linears that `ignore` names in 16 bits."""
     started = time.monotonic()
     sizes = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     index: dict[str, str] = {}
-    total = 0
-    for number, tensors in enumerate(_shards(sizes, format, generator)):
+    total, kept = 0, matching(decoder_of(sizes, shape).linears(), ignore, "--ignore")
+    for number, tensors in enumerate(_shards(sizes, format, generator, kept)):
         name = f"model-{number:05d}.safetensors"
         save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, out / name, {"format": "pt"})
         index.update(dict.fromkeys(tensors, name))
         total += sum(tensor.nbytes for tensor in tensors.values())
     weight_map = {"metadata": {"total_size": total}, "weight_map": index}
     (out / "model.safetensors.index.json").write_text(json.dumps(weight_map), encoding="utf-8")
-    _write_config(sizes, format, out)
+    _write_config(sizes, format, out, kept)
     _write_tokenizer(sizes["vocab_size"], out)
     print(f"{out}: {total / 2**30:.2f} GiB in {time.monotonic() - started:.0f} s")
 
@@ -191,7 +183,9 @@ def end_by_chance(folder: Path, vocabulary: int, mean_tokens: int) -> None:
     GenerationConfig(eos_token_id=list(range(0, vocabulary, mean_tokens)), pad_token_id=0).save_pretrained(folder)
 
 
-def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(
+    sizes: dict, format: str, generator: torch.Generator, kept: Sequence[str]
+) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors of the checkpoint, one layer at a time."""
     hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     outer = {
@@ -202,10 +196,12 @@ def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[di
         outer["lm_head.weight"] = _normal((vocab, hidden), generator)
     yield outer
     for layer in range(sizes["num_hidden_layers"]):
-        yield _layer(layer, sizes, format, generator)
+        yield _layer(layer, sizes, format, generator, kept)
 
 
-def _layer(number: int, sizes: dict, format: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _layer(
+    number: int, sizes: dict, format: str, generator: torch.Generator, kept: Sequence[str]
+) -> dict[str, torch.Tensor]:
     shapes, prefix = shapes_of(sizes, "the shape"), f"model.layers.{number}"
     decoder, hidden, groups = shapes.decoder, shapes.hidden, []
     for modules in fused(decoder.linears_of(number)):
@@ -220,7 +216,7 @@ def _layer(number: int, sizes: dict, format: str, generator: torch.Generator) ->
     }
     for group in groups:
         weights = {name: _normal(shape, generator) for name, shape in group.items()}
-        if format == BF16.name:
+        if format == BF16.name or {f"{prefix}.{name}" for name in group} & {*kept}:
             tensors |= {f"{prefix}.{name}.weight": weight for name, weight in weights.items()}
             continue
         packed_group = _packed(list(weights.values()), format, decoder.has_experts)
@@ -268,11 +264,11 @@ def _norm(size: int, generator: torch.Generator) -> torch.Tensor:
     return _normal((size,), generator, std=0.1) + 1
 
 
-def _write_config(sizes: dict, format: str, out: Path) -> None:
+def _write_config(sizes: dict, format: str, out: Path, kept: Sequence[str]) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    unquantized = ["lm_head", *decoder_of(sizes, "the shape").kept()]
+    unquantized = ["lm_head", *decoder_of(sizes, "the shape").kept(), *kept]
     sizes = dict(sizes)
     theta = sizes.pop("rope_theta")
     config = AutoConfig.for_model(

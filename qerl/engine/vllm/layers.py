@@ -248,30 +248,3 @@ class OneLaunchRotaryEmbedding(_OneLaunch):
 @Llama3RotaryEmbedding.register_oot
 class OneLaunchLlama3RotaryEmbedding(_OneLaunch, Llama3RotaryEmbedding):
     """Replaces vLLM's rotation with the frequencies of Llama 3, which are in its table."""
-
-
-def register_hybrid() -> None:
-    """Register what Qwen3.5 needs beside the above: the text model as a class of its own, and where its graphs stop.
-
-    vLLM 0.25.1 has that class as a part of the model for pictures and text only. Remove ours when vLLM registers it
-    with its states (vllm-project/vllm#48060). A graph that did not stop at linear attention would hold the sequences
-    that it was captured with; remove the stop when vLLM breaks there itself, as it does at attention.
-    """
-    from vllm import ModelRegistry
-    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-    from vllm.model_executor.models.interfaces import IsHybrid
-    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
-
-    name = Qwen3_5ForCausalLM.__name__
-    if name in ModelRegistry.models:
-        return
-
-    states = [f"get_mamba_state_{what}" for what in ("dtype_from_config", "shape_from_config", "copy_func")]
-    methods = {each: getattr(Qwen3_5ForConditionalGeneration, each) for each in states}
-
-    class StoppingGatedDeltaNet(QwenGatedDeltaNetAttention):
-        _forward_core = eager_break_during_capture(QwenGatedDeltaNetAttention._forward_core)
-
-    QwenGatedDeltaNetAttention.register_oot(StoppingGatedDeltaNet)
-    ModelRegistry.register_model(name, type(name, (Qwen3_5ForCausalLM, IsHybrid), methods))

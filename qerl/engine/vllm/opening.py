@@ -173,9 +173,7 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     if settings.decoder.has_experts or settings.decoder.linear:
         _take_new_runner_()
     if settings.decoder.linear:
-        from qerl.engine.vllm.layers import register_hybrid
-
-        register_hybrid()
+        vllm_plugin.register_hybrid()
     options = settings.options
     arguments = {
         **_arguments(settings, kernel),

@@ -101,8 +101,8 @@ def trained_norms(context: Context) -> dict:
         tensor.data.add_((0.05 * noise).to(tensor.dtype))
     count = deliver(AdapterUpdate(tensors, adapter_scaling(model)), engine)
     completions = engine.generate(context.prompts, context.sampling, seed=3)
-    gains = {name: module.gain for name, module in engine.found.gains.norms.items()}
-    exact = all(torch.equal(gains[n.removesuffix(".weight")], t.detach().float()) for n, t in norms.items())
+    own_norms = {name: engine.found.gains.norms[name.removesuffix(".weight")] for name in norms}
+    exact = all(torch.equal(own_norms[n].gain, t.detach().float() + own_norms[n].offset) for n, t in norms.items())
     result = compare(context, completions, 1.0) | {"norms": len(norms), "count": count, "expected": len(tensors)}
     result |= {"bits": exact, "same_as_before": same(before, completions)}
     context.policy = model.unload()
@@ -119,7 +119,7 @@ def whole_weights(context: Context) -> dict:
     of the reference on a CPU; the earlier ones come back. A kernel that cannot take them refuses."""
     from qerl.base.errors import EngineError
 
-    linears = _linears(context.policy)
+    linears = {name: context.policy.get_submodule(name) for name in context.engine.found.linears}
     before = context.engine.generate(context.prompts, context.sampling, seed=3)
     dense = {name: _dense(linear).cpu() for name, linear in linears.items()}
     generator = torch.Generator().manual_seed(13)
@@ -140,11 +140,6 @@ def whole_weights(context: Context) -> dict:
     deliver(WeightsUpdate(dense), context.engine)
     result["restored"] = same(before, context.engine.generate(context.prompts, context.sampling, seed=3))
     return result
-
-
-def _linears(model: torch.nn.Module) -> dict:
-    head = model.get_output_embeddings()
-    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
 
 
 def _dense(linear: torch.nn.Linear) -> torch.Tensor:

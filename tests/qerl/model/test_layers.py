@@ -14,6 +14,12 @@ from qerl.model.norms import set_norm_noise_
 from tests.helpers.layer_policies import FAMILIES, TOKENS, difference, policy_of, run, stock_, tiny_model, twice_rounded
 from training.policy.train_memory import measure_layer
 
+HYBRID = "qwen3_5_text"
+STATES = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "num_hidden_layers": 4,
+}
+
 
 @pytest.mark.parametrize("pack", [False, True], ids=["dense", "nvfp4"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,26 +155,34 @@ def test_a_norm_rounds_once():
 
 
 @pytest.mark.parametrize("train_norms", [False, True], ids=["frozen", "trained"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_residual_stream_is_never_rounded(family, train_norms):
-    """As in the engine, a layer reads, normalizes and adds to the sum in float32; its linears read 16 bits."""
-    model = tiny_model(family, torch.bfloat16)
+@pytest.mark.parametrize(("family", "number"), [*((family, 1) for family in FAMILIES), (HYBRID, 1), (HYBRID, 3)])
+def test_the_residual_stream_is_never_rounded(family, number, train_norms):
+    """As in the engine, a layer reads, normalizes and adds to the sum in float32; its linears read 16 bits. Of Qwen3.5
+    the second layer has linear attention, and the gain of its norms is 1 + weight."""
+    model = tiny_model(family, torch.bfloat16, **(STATES if family == HYBRID else {}))
     fuse_(model)
     attach_lora(model, rank=4, alpha=6, train_norms=train_norms)
-    layer, seen = model.model.layers[1], {}
+    layer, seen = model.model.layers[number], {}
+    attention = "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
+    assert (attention == "linear_attn") == (family == HYBRID and number == 1)
     keep = lambda name: lambda module, inputs, kwargs, out: seen.update({name: (inputs, out)})  # noqa: E731
-    for name in ("self_attn", "mlp"):
+    for name in (attention, "mlp"):
         getattr(layer, name).register_forward_hook(keep(name), with_kwargs=True)
     layer.register_forward_hook(keep("layer"), with_kwargs=True)
     logits = model(TOKENS).logits
     (x,), out = seen["layer"]
     assert x.dtype == torch.float32
     assert not torch.equal(x, x.bfloat16().float())
-    attended, (normed,), inner = seen["self_attn"][1][0], *seen["mlp"]
+    attended, (normed,), inner = seen[attention][1], *seen["mlp"]
+    attended = attended if torch.is_tensor(attended) else attended[0]
     total = x + attended.float()
     assert {value.dtype for value in (attended, normed, inner, logits)} == {torch.bfloat16}
     assert torch.equal(normed, layer.post_attention_layernorm(total))
     assert torch.equal(out, total + inner.float())
+    if family == HYBRID and not train_norms:
+        stock = type(tiny_model(family, **STATES).model.norm)(32)
+        stock.weight.data = layer.post_attention_layernorm.weight.float()
+        torch.testing.assert_close(normed.float(), stock(total), rtol=1e-2, atol=1e-2)
 
 
 def test_of_a_trained_norm_that_copy_acts_that_a_call_would_reach():
