@@ -229,6 +229,8 @@ def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: in
 def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
     """The twin of `attend_flash` for any device and dtype; it takes one sequence after another."""
     q, k, v = qkv
+    if q.shape[-1] > MAX_HEAD_DIM:  # with grouped heads of that size torch has no kernel but one that keeps all scores
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     outputs = []
     bounds = zip(pairwise(sequences.query_starts.tolist()), pairwise(sequences.key_starts.tolist()), strict=True)
     for (start, end), (key_start, key_end) in bounds:

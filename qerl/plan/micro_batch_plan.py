@@ -87,6 +87,7 @@ class Shapes:
     share: float = 1.0  # of the weights that are decoded, that a token is multiplied by
     states: StateShapes | None = None  # of layers with linear attention
     linear: float = 0.0  # the share of such layers
+    gemma: bool = False  # layers of Gemma 4, which are transformers' own
 
     @classmethod
     def of(cls, sizes: ModelSizes, rank: int, trained: int) -> Shapes:
@@ -94,8 +95,8 @@ class Shapes:
         return cls(
             hidden=sizes.hidden,
             intermediate=sizes.inner,
-            query=sizes.projections["q_proj"][0],
-            key_value=sizes.projections["k_proj"][0],
+            query=_mean_rows(sizes, "q_proj"),
+            key_value=_mean_rows(sizes, "k_proj"),
             layers=sizes.layers,
             vocabulary=sizes.vocabulary,
             rank=rank,
@@ -106,6 +107,7 @@ class Shapes:
             share=sizes.active / sizes.body,
             states=sizes.states,
             linear=len(sizes.decoder.linear) / sizes.layers,
+            gemma=bool(sizes.decoder.full),
         )
 
     @property
@@ -129,6 +131,11 @@ class Shapes:
         working = 12 * states.mixed + 8 * states.values + 4 * states.values * states.key_dim // 64
         return outer + round((1 - self.linear) * attention + self.linear * linear), working
 
+    def _gemma(self) -> int:
+        """What a layer of Gemma 4 keeps per token on average, in bytes: four norms and those of heads keep float32."""
+        attention = 8 * self.query + 12 * self.key_value
+        return 4 * 5 * self.hidden + 8 * self.intermediate + attention + 2 * 7 * self.rank
+
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations, as `qerl.model` computes them.
 
@@ -138,7 +145,9 @@ class Shapes:
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
         rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate, self.gradient_bytes > 0)
         decoded = 2 * self.hidden * 2 * self.intermediate if self.decoded is None else self.decoded
-        layer, working = (kept_bytes(*sizes, self.head_norms), 0) if self.states is None else self._hybrid()
+        layer, working = self._gemma() if self.gemma else kept_bytes(*sizes, self.head_norms), 0
+        if self.states is not None:
+            layer, working = self._hybrid()
         gradients = OVERHEAD_TOKENS - DECODE_TOKENS + 2 * self.gradient_bytes / 2.6 * DECODE_TOKENS
         return Footprint(
             layers=self.layers,
@@ -154,6 +163,12 @@ class Shapes:
             overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1),
             gradients=gradients if self.gradient_bytes else None,
         )
+
+
+def _mean_rows(sizes: ModelSizes, leaf: str) -> int:
+    """Of the linears with this last part of their names, in the layers that have one."""
+    rows = [shape[0] for shape in sizes.shapes_of([leaf])]
+    return sum(rows) // max(1, len(rows))
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,7 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
 
 BLOCK = 16  # tokens of vLLM's blocks
 CHUNK_TOKENS = 256  # whose logits exist at once where a teacher is compared
+CAPPED = 4  # more of them where the student's logits are capped, as in Gemma 4
 LOGITS = 34  # bytes per logit of a chunk: eight float32 tensors while a divergence is computed, and the 16-bit slope
 
 
@@ -343,7 +344,9 @@ def teacher_work(distill: DistillConfig | None, sizes: ModelSizes) -> TeacherWor
     if found is None:
         return None
     shared = max(sizes.vocabulary, found.vocabulary)
-    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, CHUNK_TOKENS * shared * LOGITS)
+    return TeacherWork(
+        forward_bytes(found), 2 * 2 * found.hidden, CHUNK_TOKENS * shared * (LOGITS + CAPPED * bool(sizes.decoder.full))
+    )
 
 
 def forward_bytes(sizes: ModelSizes) -> int:

@@ -1,4 +1,7 @@
-"""Linear attention over packed rows. Oracles: transformers' model on one row at a time, and the recurrence itself."""
+"""Linear attention over packed rows. Oracles: transformers' model on one row at a time, and the recurrence itself.
+
+Gemma 4, whose layers differ too, is held to the same oracle.
+"""
 
 import math
 import sys
@@ -15,7 +18,8 @@ from qerl.config.names import PROJECTIONS
 from qerl.model import gated_delta, packing
 from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, products_backward, states_of
 from qerl.model.layers import fuse_, recompute_by_
-from qerl.model.packed_attention import check_config, hidden_states, packed_attention_of
+from qerl.model.logprobs import token_logprobs
+from qerl.model.packed_attention import check_config, has_states, head_of, hidden_states, packed_attention_of
 from qerl.model.packing import Layout, pack
 
 PROMPT, COMPLETION = 10, 80  # a chunk of the recurrence has 64 tokens
@@ -23,21 +27,36 @@ LENGTHS = [(10, 80), (10, 70), (10, 2), (2, 75), (2, 3), (7, 1), (4, 66)]  # of 
 SHARED = {1: 0, 2: 0, 4: 3}  # a row whose prompt is that of another one
 
 
-def tiny_hybrid(dtype=torch.float32, **changes):
-    sizes = {
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 16, "initializer_range": 0.2, "pad_token_id": 0},
-    }
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0},
+}
+OF_FAMILY = {
+    "qwen3_5_text": {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    },
+    "gemma4_text": {
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "global_head_dim": 32},
+        **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+        **{"final_logit_softcapping": 6.0},
+    },
+}
+
+
+def tiny_hybrid(family="qwen3_5_text"):
     torch.manual_seed(1)
-    config = AutoConfig.for_model("qwen3_5_text", **(sizes | changes))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = AutoConfig.for_model(family, **SIZES, **OF_FAMILY[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("dt_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("A_log"):
                 parameter.uniform_(-3, 0)  # a state that is not forgotten at once
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     return model.requires_grad_(False).eval()
 
 
@@ -64,7 +83,7 @@ def one_by_one(model, ids, mask):
 
 def packed(model, ids, mask):
     with packed_attention_of(model):
-        row = pack(ids, mask, COMPLETION, Layout(torch.device("cpu"), prompts_first=True))
+        row = pack(ids, mask, COMPLETION, Layout(torch.device("cpu"), has_states(model.config)))
         return row, hidden_states(model, row)
 
 
@@ -80,12 +99,13 @@ def with_adapter(model):
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_packed_row_has_values_and_gradients_of_single_rows(monkeypatch, shares, recomputes):
+@pytest.mark.parametrize(("family", "linears", "cap"), [("qwen3_5_text", 25, 0), ("gemma4_text", 26, 6.0)])
+def test_a_packed_row_has_values_and_gradients_of_single_rows(monkeypatch, shares, recomputes, family, linears, cap):
     monkeypatch.setattr(packing, "SHARE_PROMPTS", shares)
-    model = tiny_hybrid()
+    model = tiny_hybrid(family)
     policy, (ids, mask) = with_adapter(model), rows()
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    assert len(parameters) == 2 * len({name.rpartition(".lora_")[0] for name in adapter_tensors(policy)}) == 2 * 25
+    assert len(parameters) == 2 * len({name.rpartition(".lora_")[0] for name in adapter_tensors(policy)}) == 2 * linears
     alone = one_by_one(model, ids, mask)
     if recomputes:
         model.train()
@@ -95,8 +115,10 @@ def test_a_packed_row_has_values_and_gradients_of_single_rows(monkeypatch, share
     with packed_attention_of(model):  # the backward pass too, which recomputes
         row, hidden = packed(model, ids, mask)
         assert (row.sequences.keys is not None) == shares
-        pair = alone.flatten(0, 1)[row.places], hidden
-        expected, found = (torch.log_softmax(model.lm_head(each), -1) for each in pair)
+        logits = model.lm_head(alone.flatten(0, 1)[row.places])
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        expected = torch.log_softmax(logits, -1).gather(1, row.targets[:, None])[:, 0]
+        found, _ = token_logprobs(hidden, row.targets, head_of(model, 1.0))
         assert (expected - found).abs().max() < 1e-4
         weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(4))
         gradients = [torch.autograd.grad((each * weights).sum(), parameters) for each in (expected, found)]

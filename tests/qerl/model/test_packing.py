@@ -113,6 +113,16 @@ def test_a_packed_row_computes_the_same_as_each_sequence_alone(family, changes):
     torch.testing.assert_close(packed, alone.view(12, 32)[row.places], rtol=1e-5, atol=1e-5)
 
 
+def test_heads_wider_than_flash_attentions_give_the_same(monkeypatch):
+    row, generator = pack(IDS, MASK, 3), torch.Generator().manual_seed(1)
+    tokens = row.input_ids.shape[1]
+    qkv = [torch.randn(1, heads, tokens, 8, generator=generator) for heads in (4, 2, 2)]
+    expected, _ = packed_attention(torch.nn.Module(), *qkv, None, sequences=row.sequences)
+    monkeypatch.setattr("qerl.model.packed_attention.MAX_HEAD_DIM", 4)
+    found, _ = packed_attention(torch.nn.Module(), *qkv, None, sequences=row.sequences)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_window_that_a_familys_attention_does_not_read_changes_nothing():
     """A config may hold any key; Llama's attention of transformers knows no window."""
     row, hidden = pack(IDS, MASK, 3), []
