@@ -53,25 +53,27 @@ def headings(text: str) -> list[tuple[str, str]]:
 
 
 def _of_file(path: Path) -> Iterator[Message]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    returned = {
-        node.name: [text for child in ast.walk(node) if isinstance(child, ast.Return) for text in _texts(child.value)]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    file = str(path.relative_to(ROOT))
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for name in EXPLAINERS:
-        yield from (Message("ConfigError", text, str(path.relative_to(ROOT))) for text in returned.get(name, []))
-    for node in ast.walk(tree):
+        yield from (Message("ConfigError", text, file) for text in _returned(functions.get(name)))
+    for node in nodes:
         kind = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
         if kind not in RAISED or not node.args:
             continue
         texts = _conflict(node) if kind == "Conflict" else list(_texts(node.args[0]))
         if not texts and isinstance(node.args[0], ast.Call):
-            texts = returned.get(ast.unparse(node.args[0].func), [])
+            texts = _returned(functions.get(ast.unparse(node.args[0].func)))
         for text in (_filled(text, node.args[1:]) for text in texts):
             if not re.search(r"[a-z]", re.sub(r"\{[^}]*\}", "", text)):
                 continue  # placeholders alone: their content is a message elsewhere
-            yield Message(SHOWN_AS.get(kind, kind), " ".join(text.split()), str(path.relative_to(ROOT)))
+            yield Message(SHOWN_AS.get(kind, kind), " ".join(text.split()), file)
+
+
+def _returned(function: ast.FunctionDef | None) -> list[str]:
+    nodes = ast.walk(function) if function else ()
+    return [text for node in nodes if isinstance(node, ast.Return) for text in _texts(node.value)]
 
 
 def _filled(text: str, arguments: list[ast.expr]) -> str:
@@ -105,7 +107,7 @@ def _texts(node: ast.AST | None) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):
-        yield "".join(_part(part) for part in node.values)
+        yield "".join(str(p.value) if isinstance(p, ast.Constant) else _value(p.value) for p in node.values)
     elif isinstance(node, ast.IfExp):
         yield from _texts(node.body)
         yield from _texts(node.orelse)
@@ -113,9 +115,3 @@ def _texts(node: ast.AST | None) -> Iterator[str]:
         for left in _texts(node.left):
             for right in list(_texts(node.right)) or ["{...}"]:
                 yield left + right
-
-
-def _part(part: ast.AST) -> str:
-    if isinstance(part, ast.Constant):
-        return str(part.value)
-    return _value(part.value)
