@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,24 @@ def pytest_collection_modifyitems(items) -> None:
     skip_without_card(items)
     places = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: places.get(item.path.name, len(SLOW)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each file to one process, and all files that fork processes from one that has torch loaded to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "processes" if forks(config.rootpath / file) else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def forks(path):
+    return bool(re.search(r"^from tests\.helpers(\.run_process|\.ranks| import ranks)", path.read_text(), re.MULTILINE))
 
 
 gc.disable()  # until all tests are collected: what they import is no garbage

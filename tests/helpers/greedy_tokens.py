@@ -10,7 +10,7 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 
-NEW_TOKENS = 48
+NEW_TOKENS = 24
 
 
 def arith_prompts(model, count):

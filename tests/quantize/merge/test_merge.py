@@ -43,12 +43,12 @@ def expected(run, base, prompts):
 
 @pytest.fixture(scope="module")
 def bf16(run):
-    return export(ExportOptions(str(run), "bf16", run.parent / "merged-bf16", max_new_tokens=48))
+    return export(ExportOptions(str(run), "bf16", run.parent / "merged-bf16", max_new_tokens=16))
 
 
 @pytest.fixture(scope="module")
 def nvfp4(run):
-    return export(ExportOptions(str(run), "nvfp4", run.parent / "merged-nvfp4", max_new_tokens=48))
+    return export(ExportOptions(str(run), "nvfp4", run.parent / "merged-nvfp4", max_new_tokens=16))
 
 
 @pytest.fixture(scope="module")
