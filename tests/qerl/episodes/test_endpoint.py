@@ -62,7 +62,7 @@ def test_a_program_that_asks_nothing_or_hangs_is_an_episode_that_failed(tokenize
     began = time.monotonic()
     made = scripted_environments(tokenizer, f"{OWN}:sleeps", program=True, timeout_s=1.0)
     _, (episode,) = run(tokenizer, made, ["a"], [])
-    assert (episode.error, time.monotonic() - began < 15) == ("did not answer within 1 s", True)
+    assert (episode.error, time.monotonic() - began < 55) == ("did not answer within 1 s", True)
 
 
 def test_a_program_s_tools_are_in_the_prompt_and_their_calls_in_openai_s_form(tokenizer):

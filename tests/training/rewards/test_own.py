@@ -80,8 +80,8 @@ def test_what_would_end_a_run_is_one_line_and_saved(body, message, saved, tmp_pa
     ids=["generator", "loop in C", "only all together"],
 )
 def test_a_reward_that_does_not_return_is_late_with_the_completion_named(body, saved, tmp_path):
-    (function,) = build(tmp_path, own(tmp_path, body, timeout_s=0.5)).functions
-    with pytest.raises(RewardError, match=r"did not return within 0\.5 s; .*rewards\.N\.timeout_s \(0\.5\)") as error:
+    (function,) = build(tmp_path, own(tmp_path, body, timeout_s=1.5)).functions
+    with pytest.raises(RewardError, match=r"did not return within 1\.5 s; .*rewards\.N\.timeout_s \(1\.5\)") as error:
         call(function)
     assert "\n" not in str(error.value)
     rows = json.loads((tmp_path / "run" / FAILED).read_text())["completions"]
@@ -98,8 +98,8 @@ def test_an_import_without_end_is_refused(tmp_path, monkeypatch):
 
 def test_the_time_limit_of_calls_leaves_time_to_import(tmp_path):
     """A process imports Python and libraries before the first call, and again after a call that was late."""
-    (tmp_path / "reward.py").write_text("import time; time.sleep(0.6)\ndef reward(completions): return [1.0]\n")
-    wanted = RewardConfig(name=f"{tmp_path / 'reward.py'}:reward", timeout_s=0.5)
+    (tmp_path / "reward.py").write_text("import time; time.sleep(1.6)\ndef reward(completions): return [1.0]\n")
+    wanted = RewardConfig(name=f"{tmp_path / 'reward.py'}:reward", timeout_s=1.5)
     (function,) = build(tmp_path, wanted).functions
     assert call(function, ["a"]) == [1.0]
 

@@ -185,12 +185,12 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
     processes[0].send_signal(signal.SIGSTOP)
     monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", 0.2)
     assert math_pool.compare("x+y+1", "1+y+x") == "equal"
-    assert processes[0].wait(9) == -signal.SIGKILL
+    assert processes[0].wait(60) == -signal.SIGKILL
     assert math_pool.compare("x+y+2", "2+y+x") == "equal"
     assert len(processes) == 2
     assert processes[1].poll() is None
     math_pool.close()
-    assert processes[1].wait(9) == -signal.SIGKILL
+    assert processes[1].wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("before", ["", "İ", "İ" * 9, "ß", "\u200b"])
