@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,14 @@ from tests.helpers.bases import write_base
 from tests.helpers.card import skip_without_card
 
 # files that begin first, the slowest of all before the others, so that no process is left alone at the end
-SLOW = [
-    *("test_ranks.py", "test_portable.py", "test_trial_adapter.py", "test_adapter_start.py", "test_qat.py"),
-    *("test_run.py", "test_docs.py", "test_one_pass.py", "test_cli.py", "test_episodes_run.py", "test_carry_over.py"),
-    *("test_merge.py", "test_telemetry.py", "test_devices.py", "test_fuzz.py", "test_parallel.py", "test_grading.py"),
-    *("test_notebook.py", "test_python_page.py", "test_errors_table.py", "test_next_step.py", "test_episodes.py"),
-]
+SLOW = """ranks hybrid_run run docs one_pass trial_adapter merge adapter_start cli episodes qat telemetry validation_run
+sources grading portable sft_run metrics_page of_trl devices families prolong episodes_run environments experts_run
+errors_table"""
 
 
 def pytest_collection_modifyitems(items) -> None:
     skip_without_card(items)
-    places = {name: place for place, name in enumerate(SLOW)}
+    places = {f"test_{name}.py": place for place, name in enumerate(SLOW.split())}
     items.sort(key=lambda item: places.get(item.path.name, len(SLOW)))
 
 
@@ -114,6 +112,14 @@ def no_card_of_peft():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def versions_read_once():
+    """Nothing is installed meanwhile, and each run reads and parses what is known of eight packages twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "version", cache(metadata.version))
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Use one thread: with matrices this small, threads mostly wait for each other."""
@@ -176,6 +182,7 @@ def here(monkeypatch, capfd):
     import qerl.cli.main
 
     def run(*arguments):
+        capfd.readouterr()  # what fixtures and earlier calls of the test have printed
         monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
         monkeypatch.setattr(logging.root, "handlers", [])  # with pytest's handlers qerl would add none
         with pytest.raises(SystemExit) as ended:
