@@ -6,8 +6,8 @@
 Shapes are those of Qwen3.5-9B and 27B. Packed rows hold sequences whose boundaries are off the kernels' grid of 64
 tokens. Gradients are those of all inputs and of the states that sequences begin with; errors are |found - exact| /
 |exact|, where exact is the twin in float32 on the same 16-bit inputs. `repeats` says whether a second call gives the
-same bits. The first call compiles (`first_s`). On Hopper with Triton 3.4 to 3.7.0 "qerl" has our products in the
-backward pass (`products_backward`), and "tilelang" TileLang's, where it is installed.
+same bits, and `first_s` has the compiling. On Hopper with Triton 3.4 to 3.7.0 "qerl" has our products in the backward
+pass (`products_backward`), and "tilelang" TileLang's, where it is installed.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@
 #     decode32 480 s  decode speed at 32B in turns: ours, and vLLM's BF16 merged
 #     marlin32 560 s  the same with ours, with and without an adapter, and vLLM's Marlin
 #     moe      380 s  a mixture of experts: kernels, and the engine on small models
+#     hybrid   500 s  linear attention: fla-core's gradients, and the engine on a small Qwen3.5
+#     hybrid9  500 s  Qwen3.5-9B, its MLP in NVFP4: agreement, and decode speed beside vLLM's BF16 in turns; 30 GB of disk
 #     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B in turns; 25 GB of disk
 #     moestep  430 s  Qwen3-30B-A3B at full depth: decode speed, and workload A under 80 GiB; 17 GB of disk
 #     moepeer  400 s  workload A on those 16 layers: ours, and TRL's over BF16
@@ -416,6 +418,21 @@ batch_moe() {
     tests moe-kernels 100 tests/qerl/formats/nvfp4/test_linear.py tests/qerl/engine/vllm/test_kernels.py \
         tests/qerl/model/test_experts_gpu.py tests/qerl/model/test_experts.py
     tests moe-engine 480 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
+}
+
+batch_hybrid() {
+    run gdn 200 "$python" scripts/bench/bench_gdn.py --out "$out/gdn.json"
+    tests hybrid 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "qwen3.5"
+}
+
+batch_hybrid9() {
+    checkpoint qwen3.5-9b 9b --ignore 're:.*_attn.*'
+    script agree-9b 250 check_engine 9b --only agreement adapter noise sleep_and_wake
+    checkpoint qwen3.5-9b 9b-16 --format bf16
+    turns 2 --sequences 1 8 32 128
+    turn 9b-qerl 9b 0.4
+    turn 9b-merged 9b-16 0.5 --engine stock --rank 0
+    wait
 }
 
 batch_moedecode() { # all three open at once

@@ -43,9 +43,7 @@ def main() -> None:
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
     parser.add_argument("--rank", type=int, default=RANK)
-    parser.add_argument(
-        "--start", type=int, metavar="RANK", help="a start acts beside the base: its own, or a random one"
-    )
+    parser.add_argument("--start", type=int, metavar="RANK", help="a start acts beside the base: its own, or random")
     add_options(parser, [*CHECKS, *ON_REQUEST])
     arguments = parser.parse_args()
     require_card("vllm")
@@ -54,21 +52,8 @@ def main() -> None:
 
 
 CHECKS = [
-    shared_memory,
-    dequantization,
-    product,
-    limits,
-    agreement,
-    temperature,
-    oracle,
-    repeat,
-    steps,
-    noise,
-    sleep_and_wake,
-    adapter,
-    trained_norms,
-    sampler,
-    whole_weights,
+    *(shared_memory, dequantization, product, limits, agreement, temperature, oracle, repeat),
+    *(steps, noise, sleep_and_wake, adapter, trained_norms, sampler, whole_weights),
 ]
 ON_REQUEST = [exhausted_cache, loading, told_of_while, carried_over, reopened]  # run only if --only names them
 

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
-UNTRIED = (  # remove after a run on a card: scripts/README.md says which
+UNTRIED = (  # remove it after the batches `hybrid` and `hybrid9` of scripts/bench/on_card.sh
     "linear attention with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write "
     "rollout.engine: transformers"
 )
