@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -100,9 +99,17 @@ def delta_forward(
     inputs = q, k, v.unflatten(1, (-1, self.head_v_dim)), decay, beta
     out = _through_states(inputs, states)
     rows = out.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim)
+    own = self.norm.weight, self.norm.variance_epsilon
     # The norm would keep five tensors, three of them in float32.
-    normed = checkpoint(self.norm, *rows, use_reentrant=False, preserve_rng_state=False)
+    normed = checkpoint(_gated_norm, *rows, *own, use_reentrant=False, preserve_rng_state=False)
     return self.out_proj(normed.view(1, len(x), -1))
+
+
+def _gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm(x) * silu(gate), rounded once as in vLLM; transformers' module rounds three times."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (x.to(wide) * scale * weight.to(wide) * F.silu(gate.to(wide))).to(x.dtype)
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, g and beta
@@ -111,10 +118,10 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 def _through_states(inputs: Inputs, states: States) -> torch.Tensor:
     """o (T, value heads, value dim): first the sequences that begin at zero, then those that go on from their ends."""
     if states.prompts is None:
-        return delta_rule(inputs, states.starts)[0]
+        return delta_rule(inputs, states.starts, ends=False)[0]
     out, ends = delta_rule(tuple(each[: states.tokens] for each in inputs), states.starts)
     later = tuple(each[states.tokens :] for each in inputs)
-    more, _ = delta_rule(later, states.later_starts, gather_rows(ends, states.prompts))
+    more, _ = delta_rule(later, states.later_starts, gather_rows(ends, states.prompts), ends=False)
     return torch.cat([out, more])
 
 
@@ -154,9 +161,11 @@ def _convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def delta_rule(
-    inputs: Inputs, starts: torch.Tensor, begin: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: Inputs, starts: torch.Tensor, begin: torch.Tensor | None = None, ends: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o (T, value heads, value dim) and the last states, float32 (N, value heads, key dim, value dim).
+
+    Without `ends` a card does not keep those: a row of short sequences may have a GiB of them.
 
     `inputs` are q and k (T, key heads, key dim), v (T, value heads, value dim), g and beta, float32 (T, value heads),
     of N sequences that begin at `starts`, int64 (N + 1,), with the states `begin`; None: with zeros. Value heads that
@@ -168,7 +177,7 @@ def delta_rule(
     out, states = fla_rule()(
         *(q, k, v, g, beta),
         initial_state=begin,
-        output_final_state=True,
+        output_final_state=ends,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=starts,
     )
@@ -184,7 +193,9 @@ def fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         raise EngineError(
             "linear attention on a card needs fla-core, which is not installed: pip install fla-core==0.6.0"
         ) from error
-    if needs_products(torch.cuda.get_device_capability(), version("triton")):
+    import triton
+
+    if needs_products(torch.cuda.get_device_capability(), triton.__version__):
         register_products()
     return chunk_gated_delta_rule
 
@@ -200,20 +211,23 @@ def needs_products(capability: tuple[int, int], triton: str) -> bool:
 
 
 def register_products() -> None:
-    """Have fla-core compute `chunk_bwd_dqkwg` by `products_backward`, where TileLang is not installed or switched off
-    (FLA_TILELANG=0). Remove it with Triton 3.7.1."""
+    """Have fla-core compute `chunk_bwd_dqkwg` by `products_backward`. Remove it with Triton 3.7.1."""
     from fla.backends import BaseBackend, register
 
     class Products(BaseBackend):
         backend_type = "qerl"
-        priority = 6  # TileLang's is 5, and lower ones come first
+        priority = 4  # TileLang's is 5, and lower ones come first
         chunk_bwd_dqkwg = staticmethod(products_backward)
+
+        def chunk_bwd_dqkwg_verifier(self, *args: Any, **names: Any) -> tuple[bool, str | None]:
+            packed = all(names.get(name) is not None for name in ("g", "w", "cu_seqlens"))
+            return packed and not names.get("state_v_first"), "only packed rows with decays"
 
     register("common")(Products)
 
 
 CHUNK = 64  # tokens that are computed at once
-KEY_HEADS = 4  # whose chunks are gathered at once: 0.6 GiB for 16,384 tokens of 12 value heads of 128
+KEY_HEADS = 4  # whose chunks are gathered at once: 1 GiB for 16,384 tokens of 12 value heads of 128, by calculation
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -242,8 +256,8 @@ def products_backward(
     (1, T, H, K), v, do and dv (1, T, HV, V), h and dh (1, chunks, HV, K, V), and chunk_indices (chunks, 2) has each
     chunk's sequence and its number there. dg is the gradient of g ln 2, not yet summed over later tokens.
 
-    The products are batched ones of cuBLAS. For 16,384 tokens of 48 heads of 128 they are 116 GFLOP, and 5 GB are read
-    and written: about 2 ms on an H100, 2% of the time of a layer of 27B.
+    The products are batched ones of cuBLAS, with copies of transposed operands. For 16,384 tokens of 48 heads of 128
+    they are 116 GFLOP, and by calculation 12 to 15 GB are moved: 4 to 6 ms on an H100, 5% of a layer of 27B.
     """
     assert not state_v_first, "the gated delta rule of packed rows keeps its states by key dimension"
     rows = chunk_rows(cu_seqlens, chunk_indices, q.shape[1], chunk_size)

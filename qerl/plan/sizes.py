@@ -225,7 +225,7 @@ class ModelSizes(ModelShapes):
         """
         if self.states is None:
             return tokens
-        linear, attending = len(self.decoder.linear), self._layers_with("k_proj")
+        linear, attending = len(self.decoder.linear), max(1, self._layers_with("k_proj"))
         block = BLOCK * -(-self.states.bytes * attending // (BLOCK * self.kv_bytes()))
         return block * -(-tokens // block) + -(-block * linear // attending)
 

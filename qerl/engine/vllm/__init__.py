@@ -78,6 +78,10 @@ def register_hybrid() -> None:
     class StoppingGatedDeltaNet(QwenGatedDeltaNetAttention):
         _forward_core = eager_break_during_capture(QwenGatedDeltaNetAttention._forward_core)
 
+        def _forward_core_decode_non_spec(self, mixed_qkv, b, a, core_attn_out, attn_metadata):
+            # vLLM's decode kernel rounds sigmoid(b) to b's dtype; its prefill and the trainer leave it in float32.
+            super()._forward_core_decode_non_spec(mixed_qkv, b.float(), a, core_attn_out, attn_metadata)
+
     QwenGatedDeltaNetAttention.register_oot(StoppingGatedDeltaNet)
     ModelRegistry.register_model(name, type(name, (Qwen3_5ForCausalLM, IsHybrid), methods))
 
@@ -102,6 +106,8 @@ def check(model) -> None:
     norms = {name: module for name, module in model.named_modules() if isinstance(module, (RMSNorm, GemmaRMSNorm))}
     foreign = [name for name, module in linears.items() if not isinstance(module.quant_method, AdapterLinearMethod)]
     foreign += [name for name, module in norms.items() if not isinstance(module, NoisyNorm)]
+    if not any(name.endswith(".conv1d") for name, _ in model.named_modules()):  # Gemma's trainer has another stream
+        foreign += [name for name, module in norms.items() if isinstance(module, GemmaRMSNorm)]
     if foreign or not linears or not norms:
         raise EngineError(
             f"vLLM built {len(linears)} linears and {len(norms)} norms of which these are not qerl's: {foreign[:4]}; "

@@ -37,7 +37,7 @@ from qerl.base.errors import (
 from qerl.checkpoint.activations import check_shared
 from qerl.checkpoint.experts import Decoder, decoder_of, fused
 from qerl.checkpoint.load import check_complete, check_kv_cache, check_served_family
-from qerl.checkpoint.shards import KEY, has_own_head, read_config, read_tensors
+from qerl.checkpoint.shards import KEY, OF_PICTURES, has_own_head, read_config, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
 from qerl.engine.memory import others_bytes, out_of_memory
 from qerl.formats.base import Format
@@ -86,16 +86,25 @@ class Settings:
             )
         self.context = max_context or declared
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
-        self.decoder = decoder_of(read_config(Path(base)), base)
+        written = read_config(Path(base))
+        if "text_config" in written:
+            raise EngineError(
+                f"{base} is a model for pictures and text, which vLLM would build as another one than the trainer: "
+                "run `qerl quantize` on it, which writes its text part, or write rollout.engine: transformers"
+            )
+        self.decoder = decoder_of(written, base)
         check_experts_served(Path(base), formats.get(format), self.decoder)
         check_kv_cache(self.decoder, base, options.kv_cache_dtype)
         self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
 
-    def overrides(self) -> dict[str, bool]:
+    def overrides(self) -> dict[str, Any]:
         """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`."""
-        folder = Path(self.base)
-        own_head = has_own_head(read_config(folder), read_tensors(folder))
-        return {KEY: False} if own_head else {}
+        config, tensors = read_config(Path(self.base)), read_tensors(Path(self.base))
+        found: dict[str, Any] = {KEY: False} if has_own_head(config, tensors) else {}
+        rope = config.get("rope_parameters") or {}
+        if self.decoder.linear and not rope.keys().isdisjoint(OF_PICTURES):  # vLLM would ask for a model of pictures
+            found["rope_parameters"] = {key: value for key, value in rope.items() if key not in OF_PICTURES}
+        return found
 
     def for_states(self) -> dict[str, Any]:
         """vLLM's further arguments for a model with states: float32, as the trainer computes; and nothing is kept of

@@ -9,6 +9,8 @@ import torch
 from engine_checks.context import Context
 from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers.engine import kv_in_8_bits
+from qerl.model.packing import pack
+from training.policy.packed_policy import PackedPolicy
 
 
 def compare(context: Context, completions: list, temperature: float) -> dict:
@@ -50,10 +52,26 @@ def same(a: list, b: list) -> dict:
     }
 
 
+@torch.no_grad()
+def packed_logprobs(model, prompts: list, completions: list) -> list[list[float]]:
+    """As a training step computes them: all sequences in one row, equal prompts once."""
+    before, width = max(map(len, prompts)), max(map(len, completions))
+    rows = list(zip(prompts, completions, strict=True))
+    ids = torch.tensor([[0] * (before - len(p)) + [*p, *c] + [0] * (width - len(c)) for p, c in rows])
+    places = torch.arange(before + width)
+    mask = torch.stack([(places >= before - len(p)) & (places < before + len(c)) for p, c in rows])
+    policy = PackedPolicy(model, 1.0, None)
+    found, _ = policy.logprobs(pack(ids, mask, width, policy.layout), (len(ids), width))
+    return [row[: len(c)] for row, c in zip(found.tolist(), completions, strict=True)]
+
+
 def agreement(context: Context) -> dict:
-    """Sampling logprobs against those of the policy and of `score`."""
+    """Sampling logprobs against those of the policy, alone and packed, and of `score`."""
     completions = context.engine.generate(context.prompts, context.sampling, seed=3)
-    return compare(context, completions, temperature=1.0) | {"lengths": sum(len(c.token_ids) for c in completions)}
+    twice = [*completions, *completions[:2]]
+    packed = packed_logprobs(context.policy, [*context.prompts, *context.prompts[:2]], [c.token_ids for c in twice])
+    found = {"packed": mismatch([c.logprobs for c in twice], packed), **compare(context, completions, temperature=1.0)}
+    return found | {"lengths": sum(len(c.token_ids) for c in completions)}
 
 
 def temperature(context: Context) -> dict:

@@ -22,11 +22,19 @@ class Norm(nn.Module):
     pass
 
 
-class Method:
+class OurNorm(Norm):
     pass
 
 
-class OurNorm(Norm):
+class GemmaNorm(nn.Module):
+    pass
+
+
+class OurGemmaNorm(OurNorm, GemmaNorm):
+    pass
+
+
+class Method:
     pass
 
 
@@ -34,7 +42,7 @@ class OurNorm(Norm):
 def parts(monkeypatch):
     """A model with one linear and one norm, both of them ours."""
     stand_ins = {
-        "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm, GemmaRMSNorm=Norm),
+        "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm, GemmaRMSNorm=GemmaNorm),
         "vllm.model_executor.layers.linear": SimpleNamespace(LinearBase=Linear),
         "qerl.engine.vllm.experts": SimpleNamespace(products=lambda model: {}),
         "qerl.engine.vllm.linear": SimpleNamespace(AdapterLinearMethod=Method),
@@ -55,3 +63,11 @@ def test_a_model_whose_linears_and_norms_are_ours_passes_and_any_other_is_refuse
     parts[0].quant_method, parts[1] = method, Norm()
     with pytest.raises(EngineError, match=r"not qerl's: .'1'"):
         vllm_plugin.check(parts)
+
+
+def test_norms_of_1_plus_weight_are_known_beside_linear_attention_alone(parts):
+    parts.append(OurGemmaNorm())
+    with pytest.raises(EngineError, match=r"not qerl's: .'2'"):
+        vllm_plugin.check(parts)
+    parts.linear_attn = nn.ModuleDict({"conv1d": nn.Identity()})
+    vllm_plugin.check(parts)

@@ -125,6 +125,7 @@ class TestOnGPU:
         assert checked.product["backward"] < most
 
     def test_sampler_trainer_and_score_agree(self, checked):
+        assert checked.agreement["packed"]["kl"] < 5e-5
         for result in (checked.agreement, checked.temperature, checked.adapter):
             assert result["policy"]["kl"] < 5e-5
             assert result["score"]["kl"] < 5e-5
