@@ -137,7 +137,7 @@ def quantize(
 def merge(adapter: str | os.PathLike | Run, to: str, *, gpu: int | None = None, **options: Any) -> MergeReport:
     """Turn a run's adapter into a folder to serve or publish; the report's `out` is the folder.
 
-    `to` is adapter, bf16 or nvfp4; `options` are as for `qerl merge`.
+    `to` is adapter, bf16, nvfp4, fp8_block or gguf; `options` are as for `qerl merge`.
     """
     from quantize.export.options import ExportOptions
     from quantize.export.run import merged

@@ -244,16 +244,14 @@ def check_push(repo: str) -> None:
     logger.info("will push to %s as %s", repo, user.get("name"))
 
 
-def push(folder: Path, repo: str, private: bool, command: str) -> str:
-    """Upload `folder` as a model repository and return its address. An existing repository gets another commit.
-
-    `command` is what made it, for the commit's message."""
+def push(folder: Path, repo: str, private: bool) -> str:
+    """Upload `folder` as a model repository and return its address. An existing repository gets another commit."""
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload by qerl {command}")
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by qerl export")
     except Exception as error:  # of httpx, of the hub's client, or an OSError
         raise CheckpointError(
             f"{folder} is complete, but could not be pushed to {repo} ({first_line(error)}): try again with "

@@ -73,7 +73,9 @@ def on_hub(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) and not Path(name).is_dir() else None
 
 
-def complete_(folder: Path, shown: str, base: TrainedOn, trust_remote_code: bool = False, note: str = "") -> None:
+def complete_(
+    folder: Path, shown: str, base: TrainedOn, trust_remote_code: bool = False, note: str = "", tag: str = "grpo"
+) -> None:
     """Make an adapter's folder in a run one that plain PEFT opens.
 
     `shown` is the path by which its card loads it, beside the run's start/, and `note` what else the card says. Raises
@@ -81,7 +83,7 @@ def complete_(folder: Path, shown: str, base: TrainedOn, trust_remote_code: bool
     """
     name_bases_(folder, base, plain_base(base) or base.base)
     add_tokenizer_(folder, base.base, trust_remote_code)
-    replace_text(folder / CARD, card_text(shown, base, note))
+    replace_text(folder / CARD, card_text(shown, base, note, tag))
 
 
 def add_tokenizer_(folder: Path, model: str, trust_remote_code: bool = False) -> None:
@@ -103,15 +105,15 @@ def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:
     replace_text(folder / TRAINED_ON, json.dumps(asdict(base), indent=1) + "\n")
 
 
-def card_text(shown: str, base: TrainedOn, note: str = "") -> str:
-    """The card of an adapter in a run, with a `note` of how it was trained."""
+def card_text(shown: str, base: TrainedOn, note: str = "", tag: str = "grpo") -> str:
+    """The card of an adapter in a run, with a `note` and the hub's `tag` of how it was trained."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
         base_model=on_hub(plain_base(base)),
         library_name="peft",
         pipeline_tag="text-generation",
-        tags=["qerl", "grpo", "lora"],
+        tags=["qerl", tag, "lora"],
     )
     label = formats.get(base.format).folder_label
     trained = f"Trained by qerl on `{base.base}` ({label}). {note}".strip()

@@ -379,6 +379,15 @@ def run_of_adapter(adapter: Path) -> Path | None:
     return next((folder for folder in adapter.resolve().parents[:3] if resting_kind(folder) == "run"), None)
 
 
+def name_of_adapter(folder: Path) -> str:
+    """A name for what is made of a run or an adapter: the run's, with that of the checkpoint unless it is the last."""
+    folder = folder.expanduser().resolve()
+    if folder.name == "adapter":
+        return folder.parent.name
+    run = run_of_adapter(folder)
+    return folder.name if run is None else f"{run.name}-{folder.name}"
+
+
 def switches_for(run: Path | None, asked: Mapping[str, object] | None) -> Mapping[str, object]:
     """The variables of the chat template that were asked for; for None those that the run trained with, if any."""
     if asked is not None or run is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.checkpoint.folder import REPORT, WORDS, default_quantized_dir, embedded_folder, format_of, quantized_from
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
+from qerl.checkpoint.resolve import name_of_adapter
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -66,7 +67,7 @@ def after_evaluating(base: str, adapter: str | None, format: str) -> str:
     if adapter is not None:
         folder = Path(adapter)
         whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
-        if (merged := Path("merged") / f"{whole.resolve().name}-{format}").exists():
+        if (merged := Path("merged") / f"{name_of_adapter(whole)}-{format}").exists():
             return _line("chat", "--model", str(merged))
         return _line("merge", "--adapter", str(whole), "--to", format)
     folder = Path(base)

@@ -33,6 +33,11 @@ class RunKind(Section):
         return cls(learns=learns, trains=trains)
 
     @property
+    def tag(self) -> str:
+        """What the hub calls such training."""
+        return {"samples": "grpo", "teacher": "distillation", "conversations": "sft"}[self.learns]
+
+    @property
     def samples(self) -> bool:
         """Whether an engine samples what the run trains on."""
         return self.learns != "conversations"

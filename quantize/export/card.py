@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from qerl.base.errors import DataError
+from qerl import formats
+from qerl.base.errors import CheckpointError, DataError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
 from qerl.base.printable import quoted
 from qerl.base.read_back import read_object, read_rows
 from qerl.checkpoint.base_start import START
-from qerl.checkpoint.folder import EMBEDDED, WORDS, quantized_from
+from qerl.checkpoint.folder import EMBEDDED, WORDS, kind_of_run, quantized_from
 from qerl.checkpoint.peft_folder import loading, on_hub, trained_on
 from qerl.config.recipe import read_config
+from qerl.data.rows import is_local
+from qerl.data.tasks import TASKS
 from qerl.report.read import About, Metrics
+from quantize.export.options import GGUF
 from quantize.export.report import ExportReport, MergeReport
 
 logger = logging.getLogger(__name__)
@@ -50,7 +56,7 @@ def write_card(report: ExportReport | MergeReport, run: Path | None, path: Path)
         parts.append(evaluation_text(results, report.evaluated))
     parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
     text = "\n\n".join(part for part in parts if part)
-    replace_text(path, f"---\n{_metadata(report, results)}\n---\n\n{text}\n")
+    replace_text(path, f"---\n{_metadata(report, results, run)}\n---\n\n{text}\n")
 
 
 def base_on_hub(base: str) -> str | None:
@@ -95,19 +101,36 @@ def read_results(run: Path) -> list[dict]:
     return sorted(found, key=lambda result: result["task"])
 
 
-def _metadata(report: ExportReport | MergeReport, results: Iterable[dict]) -> str:
+def datasets_of(run: Path) -> list[str]:
+    """The data sets on the hub that a run trained on, by its recipe; none if that cannot be read."""
+    try:
+        data = read_config(run / "config.yaml")[0].get("data", {})
+        parts = [{**data, **part} for part in data.get("sources") or [data]]
+        places = [part.get("source") or TASKS[part["task"]].hub for part in parts]
+    except (DataError, OSError, ValueError, KeyError):
+        return []
+    return sorted({place.partition(":")[0] for place in places if place and not is_local(place)})
+
+
+def _metadata(report: ExportReport | MergeReport, results: Iterable[dict], run: Path | None) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     evaluations = [
         EvalResult("text-generation", result["task"], result["task"], "accuracy", result["accuracy"]["value"])
         for result in results
     ]
+    base, tag = base_on_hub(report.base), "grpo"
+    with suppress(CheckpointError):  # a recipe that cannot be read is no reason to lose the merge
+        tag = kind_of_run(run).tag if run else tag
+    packed = report.to == GGUF or (report.to != "adapter" and formats.get(report.to).quantized)
     data = ModelCardData(
-        base_model=base_on_hub(report.base),
+        base_model=base,
+        base_model_relation="quantized" if base and packed else None,
+        datasets=(run and datasets_of(run)) or None,
         license=licence_of(report.base),
-        library_name="peft" if report.to == "adapter" else "transformers",
+        library_name={"adapter": "peft", GGUF: None}.get(report.to, "transformers"),
         pipeline_tag="text-generation",
-        tags=["qerl", "grpo", *report.tags],
+        tags=["qerl", tag, *report.tags],
         model_name=report.out.name if evaluations else None,
         eval_results=evaluations or None,
     )
@@ -127,24 +150,32 @@ def _title(report: ExportReport | MergeReport) -> str:
 
 
 def _loading(report: ExportReport | MergeReport) -> str:
+    commands = report.commands.values()
+    if report.repo:
+        given = {shlex.quote(str(report.out)), shlex.quote(str(report.out.resolve())), str(report.out.resolve())}
+        for path in sorted(given, key=len, reverse=True):
+            commands = [command.replace(path, report.repo) for command in commands]
+    if report.to == GGUF:
+        hub = report.repo and [f"ollama run hf.co/{report.repo}", f"llama-server -hf {report.repo} --jinja"]
+        return _commands(hub or commands)
     if report.to != "adapter":
-        return loading_lines(report.out, report.commands.values())
+        return loading_lines(report.repo or report.out.name, commands)
     origin = replace(trained_on(report.onto), start=report.start)
-    return f"{_commands(report.commands.values())}\n\n{loading(str(report.out), origin, str(report.out / START))}"
+    return f"{_commands(commands)}\n\n{loading(report.shown, origin, str(report.out / START))}"
 
 
 def _commands(commands: Iterable[str]) -> str:
     return "\n".join(["## How to load it", "", *(f"    {command}" for command in commands)])
 
 
-def loading_lines(out: Path, commands: Iterable[str]) -> str:
-    """How a whole model is loaded: by these commands, or in Python."""
+def loading_lines(name: str, commands: Iterable[str]) -> str:
+    """How a whole model is loaded: by these commands, or in Python by its `name`."""
     lines = [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained({quoted(out.name)}, dtype="bfloat16")',
-        f"tokenizer = AutoTokenizer.from_pretrained({quoted(out.name)})",
+        f'model = AutoModelForCausalLM.from_pretrained({quoted(name)}, dtype="bfloat16")',
+        f"tokenizer = AutoTokenizer.from_pretrained({quoted(name)})",
         "```",
     ]
     return "\n".join([_commands(commands), "", *lines])

@@ -17,9 +17,11 @@ from qerl.base.errors import ConfigError, check_choices
 from qerl.checkpoint.activations import kind_of_activations
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import format_of
+from qerl.checkpoint.resolve import name_of_adapter
 from qerl.checkpoint.shards import read_json
 
-TARGETS = ("adapter", *(each.name for each in formats.writable()))
+GGUF = "gguf"
+TARGETS = ("adapter", *(each.name for each in formats.writable()), GGUF)
 ONLY_QERL = (
     "its activations have dynamic 4-bit scales per token, which stock vLLM does not know and refuses to load: qerl "
     "chat and qerl eval read it; static scales (qat.quant_cfg: nvfp4_w4a4_static) are read by stock vLLM"
@@ -37,8 +39,8 @@ class ExportOptions:
     to: Annotated[
         Literal[TARGETS] | None,
         typer.Option(
-            help="adapter: PEFT folder; bf16, nvfp4, fp8_block: whole model in 16, 4, 8 bits. Default, for a run that "
-            "trained through the quantizer: as it was trained."
+            help="adapter: PEFT folder; bf16, nvfp4, fp8_block: whole model in 16, 4, 8 bits; gguf: for llama.cpp and "
+            "Ollama. Default, for a run that trained through the quantizer: as it was trained."
         ),
     ] = None
     out: Annotated[
@@ -63,6 +65,9 @@ class ExportOptions:
         bool,
         typer.Option("--with-start", help="Write an adapter and its frozen start as one adapter, for stock vLLM."),
     ] = False
+    converter: Annotated[
+        Path | None, typer.Option(help="Checkout of llama.cpp, for --to gguf; default: the installed converter.")
+    ] = None
     prompts: Annotated[
         Path | None, typer.Option(help="File with a column `question`. Default: the run's own prompts.")
     ] = None
@@ -80,11 +85,13 @@ class ExportOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
-        names = [each.name for each in formats.writable()]
-        check_choices(self, to=names)
+        names = TARGETS[1:]
+        check_choices(self)
+        if self.converter is not None and self.to != GGUF:
+            raise ConfigError(f"--converter {self.converter} goes with --to {GGUF}")
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
             raise ConfigError(
-                f"--dtype and --base-name go with --to adapter: a merged model is {formats.BF16.name} and has no base"
+                "--dtype and --base-name go with --to adapter: a whole model has weights of one kind and no base"
             )
         if self.to != "adapter" and self.with_start:
             raise ConfigError("--with-start goes with --to adapter: a whole model has the start in its weights")
@@ -102,10 +109,9 @@ class ExportOptions:
             raise ConfigError(f"--prompts {self.prompts} does not exist: give a file with a column `question`")
 
     def named(self) -> str:
-        """A name for the result: the run's, for its folder `adapter/` too, or the adapter folder's."""
-        folder = Path(self.adapter).expanduser().resolve()
-        named = folder.parent if folder.name == "adapter" else folder
-        return named.name if folder.exists() else self.adapter.rsplit("/", 1)[-1]
+        """A name for the result: that of the run and its checkpoint, the adapter folder's, or the hub's."""
+        folder = Path(self.adapter).expanduser()
+        return name_of_adapter(folder) if folder.exists() else self.adapter.rsplit("/", 1)[-1]
 
     def folder(self, above: str = "exported") -> Path:
         """Where the result is written; call it when `to` is known."""
@@ -116,6 +122,15 @@ class ExportOptions:
 def chat_line(out: Path) -> str:
     """`qerl chat` with the folder; an adapter folder names its base itself."""
     return f"qerl chat --model {shlex.quote(str(out))}"
+
+
+def gguf_lines(out: Path, file: str) -> dict[str, str]:
+    """Lines that ask the GGUF `file` of the folder `out`."""
+    name, folder = Path(file).stem.lower(), shlex.quote(str(out / "Modelfile"))
+    return {
+        "ollama": f"ollama create {shlex.quote(name)} -f {folder} && ollama run {shlex.quote(name)}",
+        "llama.cpp": f"llama-server -m {shlex.quote(str(out / file))} --jinja",
+    }
 
 
 def serve_model_line(out: Path) -> str:

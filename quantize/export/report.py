@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint.base_start import TrainedStart
+from quantize.export.options import GGUF
 from quantize.report import format_size, table_of
 
 if TYPE_CHECKING:
@@ -30,16 +31,23 @@ class _Written:
     created: str
     versions: dict[str, str]
     commands: dict[str, str] = field(default_factory=dict)
+    repo: str | None = None  # where it is pushed to
+
+    @property
+    def shown(self) -> str:
+        """By what others load it: the hub's id of what is pushed, or the folder."""
+        return self.repo or str(self.out)
 
     @property
     def kind(self) -> str:
         """What it is, in words."""
-        return "PEFT adapter" if self.to == "adapter" else formats.get(self.to).model_label
+        return {"adapter": "PEFT adapter", GGUF: "GGUF file in BF16"}.get(self.to) or formats.get(self.to).model_label
 
     @property
     def tags(self) -> tuple[str, ...]:
         """Tags for the model card."""
-        return self.made, *(() if self.to == "adapter" else formats.get(self.to).card_tags)
+        of_format = {"adapter": (), GGUF: (GGUF,)}.get(self.to)
+        return self.made, *(formats.get(self.to).card_tags if of_format is None else of_format)
 
     def warnings(self) -> list[str]:
         """What a user has to know before using the result, one sentence each."""
@@ -82,7 +90,7 @@ class ExportReport(_Written):
         """What the result is, by the names that people read; for a card, with the base as `origin`, without paths."""
         run = f"`{Path(self.run).name}`" if origin else self.run
         how = f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
-        if formats.get(self.to).quantized:
+        if self.to != GGUF and formats.get(self.to).quantized:
             how = "packed as the engine holds them"
         rows = {
             "run": f"{run}, step {self.step}",

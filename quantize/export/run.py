@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,15 +40,17 @@ from qerl.checkpoint.output import (
     write_json,
 )
 from qerl.checkpoint.peft_folder import TrainedOn, plain_base
-from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model, run_of_adapter
+from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model, run_of_adapter, switches_for
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
 from quantize.export.card import write_card
 from quantize.export.options import (
+    GGUF,
     ONLY_QERL,
     TARGETS,
     ExportOptions,
     chat_line,
+    gguf_lines,
     only_qerl_reads,
     serve_adapter_line,
     serve_model_line,
@@ -98,6 +101,15 @@ def export(options: ExportOptions) -> ExportReport | MergeReport:
         from quantize.export.effect import questions_in
 
         questions_in(options.prompts)
+    report = (_write_gguf if options.to == GGUF else _write)(options)
+    for warning in report.warnings():
+        logger.warning("warning: %s", warning)
+    if options.push_to_hub:
+        logger.info("pushed to %s", push(report.out, options.push_to_hub, not options.public))
+    return report
+
+
+def _write(options: ExportOptions) -> ExportReport | MergeReport:
     if (found := _packed_run(options)) is not None:
         return _write_packed(*found)
     if options.to is None or options.step is not None:
@@ -110,11 +122,42 @@ def export(options: ExportOptions) -> ExportReport | MergeReport:
     folder = adapter_folder(options.adapter)
     adapter = Adapter(folder, *read_adapter(folder))
     out = options.folder()
-    report = _write_adapter(options, adapter, out) if options.to == "adapter" else _write_model(options, adapter, out)
-    for warning in report.warnings():
-        logger.warning("warning: %s", warning)
-    if options.push_to_hub:
-        logger.info("pushed to %s", push(out, options.push_to_hub, not options.public, "merge"))
+    return _write_adapter(options, adapter, out) if options.to == "adapter" else _write_model(options, adapter, out)
+
+
+def _write_gguf(options: ExportOptions) -> ExportReport | MergeReport:
+    """Convert the model in 16 bits, which is written beside the GGUF file while that is made."""
+    from quantize.export.gguf import check_convertible, convert, find_converter, modelfile
+
+    converter, packed = find_converter(options.converter), _packed_run(options)
+    if packed is None:
+        folder = adapter_folder(options.adapter)
+        run = run_of_adapter(folder)
+        exact = resolve_model(options.model or options.adapter, adapter=options.adapter if options.model else None)
+        base = local_folder(exact.base)
+    else:
+        options, run = packed
+        base = run / BASE
+        folder = run / "checkpoints"
+    out = options.folder()
+    for source in (base, folder):
+        check_target(out, source, options.overwrite, options.force)
+    check_convertible(converter, base)
+    with staged_folder(out) as staging:
+        whole, file = staging / formats.BF16.name, f"{out.name.removesuffix(f'-{GGUF}')}.gguf"
+        report = _write(replace(options, to=formats.BF16.name, out=whole, converter=None))
+        check_space(out, report.bytes)
+        logger.info("converting to %s", file)
+        convert(converter, whole, staging / file, out.name, "--model-name", out.name)
+        text = modelfile(whole, file, switches_for(run, None))
+        replace_text(staging / "Modelfile", text)
+        shutil.rmtree(whole)
+        report = replace(
+            report, out=out, to=GGUF, bytes=(staging / file).stat().st_size, commands=gguf_lines(out, file)
+        )
+        write_json(staging / (EXPORT_REPORT if packed else MERGE_REPORT), report.to_json())
+        write_card(report, run, staging / CARD)
+    logger.info("wrote %s", out)
     return report
 
 
@@ -137,7 +180,7 @@ def _packed_run(options: ExportOptions) -> tuple[ExportOptions, Path] | None:
                 f"{option} {value}: {run} trained within the packed weights of its own 16-bit model, and nothing is "
                 f"lost in packing: leave {option} out"
             )
-    return replace(options, step=step), run
+    return replace(options, step=step, adapter=str(run)), run
 
 
 def _step_of(adapter: Path) -> int | None:
@@ -173,8 +216,6 @@ def _write_packed(options: ExportOptions, run: Path) -> ExportReport:
     logger.info("wrote %s", out)
     if _only_qerl(run, options):
         logger.warning("warning: %s: %s", out, ONLY_QERL)
-    if options.push_to_hub:
-        logger.info("pushed to %s", push(out, options.push_to_hub, not options.public, "export"))
     return report
 
 
@@ -207,6 +248,7 @@ def _packed_report(run: Path, out: Path, step: int, masters: Masters, options: E
         trained=masters.what,
         bytes=0,
         **made_by(),
+        repo=options.push_to_hub,
         commands=_commands(out, run / BASE, _only_qerl(run, options)),
     )
 
@@ -360,6 +402,7 @@ def _report(options: ExportOptions, adapter: Adapter, out: Path, base: str, onto
         trained_norms=len(adapter.norms),
         bytes=0,
         **made_by(),
+        repo=options.push_to_hub,
     )
 
 

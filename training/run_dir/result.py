@@ -122,7 +122,7 @@ def _complete_(folder: Path, final: Path, config: RunConfig) -> None:
     if origin.start is not None:  # without this file the adapter would be taken for one of the base alone
         name_bases_(folder, origin, plain_base(origin) or base)
     try:
-        complete_(folder, str(final), origin, config.model.trust_remote_code, note)
+        complete_(folder, str(final), origin, config.model.trust_remote_code, note, config.kind.tag)
     except CheckpointError as error:
         logger.warning("%s has neither tokenizer nor card: %s", final, error)
 

@@ -199,7 +199,7 @@ def test_a_push_follows_the_export_and_is_checked_before_it(finished, tmp_path, 
     monkeypatch.setattr(quantize.export.run, "push", lambda *given: seen.append(given) or "the hub")
     options = ExportOptions(str(finished), out=tmp_path / "out", push_to_hub="me/model")
     report = export(options)
-    assert seen == [("me/model", False), (report.out, "me/model", True, "export")]
+    assert seen == [("me/model", False), (report.out, "me/model", True)]
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="is no hub id"):
         export(replace(options, push_to_hub="model", out=tmp_path / "other"))

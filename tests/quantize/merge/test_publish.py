@@ -14,7 +14,7 @@ import pytest
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.export import check_push
-from quantize.export.card import base_on_hub, licence_of, loading_lines, read_results
+from quantize.export.card import base_on_hub, datasets_of, licence_of, loading_lines, read_results
 from quantize.export.options import ExportOptions, chat_line, serve_adapter_line, serve_model_line
 from quantize.export.run import export
 
@@ -47,6 +47,7 @@ def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(ru
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "Qwen/Qwen2.5-7B-Instruct"
     assert card.data.library_name == "peft"
+    assert card.data.datasets is None  # the task makes its own rows
     assert card.data.eval_results[0].metric_value == 0.967
     assert "| arith | 96.7% | 94.0% to 98.2% | 300 | 1 | 1.0% |" in card.text
     assert "Recipe `tiny`, 30 steps." in card.text
@@ -54,6 +55,40 @@ def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(ru
     assert "rank: 4" in card.text
     assert report.commands["vllm"] in card.text
     assert len(read_results(run)) == 1  # the truncated one does not count
+
+
+def test_what_is_made_of_a_checkpoint_is_named_after_its_run(run):
+    for folder, name in (
+        (".", "tiny_run"),
+        ("adapter", "tiny_run"),
+        ("best", "tiny_run-best"),
+        ("checkpoints/step-000004", "tiny_run-step-000004"),
+    ):
+        (run / folder).mkdir(parents=True, exist_ok=True)
+        assert ExportOptions(str(run / folder), "bf16").folder() == Path("exported") / f"{name}-bf16"
+    assert ExportOptions("me/of-the-hub", "bf16").named() == "of-the-hub"
+
+
+@pytest.mark.parametrize(("section", "tag"), [("sft", "sft"), ("distill", "distillation"), ("other", "grpo")])
+def test_the_card_s_tag_says_how_it_was_trained(run, tmp_path, section, tag):
+    (run / "run.json").unlink()
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"{section}: {{}}\n")
+    export(ExportOptions(str(run), "adapter", tmp_path / "out", base_name="a/b"))
+    assert f"- qerl\n- {tag}\n- lora" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_card_names_the_data_sets_on_the_hub(run, tmp_path):
+    recipe = (run / "config.yaml").read_text()
+    for task, source, expected in (
+        ("gsm8k", "null", ["openai/gsm8k"]),
+        ("gsm8k", "me/rows:hard", ["me/rows"]),
+        ("own", str(tmp_path), []),
+        ("nothing", "null", []),
+    ):
+        changed = recipe.replace("task: arith\n  source: null", f"task: {task}\n  source: {source}")
+        (run / "config.yaml").write_text(changed)
+        assert datasets_of(run) == expected
 
 
 def test_with_a_damaged_log_the_card_lacks_the_training_but_the_merge_succeeds(run, tmp_path, caplog):
@@ -185,6 +220,11 @@ def test_a_push_uploads_the_folder_and_its_card(run, hub, tmp_path, server):
     assert set(server.files) == {path.name for path in out.iterdir()}
     assert all(server.files[path.name] == path.read_bytes() for path in out.iterdir())
     assert "me/model" in stderr
+    text = server.files["README.md"].decode()
+    assert "from_pretrained('me/model')" in text
+    assert "qerl chat --model me/model\n" in text
+    assert "=me/model\n" in text
+    assert str(out) not in text
 
 
 def test_a_failed_push_leaves_the_folder_and_says_how_to_go_on(run, hub, tmp_path, server):
@@ -216,6 +256,6 @@ def test_a_pushed_adapter_of_a_local_base_says_that_others_cannot_load_it(run, h
 
 @pytest.mark.parametrize("name", ["my model", 'a"); open("PWN', "it's\n```\nopen(1)", "\\N{x}"])
 def test_the_name_of_a_folder_is_a_literal_in_the_lines_that_load_it(name):
-    code = re.search(r"```python\n(.*?)\n```", loading_lines(Path("x") / name, ()), re.DOTALL)[1]
+    code = re.search(r"```python\n(.*?)\n```", loading_lines(name, ()), re.DOTALL)[1]
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     assert [ast.literal_eval(call.args[0]) for call in calls] == [name, name]
