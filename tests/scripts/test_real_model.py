@@ -1,5 +1,6 @@
 """scripts/models/real_model.py: a damaged file, and what the folder's model says."""
 
+import hashlib
 import json
 
 import pytest
@@ -15,7 +16,7 @@ def gguf(tmp_path, monkeypatch):
     """A stand-in for the package's file."""
     file = tmp_path / real_model.FILE
     file.write_bytes(CONTENT)
-    monkeypatch.setattr(real_model, "SHA256", real_model.digest(file))
+    monkeypatch.setattr(real_model, "SHA256", hashlib.sha256(CONTENT).hexdigest())
     return file
 
 
