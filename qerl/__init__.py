@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from qerl.api.training import train as train
     from qerl.base.errors import QerlError as QerlError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PLACES = {  # name -> the module that defines it
     "Model": "qerl.api.model",

@@ -1,12 +1,6 @@
 """The calibration rows that ship with qerl: three kinds take turns, with their licences and near no evaluation set."""
 
-import importlib.util
 import json
-import shutil
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +11,6 @@ from qerl.data.sequences import tokens_of
 from quantize.calibration import load_calibration, shipped_rows
 from tests.helpers.checkpoint_factory import make_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("gsm8k", "dapo_math", "docs")
 
 
@@ -80,22 +73,3 @@ def test_few_sequences_are_mixed_too(of_text):
     shared = load_calibration("mixed", of_text, 1, 1024, 2)
     assert shared.held_out == found.held_out
     assert shared.sequences == found.sequences[:1]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="a wheel is built with setuptools")
-def test_the_wheel_holds_the_rows_and_their_licences(tmp_path):
-    packages = ("qerl", "quantize", "training", "eval")
-    for name in packages:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    code = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as file:
-        assert file.read("quantize/rows/mixed.jsonl.gz") == shipped_rows().read_bytes()
-        texts = file.read("quantize/rows/LICENSES").decode()
-        assert any(name.endswith("licenses/quantize/rows/LICENSES") for name in file.namelist())
-    for part in ("MIT License", "Copyright (c) 2021 OpenAI", "TERMS AND CONDITIONS FOR USE", "Bytedance"):
-        assert part in texts
-    assert {kind for kind in KINDS if f'kind "{kind}"' in texts} == set(KINDS)
