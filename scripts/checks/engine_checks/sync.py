@@ -8,6 +8,8 @@ import torch
 
 from engine_checks.compare import compare, same
 from engine_checks.context import Context
+from qerl.checkpoint.adapter_file import linear_targets
+from qerl.config.names import PROJECTIONS
 from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
 from scripts.bench.watch import address
 
@@ -19,7 +21,7 @@ def adapter(context: Context) -> dict:
     from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora
 
     before = context.engine.generate(context.prompts[:8], context.greedy)
-    model = attach_lora(context.policy, context.arguments.rank, ALPHA)
+    model = attach_lora(context.policy, context.arguments.rank, ALPHA, linear_targets(context.policy, PROJECTIONS))
     generator = torch.Generator("cuda").manual_seed(7)
     tensors = adapter_tensors(model)
     for name, tensor in tensors.items():
@@ -93,7 +95,9 @@ def trained_norms(context: Context) -> dict:
     engine, generator = context.engine, torch.Generator("cuda").manual_seed(11)
     before = engine.generate(context.prompts, context.sampling, seed=3)
     own = {name: norm.detach().clone() for name, norm in context.policy.named_parameters() if "norm" in name}
-    model = attach_lora(context.policy, context.arguments.rank, ALPHA, train_norms=True)
+    model = attach_lora(
+        context.policy, context.arguments.rank, ALPHA, linear_targets(context.policy, PROJECTIONS), train_norms=True
+    )
     tensors = adapter_tensors(model)
     norms = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for tensor in norms.values():

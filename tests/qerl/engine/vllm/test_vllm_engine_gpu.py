@@ -50,6 +50,7 @@ def checked(request, tmp_path_factory):
     hybrid = shape == "tiny-qwen3.5"
     linears, packed, norms = HYBRID["".join(ignored[1:])] if hybrid else (LINEARS, PACKED, NORMS)
     counts = {"linears": linears, "packed": packed if format == "nvfp4" else 0, "norms": norms, "hybrid": hybrid}
+    counts["kl"] = 1e-3 if hybrid else 5e-5  # on a CPU in 16 bits, with vLLM's own model: 3e-4
     return SimpleNamespace(format=format, asked=kernel, flag=flag, **counts, **report)
 
 
@@ -127,20 +128,20 @@ class TestOnGPU:
     def test_sampler_trainer_and_score_agree(self, checked):
         assert checked.agreement["packed"]["kl"] < 5e-5
         for result in (checked.agreement, checked.temperature, checked.adapter):
-            assert result["policy"]["kl"] < 5e-5
-            assert result["score"]["kl"] < 5e-5
+            assert result["policy"]["kl"] < checked.kl
+            assert result["score"]["kl"] < checked.kl
 
     def test_all_three_agree_with_transformers_in_float32(self, checked):
         for name in ("sampled", "policy", "score"):
-            assert checked.oracle[name]["mean_abs"] < 5e-3
-            assert checked.oracle[name]["kl"] < 5e-5
+            assert checked.oracle[name]["mean_abs"] < (3e-2 if checked.hybrid else 5e-3)
+            assert checked.oracle[name]["kl"] < checked.kl
 
     def test_an_adapter_acts_counts_match_and_misfits_raise(self, checked):
         assert checked.adapter["count"] == 2 * checked.linears
         assert checked.adapter["changed"] > 0
         least = 0.94 if checked.flag.startswith("--start") else 0.97  # a start makes more near-ties
-        assert checked.adapter["greedy"]["equal_tokens"] > least
-        assert checked.adapter["greedy"]["largest_gap"] < 0.01
+        assert checked.adapter["greedy"]["equal_tokens"] > (0.9 if checked.hybrid else least)
+        assert checked.adapter["greedy"]["largest_gap"] < (0.1 if checked.hybrid else 0.01)
         assert all(checked.adapter["errors"].values())
 
     def test_noise_acts_down_to_sigma_1e_4_and_is_removed_without_a_trace(self, checked):
@@ -189,7 +190,7 @@ class TestOnGPU:
         assert checked.trained_norms["count"] == checked.trained_norms["expected"]
         assert checked.trained_norms["bits"]
         assert checked.trained_norms["same_as_before"]["logprobs"] == 0
-        assert checked.trained_norms["policy"]["kl"] < 5e-5
+        assert checked.trained_norms["policy"]["kl"] < checked.kl
 
     def test_whole_weights_are_packed_in_place_and_act(self, checked):
         result = checked.whole_weights
@@ -202,8 +203,8 @@ class TestOnGPU:
         assert result["count"] == result["expected"] == checked.linears
         assert result["different"] == result["moved"] == []
         assert result["same_as_before"]["logprobs"] == 0
-        assert result["policy"]["kl"] < 5e-5
-        assert result["score"]["kl"] < 5e-5
+        assert result["policy"]["kl"] < checked.kl
+        assert result["score"]["kl"] < checked.kl
         if checked.flag == "--deterministic":
             assert result["restored"] == {"tokens": 1.0, "logprobs": 1.0}
 
