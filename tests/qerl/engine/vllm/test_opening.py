@@ -16,7 +16,7 @@ from bench_startup import ratios
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from qerl.base.errors import EngineError, MissingExtraError
+from qerl.base.errors import CheckpointError, EngineError, MissingExtraError
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import opening
 from qerl.engine.vllm.engine import VLLMEngine
@@ -247,3 +247,23 @@ def test_a_shape_that_our_kernel_does_not_support_is_refused_for_that_kernel_onl
     with pytest.raises(EngineError, match=r"mlp\.down_proj is 12 x 64, .* write rollout\.kernel=humming or marlin"):
         check_folder(folder, NVFP4, "qerl")
     check_folder(folder, NVFP4, "marlin")
+
+
+def test_beside_states_fewer_sequences_run_at_once_with_16_bit_keys_and_without_a_prefix_cache(tmp_path):
+    """27B shape: a block is 784 tokens of 64 KiB, and a sequence has four at least, three of which are its states."""
+    sizes = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
+    states = {"linear_num_value_heads": 48, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "head_dim": 256}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, **states, linear_value_head_dim=128, intermediate_size=17408)
+    config.save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors")
+    settings = opening.Settings(str(tmp_path), "bf16", EngineOptions(memory=30, max_context=1000))
+    arguments = settings.memory_arguments(80 * 2**30)
+    assert arguments["max_num_seqs"] == 27 * 2**30 // (4 * 784 * 64 * 2**10)  # of 30 GiB 3 are for work and graphs
+    assert arguments["kv_cache_memory_bytes"] is None  # those of 1,001 tokens need five blocks each
+    few = opening.Settings(str(tmp_path), "bf16", EngineOptions(memory=30, max_context=1000, max_sequences=64))
+    arguments = few.memory_arguments(80 * 2**30)
+    assert arguments["max_num_seqs"] == 64
+    assert arguments["kv_cache_memory_bytes"] == int(64 * 5 * 784 * 64 * 2**10 * 1.02) + 2**26
+    assert settings.for_states() == {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
+    with pytest.raises(CheckpointError, match=r"in 16 bits: write rollout\.kv_cache_dtype: auto in place of fp8"):
+        opening.Settings(str(tmp_path), "bf16", EngineOptions(kv_cache_dtype="fp8"))
