@@ -40,6 +40,7 @@ class QuantizeReport:
     versions: dict[str, str]
     bytes_before: int  # of all tensors
     bytes_after: int = 0
+    text_part: bool = False  # of a model for pictures and text, the source
     calibration: dict | None = None
     outputs: OutputErrors | None = None  # None if there were no rows
     start: dict | None = None  # rank, and rate_ratio: see `quantize.rounding.rate_ratio`

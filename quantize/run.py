@@ -123,9 +123,9 @@ def _quantize(source: Source, choice: Choice, device: torch.device, staging: Pat
 def _write_and_verify(source: Source, choice: Choice, device: torch.device, staging: Path, out: Path) -> QuantizeReport:
     from quantize import compressor, one_pass, output_error
 
-    options = choice.options
+    options, part = choice.options, source.part
     with ExitStack() as stack:
-        if source.part:
+        if part:
             source = stack.enter_context(text_model(source, out, rows=options.has_rows))
         else:
             check_config_fits(source.folder, source.tensors, options.trust_remote_code)
@@ -153,7 +153,9 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
         judged = options.judges_weights
         layers = verify(staging, source, rescaled or read, device, lambda: progress.advance(task), judged)
         check_input_scales(staging, inputs)
-        report = replace(_report(source, options, out, layers), bytes_after=written, copied_files=copied)
+        report = replace(
+            _report(source, options, out, layers), bytes_after=written, copied_files=copied, text_part=part
+        )
         if start is not None:
             report = replace(report, start=one_pass.save_start(staging, source, start, rows))
         if rows is not None:

@@ -32,12 +32,13 @@ from qerl.checkpoint.adapter_file import (
     config_of_file,
     describe,
     expert_tensors,
+    for_whole_,
     is_of_experts,
     to_peft,
 )
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
 from qerl.checkpoint.experts import ModelShapes, shapes_of
-from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, quantized_from, whole_path
+from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, is_text_part, quantized_from, whole_path
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.names import PROJECTIONS
@@ -303,6 +304,8 @@ def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) 
     )
     if of_experts:
         _add_experts(Path(folder), of_experts, model)
+    if is_text_part(str(model.peft_config[ADAPTER_NAME].base_model_name_or_path)):
+        for_whole_(Path(folder))
     mode_by_umask(Path(folder) / ADAPTER_FILES[1])
     (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT writes an empty template of a model card
 

@@ -1,11 +1,15 @@
 """The files of an adapter. Importing this loads no torch.
 
 Tensors are named as `qerl.checkpoint.adapter` names them. PEFT keeps an adapter on experts in another layout
-(`to_peft`).
+(`to_peft`). An adapter on the text part of a model for pictures and text is for the whole model in its file: vLLM opens
+that model, and ignores keys that it does not have in silence.
+
+    base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.base.files import JSON_BYTES, parse_json, read_text
+from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
+from qerl.checkpoint.shards import read_json
 from qerl.config.names import OF_EXPERTS, OF_STATES, PROJECTIONS
 
 if TYPE_CHECKING:
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 
 
 PEFT_PREFIX = "base_model.model."
+PART, WHOLE = "model.layers.", "model.language_model.layers."  # decoder layers in a text model, and in a whole one
 OTHER_ADAPTERS = (
     "use_dora", "lora_bias", "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication",
     "megatron_config", "monteclora_config", "trainable_token_indices", "use_bdlora", "use_qalora",
@@ -50,7 +56,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
         saved = load_file(weights)
     except Exception as error:
         raise CheckpointError(f"{weights} cannot be read ({error}): save or download it again") from error
-    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
+    tensors = {_in_text_model(name.removeprefix(PEFT_PREFIX)): tensor for name, tensor in saved.items()}
     expert_rank = rank_in_file(config, str(folder))
     if expert_rank is not None:
         tensors = from_peft(tensors, expert_rank, str(weights))
@@ -59,6 +65,28 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     _check_factors(weights, tensors, config["r"])
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     return tensors, config["lora_alpha"] / root
+
+
+def _in_text_model(name: str) -> str:
+    return PART + name.removeprefix(WHOLE) if name.startswith(WHOLE) else name
+
+
+def is_for_whole(folder: Path) -> bool:
+    """Whether an adapter's folder is for a model for pictures and text, as `for_whole_` makes it."""
+    return "language_model" in str(read_json(folder / "adapter_config.json").get("target_modules"))
+
+
+def for_whole_(folder: Path) -> None:
+    """Let a folder that acts on a text model act on the text part of the whole model, and on no other part of it."""
+    from safetensors.torch import load_file, save_file
+
+    weights, place = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = {name.replace(PEFT_PREFIX + PART, PEFT_PREFIX + WHOLE): t for name, t in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = read_json(place)
+    if isinstance(leaves := config["target_modules"], list):
+        config["target_modules"] = rf"(.*language_model|model)\.layers\.\d+\.(.*\.)?({'|'.join(sorted(leaves))})"
+    replace_text(place, json.dumps(config, indent=2, sort_keys=True))
 
 
 def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, expanded, fsync, parse_json, read_text
+from qerl.checkpoint.experts import COMPUTED
 from qerl.checkpoint.hub import check_links
 from qerl.checkpoint.shards import read_config, read_json
 from qerl.formats.base import Format
@@ -140,6 +141,26 @@ REPORT = "quantize_report.json"
 def quantized_from(folder: Path) -> str | None:
     """The model from which a quantized folder was made, according to its report; None if it has no report."""
     return read_json(folder / REPORT).get("source") if (folder / REPORT).is_file() else None
+
+
+def is_text_part(base: str) -> bool:
+    """Whether a base is the text part of a model for pictures and text: that model itself, or quantized from it.
+
+    Only in families that stock vLLM serves as a whole, Qwen3.5 and Gemma 4. What is not in a folder here is taken for a
+    text model.
+    """
+    folder = embedded_folder(base)
+    if not (folder / "config.json").is_file():
+        return False
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    if str((text if isinstance(text, dict) else config).get("model_type")) not in COMPUTED:
+        return False
+    report = read_json(folder / REPORT) if (folder / REPORT).is_file() else {}
+    if "text_part" in report:
+        return report["text_part"] is True
+    config = Path(report.get("source") or folder) / "config.json"
+    return config.is_file() and "text_config" in read_json(config)
 
 
 def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:

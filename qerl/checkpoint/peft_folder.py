@@ -22,7 +22,16 @@ from qerl.base.files import replace_text
 from qerl.base.hub import HUB_ID
 from qerl.checkpoint.base_start import START, TrainedStart
 from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.folder import EMBEDDED, REPORT, TRAINED_ON, embedded_folder, format_of, quantized_from, whole_path
+from qerl.checkpoint.folder import (
+    EMBEDDED,
+    REPORT,
+    TRAINED_ON,
+    embedded_folder,
+    format_of,
+    is_text_part,
+    quantized_from,
+    whole_path,
+)
 from qerl.checkpoint.hub import config_folder
 from qerl.checkpoint.output import copy_tokenizer
 from qerl.checkpoint.shards import read_config, read_json
@@ -134,7 +143,7 @@ def loading(shown: str, base: TrainedOn, start: str) -> str:
         rescaled = "was rescaled when it was quantized, so that the adapter does not fit" if _rescaled(base) else ""
         why = f"Its 16-bit model {rescaled or 'is not known: the folder of the base does not name it'}."
         return f"{why} PEFT needs the decoded weights of the base:\n\n{exact}"
-    parts = [f"## With PEFT\n\n```python\n{_plain(shown)}\n```"]
+    parts = [f"## With PEFT\n\n```python\n{_plain(shown, plain, is_text_part(base.base))}\n```"]
     if base.quantized:
         beside = ", beside the frozen start that repairs a part of the rounding" if base.start else ""
         parts[0] += (
@@ -189,7 +198,16 @@ def _rescaled(base: TrainedOn) -> bool:
     return (Path(base.base) / REPORT).is_file() and read_json(Path(base.base) / REPORT).get("method") in RESCALING
 
 
-def _plain(shown: str) -> str:
+def _plain(shown: str, base: str, whole: bool) -> str:
+    if whole:
+        return f"""\
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+base = AutoModelForImageTextToText.from_pretrained({base!r}, dtype="bfloat16")
+model = PeftModel.from_pretrained(base, {shown!r})
+tokenizer = AutoTokenizer.from_pretrained({shown!r})
+{_ASK}"""
     return f"""\
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
@@ -200,10 +218,10 @@ tokenizer = AutoTokenizer.from_pretrained({shown!r})
 
 
 def _exact(shown: str, base: TrainedOn, start: str) -> str:
-    loaded = f"model = PeftModel.from_pretrained(base, {shown!r})"
+    here = ', key_mapping={"model.language_model.": "model."}' if is_text_part(base.base) else ""
+    loaded = f"model = PeftModel.from_pretrained(base, {shown!r}{here})"
     if base.start is not None and not base.holds_start:
-        loaded = f"""\
-model = PeftModel.from_pretrained(base, {shown!r})
+        loaded += f"""
 model.load_adapter({start!r}, adapter_name="start")  # what acts beside the base, whatever is trained
 model.base_model.set_adapter(["start", "default"])"""
     return f"""\

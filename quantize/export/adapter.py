@@ -25,9 +25,9 @@ import torch
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import mode_by_umask
-from qerl.checkpoint.adapter_file import PEFT_PREFIX, config_of_file, is_of_experts, to_peft
+from qerl.checkpoint.adapter_file import PEFT_PREFIX, config_of_file, for_whole_, is_for_whole, is_of_experts, to_peft
 from qerl.checkpoint.base_start import BaseStart, TrainedStart, find_start, read_start, start_of_adapter
-from qerl.checkpoint.folder import EMBEDDED, TRAINED_ON, beside, embedded_folder, model_of_adapter
+from qerl.checkpoint.folder import EMBEDDED, TRAINED_ON, beside, embedded_folder, is_text_part, model_of_adapter
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.output import TOKENIZER_CONFIG, write_json
 from qerl.checkpoint.peft_folder import TrainedOn, add_tokenizer_, name_bases_, plain_base, trained_on
@@ -172,8 +172,10 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
     cast = {name: tensor for name, tensor in cast.items() if name not in of_experts} | to_peft(of_experts)
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in cast.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    mode_by_umask(folder / WEIGHTS)
     write_json(folder / CONFIG, peft_config(adapter, base_name))
+    if is_for_whole(adapter.folder) or is_text_part(base_name):
+        for_whole_(folder)
+    mode_by_umask(folder / WEIGHTS)
     _check_written(adapter, folder, dtype)
     return sum(tensor.nbytes for tensor in tensors.values())
 

@@ -147,9 +147,11 @@ def only_qerl_reads(base: Path) -> bool:
 
 
 def served_by_vllm(base: Path) -> bool:
-    """Whether vLLM 0.25.1 knows the class of models like the folder `base`; of Qwen3.5 it knows none for text alone."""
-    config = base / "config.json"
-    return not (config.is_file() and decoder_of(read_json(config), str(base)).linear)
+    """Whether vLLM 0.25.1 is known to serve models like the folder `base`: not text models of Qwen3.5 and Gemma 4."""
+    if not (base / "config.json").is_file():
+        return True
+    decoder = decoder_of(read_json(base / "config.json"), str(base))
+    return not (decoder.linear or decoder.full)
 
 
 def serve_adapter_line(out: Path, base: str | None, rank: int, has_norms: bool) -> str | None:

@@ -28,7 +28,7 @@ from qerl.checkpoint.activations import rounds_to_four_bits
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
-from qerl.checkpoint.folder import BASE, REPORT, STEP, checkpoint_of, kind_of_run, resting_kind
+from qerl.checkpoint.folder import BASE, REPORT, STEP, checkpoint_of, is_text_part, kind_of_run, resting_kind
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.output import (
     EXPORT_REPORT,
@@ -273,7 +273,8 @@ def _write_adapter(options: ExportOptions, adapter: Adapter, out: Path) -> Merge
     made, origin = kept.adapter, kept.origin
     check_target(out, adapter.folder, options.overwrite, options.force)
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
-    line = serve_adapter_line(out, kept.served_on, made.rank, bool(made.norms or made.of_experts))
+    served_on = plain_base(kept.origin) if is_text_part(kept.origin.base) else kept.served_on
+    line = serve_adapter_line(out, served_on, made.rank, bool(made.norms or made.of_experts))
     report = replace(
         _report(options, made, out, base, origin.base),
         start=origin.start,

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.resolve import resolve_model
 from qerl.config.schema import AdapterConfig
 from qerl.engine.open import open_engine
@@ -229,6 +232,47 @@ def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_th
             for module in model.modules():
                 module.__dict__.pop("forward", None)
             assert torch.equal(logprobs(model), logprobs(whole))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4"])
+def test_an_adapter_on_a_text_part_acts_on_the_whole_model(family, tmp_path):
+    """PEFT on the whole model computes what our text model does, and wraps nothing of what sees pictures.
+
+    Of Qwen3-VL stock vLLM serves the text part as Qwen3, so that its adapter stays one of the text model.
+    """
+    whole = with_pictures(family)
+    quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed", ROUNDING)
+    base = resolve_model(str(tmp_path / "packed"))
+    engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
+    policy = build_policy(engine, base, AdapterConfig(rank=4, alpha=8), seed=0)
+    text = text_model(whole.config.text_config.model_type.replace("qwen3_vl_text", "qwen3"), **TEXT_PARTS[family][1])
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(policy.model).items():
+            tensor.add_(0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name))))
+        for name, module in policy.base_model.named_modules():
+            if isinstance(module, PackedLinear):
+                inner = name.removeprefix("model.").removesuffix(".base_layer")
+                whole.model.language_model.get_submodule(inner).weight.copy_(module.dense(torch.float32))
+        expected = logprobs(policy.base_model)
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    save_adapter(policy.model, tmp_path / "adapter", base.base)
+    export(ExportOptions(adapter=str(tmp_path / "adapter"), to="adapter", out=tmp_path / "out"))
+    doors = [(text, None)] if family == "qwen3_vl" else [(whole, None), (text, {"model.language_model.": "model."})]
+    own = {name: tensor.detach() for name, tensor in adapter_tensors(policy.model).items()}
+    for folder in (tmp_path / "adapter", tmp_path / "out"):
+        read, _ = read_adapter(folder)
+        assert read.keys() == own.keys()
+        assert all(torch.equal(read[name], own[name]) for name in own)
+        for model, mapping in doors:
+            peft = PeftModel.from_pretrained(model, str(folder), key_mapping=mapping)
+            wrapped = {name.partition(".lora_A.")[0] for name, _ in peft.named_parameters() if ".lora_A." in name}
+            assert len(wrapped) == len(own) // 2
+            with torch.no_grad():
+                torch.testing.assert_close(logprobs(peft), expected, rtol=1e-4, atol=1e-5)
+            peft.unload()
+    said = loading("adapter", trained_on(base.base), "start")
+    assert ("AutoModelForImageTextToText" in said, "key_mapping" in said) == (len(doors) == 2,) * 2
 
 
 @pytest.mark.parametrize(
