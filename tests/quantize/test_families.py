@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.peft_folder import loading, trained_on
@@ -17,6 +18,7 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.config.schema import AdapterConfig
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
+from qerl.engine.vllm.opening import Settings
 from qerl.formats.linear import PackedLinear
 from qerl.model.norms import noise_norms, set_norm_noise_
 from qerl.plan.micro_batch_plan import MicroBatchPlan
@@ -26,6 +28,7 @@ from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import make_tokenizer
 from tests.helpers.checkpoint_tensors import load_all
+from tests.helpers.model_folders import edited
 from tests.helpers.roundings import ROUNDING
 from tests.helpers.row_files import write_sums
 from training.policy.packed_policy import PackedPolicy
@@ -217,6 +220,8 @@ def test_rows_go_through_a_text_part_as_through_the_text_model(options, tmp_path
 def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
     whole = with_pictures(family)
     quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed", ROUNDING)
+    with pytest.raises(EngineError, match="pictures and text, which vLLM would build as another one"):
+        Settings(str(tmp_path / "model"), "bf16", EngineOptions())
     base = resolve_model(str(tmp_path / "packed"))
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
     model = engine.policy_model()
@@ -273,6 +278,13 @@ def test_an_adapter_on_a_text_part_acts_on_the_whole_model(family, tmp_path):
             peft.unload()
     said = loading("adapter", trained_on(base.base), "start")
     assert ("AutoModelForImageTextToText" in said, "key_mapping" in said) == (len(doors) == 2,) * 2
+
+
+def test_vllm_is_not_told_how_positions_of_pictures_are_rotated(tmp_path):
+    folder = Path(saved(text_model("qwen3_5_text"), tmp_path / "model"))
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    edited(folder, rope_parameters=rope | {"mrope_section": [1, 1, 0], "mrope_interleaved": True})
+    assert Settings(str(folder), "bf16", EngineOptions()).overrides()["rope_parameters"] == rope
 
 
 @pytest.mark.parametrize(
