@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -156,7 +156,7 @@ class ModelSizes(ModelShapes):
         decoder = self.decoder
         return len(decoder.sparse) * decoder.experts * 3 * decoder.width * decoder.hidden
 
-    @property
+    @cached_property  # a plan asks for it hundreds of times
     def outside_experts(self) -> int:
         """Weights of the other linears: of attention of both kinds, and of dense MLPs."""
         return sum(map(math.prod, self.shapes_of(self.projections)))
