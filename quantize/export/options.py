@@ -5,6 +5,7 @@ Importing this loads no torch.
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,5 +161,10 @@ def serve_adapter_line(out: Path, base: str | None, rank: int, has_norms: bool) 
     allowed = [limit for limit in LORA_RANKS if limit >= rank]
     if base is None or has_norms or not allowed or only_qerl_reads(Path(base)) or not served_by_vllm(Path(base)):
         return None
-    module = shlex.quote(f"{out.name}={out.resolve()}")
-    return f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {allowed[0]} --lora-modules {module}"
+    named, path = out.name, str(out.resolve())
+    if set("=,") & set(named + path):  # vLLM takes the name up to "=", and what has "," for JSON
+        module = json.dumps({"name": named, "path": path}, ensure_ascii=False)
+    else:
+        module = f"{named}={path}"
+    line = f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {allowed[0]} --lora-modules"
+    return f"{line} {shlex.quote(module)}"

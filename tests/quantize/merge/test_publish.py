@@ -129,6 +129,12 @@ def test_the_vllm_command_has_a_rank_that_vllm_accepts(tmp_path, rank, limit):
     assert words[words.index("--lora-modules") + 1] == f"my adapter={tmp_path / 'my adapter'}"
 
 
+@pytest.mark.parametrize("name", ["a=b", "a,b", 'a, "b" = ü'])
+def test_a_name_that_vllm_would_split_is_written_as_json(tmp_path, name):
+    line = serve_adapter_line(tmp_path / name, "base", 4, has_norms=False)
+    assert json.loads(shlex.split(line)[-1]) == {"name": name, "path": str(tmp_path / name)}
+
+
 def test_no_command_is_printed_that_vllm_would_refuse(tmp_path):
     assert serve_adapter_line(tmp_path, "base", 4, has_norms=True) is None
     assert serve_adapter_line(tmp_path, "base", 513, has_norms=False) is None
