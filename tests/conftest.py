@@ -29,20 +29,25 @@ def pytest_collection_modifyitems(items) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each file to one process, and all files that fork processes from one that has torch loaded to the same."""
+    """Give each file to one process, and files that share something to the same."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "processes" if forks(config.rootpath / file) else file
+            return shared(config.rootpath, super()._split_scope(nodeid))
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @cache
-def forks(path):
-    return bool(re.search(r"^from tests\.helpers(\.run_process|\.ranks| import ranks)", path.read_text(), re.MULTILINE))
+def shared(root, file):
+    """What is made once for a file and others: the server that processes are forked from, the syntax trees of all
+    sources, or the bases of `quantize` and the import of llmcompressor. For most it is the file itself."""
+    text = (root / file).read_text(encoding="utf-8")
+    used = re.search(r"^from tests\.helpers(?:\.| import )(run_process|ranks|syntax)\b", text, re.MULTILINE)
+    if used:
+        return used[1].replace("ranks", "run_process")
+    return "quantize" if file.startswith("tests/quantize/") else file
 
 
 gc.disable()  # until all tests are collected: what they import is no garbage

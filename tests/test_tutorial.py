@@ -11,8 +11,8 @@ from qerl.cli.main import app
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-data-and-reward.md"
 SHORTER = {
-    "train": ["--steps", "1", "--set", "noise.enabled=false", "--set", "rollout.group_size=2"],
-    "eval": ["--limit", "2"],
+    "train": ["--steps=1", "--set=noise.enabled=false", "--set=rollout.group_size=2", "--set=rollout.max_new_tokens=8"],
+    "eval": ["--limit", "2", "--max-new-tokens", "8"],
 }
 
 

@@ -1,11 +1,17 @@
 """Whether a command line would be accepted: it is parsed as typed, and nothing runs."""
 
 import shlex
+from functools import cache
 
 import typer
 
 from qerl.cli.main import app
 from qerl.cli.train import with_resume_value
+
+
+@cache
+def whole():
+    return typer.main.get_command(app)
 
 
 def check_parses(command):
@@ -15,7 +21,7 @@ def check_parses(command):
     if words == ["--help"]:
         return
     words = with_resume_value(words)
-    here = typer.main.get_command(app)
+    here = whole()
     context = here.make_context("qerl", [words[0]], resilient_parsing=True)
     while hasattr(here, "commands"):
         if not words:

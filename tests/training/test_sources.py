@@ -145,7 +145,7 @@ def test_a_source_that_is_not_there_or_too_small_is_named(nvfp4_base, tmp_path):
 
 def test_python_gives_several_sources(nvfp4_base, tmp_path):
     """Rows, a path and a task of its own, each with what belongs to it."""
-    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "noise.enabled=false")
+    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "data.limit=12", "noise.enabled=false")
     save_config(config, tmp_path / "recipe.yaml")
     rows = [{"prompt": f"How much is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
 

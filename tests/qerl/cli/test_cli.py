@@ -51,7 +51,7 @@ def workdir(tmp_path, monkeypatch):
 
 def small_train(*more):
     settings = [f"--set={setting}" for setting in SETTINGS]
-    return ["train", "--recipe", "tiny", "--steps", 4, *settings, "--set=rewards=[{name: 'reward.py:digits'}]", *more]
+    return ["train", "--recipe", "tiny", "--steps", 3, *settings, "--set=rewards=[{name: 'reward.py:digits'}]", *more]
 
 
 def test_help_answers_at_once():
@@ -160,11 +160,11 @@ def test_the_three_commands_as_typed(workdir, here):
     assert code == 0, err
     (run_dir,) = (workdir / "runs").iterdir()
     assert run_dir.name.startswith("tiny-")
-    code, out, err = here("eval", "arith", "--limit", 8, "--max-new-tokens", 32, "--load", "nvfp4")
+    code, out, err = here("eval", "arith", "--limit", 4, "--max-new-tokens", 16, "--load", "nvfp4")
     assert code == 0, err
     assert str(run_dir.relative_to(workdir)) in out + err  # it names the model that it chose
     (result,) = run_dir.glob("eval/*/result.json")
-    assert json.loads(result.read_text())["questions"] == 8
+    assert json.loads(result.read_text())["questions"] == 4
     code, _, err = here("report", run_dir, "--before", result.parent, "--after", result.parent)
     assert code == 0, err
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -143,7 +143,7 @@ def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
 
 def test_nvfp4_onto_the_4_bit_weights_loses_the_adapter_and_says_so(run, tmp_path, caplog):
     report = export(
-        ExportOptions(str(run), "nvfp4", tmp_path / "out", onto="trained", prompt_count=16, max_new_tokens=32)
+        ExportOptions(str(run), "nvfp4", tmp_path / "out", onto="trained", prompt_count=8, max_new_tokens=16)
     )
     assert report.survival.kept < 0.2
     assert report.effect.kept < 0.3

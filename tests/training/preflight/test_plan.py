@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import GRPO_WARNING
+from qerl.checkpoint.experts import ModelShapes
 from qerl.cli.main import app
 from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
@@ -456,3 +457,11 @@ def test_auto_takes_float32_where_the_card_holds_it_and_training_is_not_slow(rec
     assert not made.problems
     assert f"masters ({dtype})" in made.memory["training"]
     assert settled_for(settled, sizes, CARDS["h200"]) == settled
+
+
+def test_a_plan_walks_the_layers_a_few_times(monkeypatch):
+    """Once for each length that its completions may have took seconds."""
+    walks, shapes_of = [], ModelShapes.shapes_of
+    monkeypatch.setattr(ModelShapes, "shapes_of", lambda *given: walks.append(given) or shapes_of(*given))
+    assert plan(load_recipe("dapo_14b"), read_sizes("Qwen/Qwen2.5-14B-Instruct"), CARDS["h100"]).memory
+    assert 0 < len(walks) < 30

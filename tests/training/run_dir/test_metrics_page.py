@@ -19,18 +19,19 @@ RUNS = {
         *("data.curriculum=true", "loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.num_iterations=2"),
         "rollout.dynamic_sampling.enabled=true",
     ),
-    "masked": ("loss.correction.mode=token_mask",),
-    "vespo": ("loss.type=vespo", "validation.every=3", "validation.limit=4", "validation.task=word_game"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
     "distilled": ("distill.beta=1.0",),
     "carried": ("rollout.carry_over=2",),
     "sources": (
-        *("validation.every=3", "validation.limit=2", "data.source=null", "data.limit=null"),
+        *("loss.type=vespo", "validation.every=1", "validation.limit=2", "data.source=null", "data.limit=null"),
         "data.sources=[{name: a, source: ROWS, validation: {}}, {name: b, source: ROWS, validation: {}}]",
     ),
-    "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
+    "formulas": (
+        *("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
+        "loss.correction.mode=token_mask",
+    ),
 }
-ONE_STEP = ("masked", "episodes", "distilled", "formulas")  # of which further steps would write the same keys
+ONE_STEP = ("episodes", "distilled", "sources", "formulas")  # of which further steps would write the same keys
 
 OF_OTHER_TESTS = ["time/reduce_s", "completions/unscored_share"]  # of several ranks, and of rewards that return None
 
