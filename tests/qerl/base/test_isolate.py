@@ -12,7 +12,13 @@ import pytest
 from tests.helpers.processes import is_gone, until_gone
 
 # Holds Python's lock for as long as it likes, so that no thread beside it runs.
-BUSY = 'import re\n\ndef busy(completions, **columns):\n    return [bool(re.match("(a+)+$", "a" * 60 + "b"))]\n'
+BUSY = """
+import re
+
+def busy(completions, **columns):
+    open(__file__ + ".begun", "w").close()
+    return [bool(re.match("(a+)+$", "a" * 60 + "b"))]
+"""
 PARENT = """
 import sys
 from contextlib import suppress
@@ -36,7 +42,8 @@ def test_a_busy_process_does_not_outlive_a_killed_parent(tmp_path):
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     try:
         assert pids
-        time.sleep(1.0)  # it is within the function by then
+        while not Path(f"{file}.begun").exists():
+            time.sleep(0.02)
         assert not any(map(is_gone, pids))
         parent.kill()
         parent.wait()

@@ -114,18 +114,19 @@ def test_an_error_of_a_thread_is_raised_where_the_kernel_is_loaded(cached):
 def test_an_error_reaches_every_waiting_caller():
     jobs, asked, calling = Jobs(), [], threading.Semaphore(0)
 
+    class Name:
+        def __hash__(self):  # a caller looks for the job of this name, and will wait for it
+            calling.release()
+            return 0
+
     def fails():
         asked.append(1)
         for _ in range(3):
             assert calling.acquire(timeout=LONG_WAIT_S)
-        time.sleep(0.1)  # until the two others, which are calling, wait for this
         raise EngineError("no")
 
-    def ask():
-        calling.release()
-        return jobs.result("a", fails)
-
-    assert [str(error) for error in in_threads(3, ask)] == ["no"] * 3
+    name = Name()
+    assert [str(error) for error in in_threads(3, lambda: jobs.result(name, fails))] == ["no"] * 3
     assert len(asked) == 1
 
 
