@@ -16,6 +16,7 @@ import typer
 
 from qerl import formats
 from qerl.base.errors import ConfigError, check_choices
+from qerl.checkpoint.folder import run_folder, run_named
 from qerl.checkpoint.resolve import STARTS
 from qerl.config.names import ENGINES, KERNELS, unknown_name, unknown_text
 from qerl.data.option_text import Text, parse_columns, parse_names, parse_switches, task_values
@@ -64,14 +65,19 @@ class EvalSettings:
     ]
     model: Annotated[
         str | None,
+        Text(run_named),
         typer.Option(
             help="Base, NVFP4 folder, run directory, adapter folder, hub id, or `tiny`. "
             "Default: the newest run or checkpoint made here."
         ),
     ] = None
-    adapter: Annotated[str | None, typer.Option(help="Adapter folder or run to apply to the model.")] = None
+    adapter: Annotated[
+        str | None, Text(run_named), typer.Option(help="Adapter folder or run to apply to the model.")
+    ] = None
     load: Annotated[Literal[LOADS], typer.Option(help="Weights to load; auto takes what the model is.")] = "auto"
-    run: Annotated[Path | None, typer.Option(help="Run whose --checkpoints are evaluated, instead of --model.")] = None
+    run: Annotated[
+        Path | None, Text(run_folder), typer.Option(help="Run whose --checkpoints are evaluated, instead of --model.")
+    ] = None
     checkpoints: Annotated[str | None, typer.Option(help="Of --run: all (default), last, or steps: 40,80.")] = None
     data: Annotated[
         str | None,

@@ -84,6 +84,7 @@ TINY = "tiny"
 EMBEDDED = {word: Path(__file__).parents[1] / word for word in (TINY, "tiny_turns", "tiny_experts")}
 TINY_FOLDER = EMBEDDED[TINY]
 WORDS = {folder: word for word, folder in EMBEDDED.items()}
+RUNS = Path("runs")
 TRAINED_ON = "trained_on.json"  # of an adapter's folder that names another model to PEFT (peft_folder.py)
 
 
@@ -270,6 +271,29 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
     """The checkpoint folders of a run by step, oldest first, damaged ones included. Other names are no checkpoints."""
     named = ((STEP.fullmatch(folder.name), folder) for folder in run.glob("checkpoints/*"))
     return dict(sorted((int(match[1]), folder) for match, folder in named if match and folder.is_dir()))
+
+
+def run_named(ref: str) -> str:
+    """`ref`, or the folder that it names under runs/: `tiny-2026` or `tiny-2026/eval/arith-1` for what begins so.
+
+    What exists as it is written, an embedded model and what nothing there is named like stay as they are. Raises
+    ConfigError for the beginning of several names.
+    """
+    name, _, inside = ref.partition("/")
+    if not name or name in (".", "..", "~") or ref in EMBEDDED or os.path.exists(expanded(ref)):
+        return ref
+    names = [folder.name for folder in sorted(RUNS.glob("[!.]*")) if os.path.exists(folder / inside)]
+    found = [name] if name in names else [each for each in names if each.startswith(name)]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{name} begins the names of several runs: write {' or '.join(str(RUNS / each) for each in found)}"
+        )
+    return str(RUNS / found[0] / inside) if found else ref
+
+
+def run_folder(ref: str) -> Path:
+    """The folder that `run_named` finds."""
+    return expanded(run_named(ref))
 
 
 def kind_of_run(run: Path) -> RunKind:

@@ -27,6 +27,7 @@ from qerl.checkpoint.folder import (
     CHECKPOINTS,
     EMBEDDED,
     REPORT,
+    RUNS,
     TINY,
     WORDS,
     ModelKind,
@@ -52,7 +53,6 @@ from qerl.formats.base import Format
 logger = logging.getLogger(__name__)
 
 
-RUNS = Path("runs")
 BF16 = formats.BF16.name
 DEEPEST = 16  # runs that begin from one another
 STARTS = ("auto", "none")

@@ -17,6 +17,7 @@ import typer
 
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
 from qerl.base.printable import printable
+from qerl.checkpoint.folder import run_named
 from qerl.checkpoint.load import check_chat_template, check_switches, load_tokenizer, local_folder, text_of_engine
 from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_config
@@ -193,8 +194,12 @@ def _lines(questions: TextIO) -> Iterator[str]:
 class ChatOptions:
     """What is asked of `qerl chat`, whose options these are."""
 
-    model: Annotated[str, typer.Option(help="Base, merged model, NVFP4 folder, adapter, run, hub id, or `tiny`.")]
-    adapter: Annotated[str | None, typer.Option(help="Adapter folder or run to apply to the model.")] = None
+    model: Annotated[
+        str, Text(run_named), typer.Option(help="Base, merged model, NVFP4 folder, adapter, run, hub id, or `tiny`.")
+    ]
+    adapter: Annotated[
+        str | None, Text(run_named), typer.Option(help="Adapter folder or run to apply to the model.")
+    ] = None
     system_prompt: Annotated[str | None, typer.Option(help="System message; default: none.")] = None
     chat_template_kwargs: Annotated[
         Mapping[str, object] | None,

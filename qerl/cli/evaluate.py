@@ -19,6 +19,7 @@ import typer
 from eval.settings import EvalSettings, flag
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
 from qerl.base.parallel import ALONE, Parallel
+from qerl.checkpoint.folder import run_folder
 from qerl.checkpoint.resolve import newest_model
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.next_step import after_evaluating, say_next
@@ -147,8 +148,8 @@ def _choose_threads(settings: EvalSettings) -> None:
 
 
 def compare_results(
-    first: Annotated[Path, typer.Argument(help="Evaluation folder (`qerl eval` prints it).")],
-    second: Annotated[Path, typer.Argument(help="Evaluation folder of the same questions and settings.")],
+    first: Annotated[str, typer.Argument(help="Evaluation folder (`qerl eval` prints it), or a run that has one.")],
+    second: Annotated[str, typer.Argument(help="One of the same questions and settings, or its run.")],
     out: Annotated[Path | None, typer.Option(help="Also write the comparison as JSON into this file.")] = None,
 ) -> None:
     """Say whether the second evaluation is better or worse than the first, or that it cannot be told."""
@@ -160,10 +161,23 @@ def compare_results(
         raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'comparison.json'}")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it first, or write another file")
-    comparison = compare(first, second)
+    comparison = compare(evaluation_of(first), evaluation_of(second))
     if out is not None:
         write_json(out, comparison.to_json())
     SafeConsole().print(comparison.table(), soft_wrap=True)
+
+
+def evaluation_of(ref: str) -> Path:
+    """The evaluation that `ref` names: a folder, or the only one in a run. Raises ConfigError if a run has others."""
+    folder = run_folder(ref)
+    if not (folder / "config.yaml").is_file():
+        return folder
+    found = sorted(result.parent for result in folder.glob("eval/*/result.json"))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(f"{folder} has no evaluation: make one with `qerl eval TASK --model {folder}`")
+    raise ConfigError(f"{folder} has several evaluations: write {' or '.join(map(str, found))}")
 
 
 def task_app(task: str) -> typer.Typer:

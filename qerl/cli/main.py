@@ -5,9 +5,11 @@ Importing this loads no torch; each command imports what it runs.
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ import typer
 
 from qerl import __version__
 from qerl.base.errors import ConfigError
+from qerl.checkpoint.folder import RUNS, run_folder
 from qerl.cli.chat import chat_command
 from qerl.cli.doctor import refuse_clashes
 from qerl.cli.init import init_command
@@ -83,7 +86,7 @@ def grade(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="A run directory; several are compared.")],
+    runs: Annotated[list[str], typer.Argument(help="A run directory, or its name in runs/; several are compared.")],
     before: Annotated[Path | None, typer.Option(help="Evaluation folder of the base, to compare with.")] = None,
     after: Annotated[Path | None, typer.Option(help="Evaluation folder of the trained adapter.")] = None,
     out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the run.")] = None,
@@ -91,7 +94,22 @@ def report(
     """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
     from qerl.report.page import write_report
 
-    write_report(runs, before, after, out, _judged(before, after) if before and after else None)
+    write_report(list(map(run_folder, runs)), before, after, out, _judged(before, after) if before and after else None)
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Folder of runs, or a run.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """List runs, the newest first: model, kind, steps, the last reward or loss, and how each of them ended."""
+    from qerl.base.printable import SafeConsole
+    from qerl.report.read import list_runs, show_runs
+
+    found = list_runs(folder)
+    if as_json:
+        typer.echo(json.dumps(list(map(asdict, found)), indent=1, default=str))
+    else:
+        show_runs(found, SafeConsole())
 
 
 def doctor(
@@ -189,6 +207,7 @@ COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in w
     "distill": (command_of(distill), "Train a model to follow a 16-bit teacher, on its own completions."),
     "eval": (command_of(evaluate), "Measure a model's accuracy on a task, and save completions."),
     "compare": (compare_results, "Compare two evaluations: better, worse, or cannot tell."),
+    "runs": (runs, "List runs: steps, last reward, running, finished or stopped."),
     "report": (report, "Write a page about a run, or about several side by side."),
     "grade": (grade, "Grade saved completions again."),
     "export": (command_of(export_command), "Turn a run or an adapter into a folder to serve or publish."),

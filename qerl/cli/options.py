@@ -99,7 +99,7 @@ def _options(parameter: inspect.Parameter, fixed: Mapping[str, object]) -> Itera
             continue
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         if _text(marks) is not None:
-            kind, default = str | None, None
+            kind, default = (str, default) if field.default is MISSING else (str | None, None)
         elif get_origin(kind) is tuple:
             kind, default = list[get_args(kind)[0]] | None, None
         annotation = Annotated[(kind, *shown)]

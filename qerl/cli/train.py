@@ -21,6 +21,7 @@ import typer
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
+from qerl.checkpoint.folder import run_named
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.next_step import after_training, say_next
 from qerl.cli.options import Gpu
@@ -62,7 +63,9 @@ class TrainOptions:
     recipe: Annotated[
         str | None, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)
     ] = None
-    model: Annotated[str | None, typer.Option(help="Base, NVFP4 folder, run or adapter; default: the recipe's.")] = None
+    model: Annotated[
+        str | None, Text(run_named), typer.Option(help="Base, NVFP4 folder, run or adapter; default: the recipe's.")
+    ] = None
     task: Annotated[
         str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.", autocompletion=task_values)
     ] = None

@@ -1,4 +1,5 @@
-"""A run's metrics over its steps and its time by phase: one figure, for curves.png, the page and a notebook.
+"""A run's metrics over its steps and its time by phase: one figure for curves.png and a notebook, a drawing each for
+the page.
 
 No line is drawn twice, and none that is flat: a metric that does not change in three digits is a number in a table.
 """
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qerl.report.read import Row, Run
+from qerl.report.read import Run
 from qerl.report.sections import Table, phases, rounded, source_names, stages
 
 if TYPE_CHECKING:
@@ -28,18 +30,29 @@ class Panel:
     log: bool = False
     noise: bool = False  # also draw the noise stages and, on an axis of its own, sigma
     smooth: bool = False  # also draw the first line averaged over a tenth of the run
+    first: bool = False  # says whether the run learned: the page shows it before the samples
+    share: bool = False  # from 0 to 1, if its values are
 
 
 PANELS = (
-    Panel("loss (nats per learned token)", {"trained on": "nll", "held out": "validation/loss"}, smooth=True),
+    Panel(
+        "loss (nats per learned token)", {"trained on": "nll", "held out": "validation/loss"}, smooth=True, first=True
+    ),
     Panel(
         "KL to the teacher (nats per token)",
         {"forward": "kl_to_teacher/forward", "reverse": "kl_to_teacher/reverse"},
         log=True,
         smooth=True,
+        first=True,
     ),
-    Panel("reward", {"trained on": "reward", "all sampled": "sampled/reward"}, smooth=True),
-    Panel("accuracy", {"trained on": "rewards/accuracy", "all sampled": "sampled/accuracy"}, smooth=True),
+    Panel("reward", {"trained on": "reward", "all sampled": "sampled/reward"}, smooth=True, first=True, share=True),
+    Panel(
+        "accuracy",
+        {"trained on": "rewards/accuracy", "all sampled": "sampled/accuracy"},
+        smooth=True,
+        first=True,
+        share=True,
+    ),
     Panel(
         "validation accuracy, with its 95% interval",
         {
@@ -47,6 +60,8 @@ PANELS = (
             "lower bound": "validation/accuracy_low",
             "upper bound": "validation/accuracy_high",
         },
+        first=True,
+        share=True,
     ),
     Panel(
         "entropy (nats per token) and sigma, by stage",
@@ -66,7 +81,9 @@ PANELS = (
             "masked": "correction/masked_share",
         },
     ),
-    Panel("tokens per completion", {"mean": "completions/mean_tokens", "longest": "completions/max_tokens"}),
+    Panel(
+        "tokens per completion", {"mean": "completions/mean_tokens", "longest": "completions/max_tokens"}, first=True
+    ),
     Panel(
         "truncated, no answer (shares of completions)",
         {"truncated": "completions/truncated_share", "no answer": "grades/no_answer_share"},
@@ -100,6 +117,8 @@ PANELS = (
     ),
 )
 
+STYLES = ("-", "--", ":", "-.")  # of the lines of a panel, where colours tell runs apart
+SMALL = 0.25  # a share that stays below it would be a flat line on an axis from 0 to 1
 SOURCE_PANELS = (
     ("reward by source", "sources/{}/reward"),
     ("validation accuracy by source", "validation/sources/{}/accuracy"),
@@ -116,7 +135,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     for panel in _candidates(runs):
         lines, same = {}, None
         for label, key in panel.lines.items():
-            points = [_points(run.rows, key) for run in runs]
+            points = [_points(run, key) for run in runs]
             if all(map(_is_flat, points)):
                 continue
             if (place := next((number for other, number in drawn if other == points), None)) is None:
@@ -137,7 +156,7 @@ def constant_table(runs: Sequence[Run]) -> Table | None:
     cells = []
     for panel in _candidates(runs):
         for label, key in panel.lines.items():
-            points = [_points(run.rows, key) for run in runs]
+            points = [_points(run, key) for run in runs]
             if not any(points) or not all(map(_is_flat, points)) or key.startswith(("time/", "memory/")):
                 continue
             name = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
@@ -152,7 +171,7 @@ def _candidates(runs: Sequence[Run]) -> list[Panel]:
     found = list(PANELS)
     for number, (title, what) in enumerate(SOURCE_PANELS):
         lines = {name: what.format(name) for name in source_names([row for run in runs for row in run.rows])}
-        found.insert(1 + number, Panel(title, lines))
+        found.insert(1 + number, Panel(title, lines, share=True))
     if len(names) > 1:
         after = next(number for number, panel in enumerate(found, start=1) if panel.title == "accuracy")
         found.insert(after, Panel("rewards by name", {name.removeprefix("rewards/"): name for name in names}))
@@ -168,6 +187,7 @@ def curves(runs: Sequence[Run], chosen: Sequence[Panel] | None = None) -> Figure
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     found = panels(runs) if chosen is None else list(chosen)
     timed = [run for run in runs if phases(run.rows)] if chosen is None else []
@@ -177,12 +197,16 @@ def curves(runs: Sequence[Run], chosen: Sequence[Panel] | None = None) -> Figure
     with matplotlib.rc_context(_style()):
         figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
         FigureCanvasAgg(figure)
-        figure.suptitle(", ".join(run.name for run in runs), parse_math=False)
         axes = figure.subplots(height, columns, squeeze=False).flatten()
         for axis, panel in zip(axes, found, strict=False):
             draw_panel(axis, panel, runs)
         if timed:
             draw_time(axes[len(found)], timed)
+        if len(runs) > 1:
+            named = [Line2D([], [], color=f"C{index}", label=run.name, lw=2.2) for index, run in enumerate(runs)]
+            _legend(figure, handles=named, loc="outside upper center", ncols=min(4, len(runs)))
+        else:
+            figure.suptitle(runs[0].name, parse_math=False)
     for axis in axes[count:]:
         axis.set_axis_off()
     if not count:
@@ -192,32 +216,41 @@ def curves(runs: Sequence[Run], chosen: Sequence[Panel] | None = None) -> Figure
 
 def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     """Draw one panel. With several runs, each has its own colour, and their lines differ in style."""
+    from matplotlib.lines import Line2D
+
+    several, values = len(runs) > 1, []
     for index, run in enumerate(runs):
-        for line, (label, key) in enumerate(panel.lines.items()):
-            points = _points(run.rows, key)
+        for line, key in enumerate(panel.lines.values()):
+            points = [(step, value) for step, value in _points(run, key) if value > 0 or not panel.log]
             if not points:
                 continue
-            colour = f"C{index if len(runs) > 1 else line}"
-            style = ("-", "--", ":", "-.")[line % 4] if len(runs) > 1 else "-"
-            name = " ".join([run.name] * (len(runs) > 1) + [label] * (len(panel.lines) > 1))
-            smoothed = panel.smooth and line == 0
-            axis.plot(
-                *zip(*points, strict=True), style, color=colour, label=name, alpha=0.45 if smoothed else 1, lw=1.2
-            )
+            values += [value for _, value in points]
+            colour, smoothed = f"C{index if several else line}", panel.smooth and line == 0
+            style = STYLES[line % 4] if several else "-"
+            axis.plot(*zip(*points, strict=True), style, color=colour, alpha=0.45 if smoothed else 1, lw=1.2)
             if smoothed:
                 axis.plot(*zip(*_smooth(points), strict=True), color=colour, lw=2.2)
     if panel.noise:
         _draw_noise(axis, runs)
-    if panel.log and _positive(panel, runs):
+    if panel.log and values:
         axis.set_yscale("log")
+    if panel.share and values and min(values) >= 0 and SMALL <= max(values) <= 1:
+        axis.set_ylim(-0.02, 1.02)
     axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel("step", fontsize=8)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
-    if len(axis.get_legend_handles_labels()[1]) > (0 if len(runs) > 1 else 1):
-        for text in axis.legend(fontsize=8).get_texts():
-            text.set_parse_math(False)  # the name of a run may contain dollar signs
+    if len(panel.lines) > 1:
+        looks = [("0.5", STYLES[line % 4]) if several else (f"C{line}", "-") for line in range(len(panel.lines))]
+        named = zip(looks, panel.lines, strict=True)
+        _legend(axis, handles=[Line2D([], [], color=color, ls=ls, label=label) for (color, ls), label in named])
+
+
+def _legend(where: Axes | Figure, **how: Any) -> None:
+    """A legend whose names may contain dollar signs."""
+    for text in where.legend(fontsize=8, **how).get_texts():
+        text.set_parse_math(False)
 
 
 def draw_time(axis: Axes, runs: Sequence[Run]) -> None:
@@ -232,21 +265,22 @@ def draw_time(axis: Axes, runs: Sequence[Run]) -> None:
         label = f"{name} {widths[0]:.0%}" if len(runs) == 1 else name
         axis.barh(range(len(runs)), widths, left=starts, color=f"C{index}", label=label, height=0.6)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    named = runs if len(runs) > 1 else []
-    axis.set_yticks(range(len(named)), [run.name for run in named], parse_math=False)
-    axis.set_ylim(len(runs) - 0.5, -0.5)
+    axis.set_yticks([])
+    for index, run in enumerate(runs if len(runs) > 1 else []):
+        axis.text(0, index - 0.34, run.name, fontsize=8, va="bottom", parse_math=False)
+    axis.set_ylim(len(runs) - 0.5, -0.7)
     axis.set_xlim(0, 1)
     axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
     axis.set_title("time by phase", fontsize=10)
     axis.tick_params(labelsize=8)
-    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
+    axis.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
 
 
 def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:
     """Draw sigma on a second, logarithmic axis (a stage without noise is a gap); mark the stages of the first run."""
     import matplotlib.ticker
 
-    noisy = [(run, [point for point in _points(run.rows, "noise/sigma") if point[1] > 0]) for run in runs]
+    noisy = [(run, [point for point in _points(run, "noise/sigma") if point[1] > 0]) for run in runs]
     if not any(points for _, points in noisy):
         return
     second = axis.twinx()
@@ -262,12 +296,9 @@ def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:
         axis.axvline(stage[0]["step"] - 0.5, color="0.55", lw=0.7, ls=":")
 
 
-def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+def _points(run: Run, key: str) -> list[tuple[int, float]]:
+    rows = run.validations if key.startswith("validation/") else run.rows  # one may stand before the first step
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-
-
-def _positive(panel: Panel, runs: Sequence[Run]) -> bool:
-    return any(value > 0 for run in runs for key in panel.lines.values() for _, value in _points(run.rows, key))
 
 
 def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -300,19 +331,35 @@ class Picture:
     alt: str
 
 
-def curve_picture(runs: Sequence[Run]) -> Picture:
-    """The figure as SVG: the dark one is the light one with other colours. Tables of the page have its numbers."""
+def pictures(runs: Sequence[Run]) -> tuple[list[Picture], list[Picture]]:
+    """Each panel as SVG: those that say whether the run learned, and the others, with the time by phase.
+
+    A run is told by its colour, `DRAWN` in the order of `runs`.
+    """
+    found, timed = panels(runs), [run for run in runs if phases(run.rows)]
+    first, later = ([panel for panel in found if panel.first is wanted] for wanted in (True, False))
+    time = [_picture("time by phase", lambda axis: draw_time(axis, timed))] if timed else []
+    drawn = [[_picture(each.title, partial(draw_panel, panel=each, runs=runs)) for each in of] for of in (first, later)]
+    return drawn[0], drawn[1] + time
+
+
+def _picture(title: str, draw: Callable[[Axes], None]) -> Picture:
+    """The dark one is the light one with other colours. Tables of the page have its numbers."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     out = io.BytesIO()
     with matplotlib.rc_context(_style()):
-        curves(runs).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure = Figure(figsize=(4.0, 2.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure.subplots())
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     light = dark = out.getvalue().decode("utf-8")
     for bright, dim in (TEXT, LINES, *DRAWN):
         dark = dark.replace(bright, dim)
     encoded = (base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii") for svg in (light, dark))
-    titles = "; ".join(["curves", *(panel.title for panel in panels(runs))])
-    return Picture(*(f"data:image/svg+xml;base64,{text}" for text in encoded), titles)
+    return Picture(*(f"data:image/svg+xml;base64,{text}" for text in encoded), title)
 
 
 def _style() -> dict[str, Any]:

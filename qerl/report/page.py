@@ -20,7 +20,7 @@ from rich.markdown import Markdown
 
 from qerl.base.errors import ConfigError
 from qerl.base.printable import SafeConsole, printable
-from qerl.report.curves import constant_table, curve_picture, curves
+from qerl.report.curves import DRAWN, constant_table, curves, pictures
 from qerl.report.read import (
     ComparedResult,
     Evaluation,
@@ -40,6 +40,7 @@ from qerl.report.sections import (
     evaluation_cells,
     evaluation_table,
     fifth,
+    held_out,
     memory_table,
     mistakes,
     pairs,
@@ -150,12 +151,15 @@ def render_page(
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
+    first, later = pictures(runs)
     return environment.get_template("page.html.j2").render(
         title=f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}",
         runs=[_run(run, compared if len(runs) == 1 else None, judged) for run in runs],
         changes=change_table(runs),
         fifths=sorted({fifth(run.rows) for run in runs}),
-        picture=curve_picture(runs),
+        curves=first,
+        more_curves=later,
+        colours=DRAWN,
         constants=constant_table(runs),
         phases=phase_table(runs),
         memory=memory_table(runs),
@@ -170,10 +174,12 @@ def render_page(
 def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None) -> list[Evaluation]:
     """The evaluations before and after, if given, then those in the directories of the runs.
 
-    With several runs, the name of an evaluation begins with its run's.
+    With several runs, an evaluation has its run's name, and its own besides where a run has several.
     """
     found = [
-        replace(evaluation, name=f"{run.name}: {evaluation.name}") if len(runs) > 1 else evaluation
+        replace(evaluation, name=": ".join([run.name] + [evaluation.name] * (len(run.evaluations) > 1)))
+        if len(runs) > 1
+        else evaluation
         for run in runs
         for evaluation in run.evaluations
     ]
@@ -186,6 +192,7 @@ def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judge
     return {
         "name": run.name,
         "verdict": verdict(run, compared, judged),
+        "held_out": held_out(run, compared),
         "facts": _facts(run),
         "stages": stage_table(run.rows),
         "validations": validation_table(run),
@@ -212,9 +219,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("time in steps", _duration(seconds) if seconds else None),
         ("tokens", f"{last['tokens_total']:,.0f}" if last.get("tokens_total") else None),
         ("dynamic sampling", sampling_text(run.rows)),
-        ("command", command and shlex.join(["qerl", *command[1:]])),  # the first is the path of the script
+        ("begun by", command and _begun_by(command)),
     ]
     return [(name, str(value)) for name, value in facts if value]
+
+
+def _begun_by(command: Sequence[str]) -> str:
+    """`qerl ...`, the script of a program in Python with its arguments, or a notebook."""
+    script, *arguments = command
+    if script.endswith("kernel_launcher.py"):
+        return "a notebook"
+    if script in ("", "-c", "-"):
+        return "Python, without a script"
+    own = Path(script).name == "qerl" or Path(script).parts[-3:-1] == ("qerl", "cli")
+    return shlex.join(["qerl", *arguments] if own else ["python", script, *arguments])
 
 
 def _evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:

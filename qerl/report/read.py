@@ -5,21 +5,29 @@ Only metrics.jsonl is required; everything else is shown if it exists.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import re
+import struct
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from pydantic import FiniteFloat, PlainValidator, model_validator
 
-from qerl.base.errors import DataError
-from qerl.base.files import no_folder
+from qerl.base.errors import ConfigError, DataError
+from qerl.base.files import no_folder, parse_json, read_lines
 from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_rows
-from qerl.checkpoint.folder import adapter_damage, adapters_of_run
+from qerl.checkpoint.folder import MODEL, adapter_damage, adapters_of_run
 from qerl.config.objectives import RunKind
 from qerl.config.recipe import read_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PREFIX = "dynamic_sampling/"
 SUMMED = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tokens", "filled_groups")
@@ -158,6 +166,16 @@ class ComparedResult(Result):
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"  # in a run: locked by the process that writes to it, and says how the last one ended
+RUNNING, STOPPED = "running", "stopped"
+LEARNED_FROM = (
+    ("kl_to_teacher/forward", "KL to the teacher"),
+    ("nll", "loss"),
+    ("sampled/reward", "reward"),
+    ("reward", "reward"),
+)
+KINDS = {"samples": "RL", "teacher": "distillation", "conversations": "SFT"}
+
 OF_RUN = "put back the file as the run wrote it, or delete that line"
 
 
@@ -288,3 +306,139 @@ def latest_warnings(run: Run) -> list[tuple[str, str]]:
     for row in run.warnings:
         by_kind.setdefault(row["kind"], []).append(row)
     return [(", ".join(str(row["step"]) for row in rows), str(rows[-1]["text"])) for rows in by_kind.values()]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run in a line: `measure` is what it learns from, `value` that of the last step which has one, `written` the
+    time of its last step in seconds since 1970; `note` says why it failed, and what cannot be read of it."""
+
+    folder: Path
+    model: str
+    kind: str
+    steps: int
+    steps_in_all: int | None
+    measure: str
+    value: float | None
+    state: str
+    written: float
+    note: str
+
+
+def list_runs(folder: Path) -> list[Listed]:
+    """The runs in a folder, or the run that it is, the newest first. Raises ConfigError if there is none."""
+    try:
+        inside = [folder] if _is_begun(folder) else [path for path in folder.iterdir() if _is_begun(path)]
+    except OSError as error:
+        where = f"{folder} cannot be read ({error.strerror})" if folder.exists() else no_folder(str(folder))
+        raise ConfigError(f"{where}: give the folder that holds your runs") from error
+    if not inside:
+        raise ConfigError(f"{folder} holds no run: give the folder that holds your runs")
+    return sorted(map(_listed, inside), key=lambda run: run.written, reverse=True)
+
+
+def _is_begun(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in ("config.yaml", "metrics.jsonl", LOCK))
+
+
+def _listed(folder: Path) -> Listed:
+    config, damages = {}, []
+    try:
+        config = read_config(folder / "config.yaml")[0]
+    except FileNotFoundError:
+        damages.append("no config.yaml")
+    except (OSError, ValueError) as error:
+        damages.append(f"config.yaml cannot be read ({error})")
+    steps, measure, value, damage = _last(folder / "metrics.jsonl")
+    state, _, why = state_of(folder).partition(": ")
+    kind, model, planned = RunKind.of(config), config.get("model") or {}, (config.get("run") or {}).get("steps")
+    files = [folder / name for name in ("metrics.jsonl", "config.yaml", LOCK)]
+    return Listed(
+        folder,
+        model=str(model.get("base", "")),
+        kind=f"{KINDS[kind.learns]}{', QAT' if kind.packs else ''}" if config else "",
+        steps=steps,
+        steps_in_all=planned if isinstance(planned, int) else None,
+        measure=measure,
+        value=value,
+        state=state,
+        written=next(os.path.getmtime(file) for file in files if os.path.isfile(file)),
+        note="; ".join([why] * bool(why) + damages + damage),
+    )
+
+
+def _last(metrics: Path) -> tuple[int, str, float | None, list[str]]:
+    """The last step of metrics.jsonl, what it learned from and the last value of that, and what is damaged. A last line
+    that a kill cut short is none."""
+    step, damaged = 0, 0
+    try:
+        for line in reversed([*read_lines(metrics)] if metrics.exists() else []):
+            try:
+                row = Metrics.model_validate(parse_json(line)).model_dump()
+            except ValueError:
+                damaged += line.endswith(b"\n")
+                continue
+            step = max(step, row["step"])
+            for key, measure in LEARNED_FROM:
+                if row.get(key) is not None:
+                    return step, measure, row[key], [f"{damaged} damaged lines in metrics.jsonl"] * bool(damaged)
+    except (OSError, ValueError) as error:
+        return step, "", None, [f"metrics.jsonl cannot be read ({error})"]
+    return step, "", None, [f"{damaged} damaged lines in metrics.jsonl"] * bool(damaged)
+
+
+def state_of(run: Path) -> str:
+    """`running`, `finished`, `stopped` (by a signal, with its steps saved), `failed: why`, or `killed`; `not finished`
+    for a run of an earlier version, which did not say how it ended.
+
+    The lock is asked, not taken: a run that begins at this moment is not kept from it. This process must not itself
+    write to a run: closing the file would give up its lock.
+    """
+    try:
+        with (run / LOCK).open("rb") as file:
+            if _is_locked(file):
+                return RUNNING
+            said = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        said = ""
+    except OSError as error:
+        return f"not known ({error.strerror})"
+    if any((run / name).is_dir() for name in ("adapter", MODEL)):
+        return "finished"
+    return "killed" if said == RUNNING else said or "not finished"
+
+
+def _is_locked(file: BinaryIO) -> bool:
+    """Whether another process holds a record lock on the file (fcntl's F_GETLK)."""
+    linux = sys.platform == "linux"
+    form = "hhqqi4x" if linux else "qqihh"  # struct flock: of Linux, else of BSD and macOS
+    asked = (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0) if linux else (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
+    found = struct.unpack(form, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(form, *asked)))
+    return found[0 if linux else 3] != fcntl.F_UNLCK
+
+
+def show_runs(found: Sequence[Listed], console: Console) -> None:
+    """A table, and below it a line for each run that failed or is damaged."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("run", "model", "kind", "steps", "last", "state", "age"):
+        table.add_column(heading, overflow="fold")
+    for run in found:
+        steps = str(run.steps) if run.steps_in_all is None else f"{run.steps} of {run.steps_in_all}"
+        last = "" if run.value is None else f"{run.measure} {run.value:.3g}"
+        cells = run.folder.name, run.model, run.kind, steps, last, run.state, _age(time.time() - run.written)
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    for run in found:
+        if run.note:
+            console.print(f"{run.folder}: {run.note}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _age(seconds: float) -> str:
+    for name, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"

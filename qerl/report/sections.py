@@ -11,7 +11,7 @@ from itertools import groupby
 from statistics import NormalDist, mean, variance
 from typing import Any, Literal, NamedTuple
 
-from qerl.report.read import Evaluation, Row, Run
+from qerl.report.read import LEARNED_FROM, Evaluation, Row, Run
 
 Table = tuple[list[str], list[list[str]]]  # heading, cells
 
@@ -226,7 +226,7 @@ def rounded(value: float) -> str:
 def change_table(runs: Sequence[Run]) -> Table:
     """The changes of each run, side by side."""
     found = [{each.label: tuple(map(rounded, each[1:])) for each in changes(run.rows)} for run in runs]
-    return beside("mean", ("first steps", "last steps"), runs, found) or (["mean"], [])
+    return beside("mean", ("first steps", "last steps"), runs, found, " to ") or (["mean"], [])
 
 
 def phase_table(runs: Sequence[Run]) -> Table | None:
@@ -245,28 +245,54 @@ def memory_table(runs: Sequence[Run]) -> Table | None:
 
 
 def beside(
-    corner: str, heading: Sequence[str], runs: Sequence[Run], found: Sequence[Mapping[str, tuple[str, ...]]]
+    corner: str,
+    heading: Sequence[str],
+    runs: Sequence[Run],
+    found: Sequence[Mapping[str, tuple[str, ...]]],
+    between: str = ", ",
 ) -> Table | None:
-    """A table with the columns `heading` for each run; `found` has the rows of each by name. None without a row."""
+    """A table with the columns `heading`, or of several runs with a column each, whose cells hold what is `between` one
+    another; `found` has the rows of each by name. None without a row."""
     names = dict.fromkeys(name for rows in found for name in rows)
-    empty = ("",) * len(heading)
-    cells = [[name, *(text for rows in found for text in rows.get(name, empty))] for name in names]
-    of = [f", {run.name}" if len(runs) > 1 else "" for run in runs]
-    return ([corner, *(f"{what}{which}" for which in of for what in heading)], cells) if cells else None
+    if not names:
+        return None
+    if len(runs) == 1:
+        return [corner, *heading], [[name, *cells] for name, cells in found[0].items()]
+    cells = [[name, *(between.join(rows.get(name, ())) for rows in found)] for name in names]
+    return [f"{corner}: {between.join(heading)}", *(run.name for run in runs)], cells
+
+
+Measured = tuple[str, dict[str, float]]  # when, and a share with the bounds of its 95% interval: value, low, high
+
+
+def held_out(run: Run, compared: tuple[Evaluation, Evaluation] | None = None) -> list[Measured]:
+    """Accuracy on held-out questions before and after: of the evaluations, else of the first and the last validation;
+    empty if there are not two."""
+    if compared:
+        return [(when, each.result["accuracy"]) for when, each in zip(("before", "after"), compared, strict=True)]
+    names = {"value": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
+    found = [
+        (row["step"], {key: row.get(f"validation/{name}") for key, name in names.items()}) for row in run.validations
+    ]
+    found = [(f"step {step}", share) for step, share in found if None not in share.values()]
+    return [found[0], found[-1]] if len(found) > 1 else []
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
     """One row per configuration key in which the runs differ: the key, then its value in each run."""
-    flat = [dict(_flatten(run.config)) for run in runs]
+    flat = [dict(flatten(run.config)) for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key, "") for config in flat]) for key in keys if key != "run.out"]
     return [[key, *values] for key, values in rows if len(set(values)) > 1]
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each value of nested sections as text, by its dotted key."""
     for key, value in config.items():
+        if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", "null" if value is None else str(value)
 
@@ -310,12 +336,6 @@ def _shown(row: Row, name: str, form: str | None = None) -> str:
     return "" if value is None else form.format(value) if form else rounded(value)
 
 
-LEARNED_FROM = (
-    ("kl_to_teacher/forward", "KL to the teacher"),
-    ("nll", "loss"),
-    ("sampled/reward", "reward"),
-    ("reward", "reward"),
-)
 ENOUGH = 5  # steps at each end, below which an interval would say little
 LEADS = {
     "better": "It learned: held-out accuracy rose",

@@ -17,9 +17,10 @@ from qerl import formats
 from qerl.base.errors import ConfigError, check_choices
 from qerl.checkpoint.activations import kind_of_activations
 from qerl.checkpoint.experts import decoder_of
-from qerl.checkpoint.folder import format_of
+from qerl.checkpoint.folder import format_of, run_named
 from qerl.checkpoint.resolve import name_of_adapter
 from qerl.checkpoint.shards import read_json
+from qerl.data.option_text import Text
 
 GGUF = "gguf"
 TARGETS = ("adapter", *(each.name for each in formats.writable()), GGUF)
@@ -35,7 +36,9 @@ class ExportOptions:
     """What to write from which run or adapter, and how. `qerl merge` has the same options."""
 
     adapter: Annotated[
-        str, typer.Option("--run", "--adapter", help="Run directory, adapter folder, or hub id of an adapter.")
+        str,
+        Text(run_named),
+        typer.Option("--run", "--adapter", help="Run directory, adapter folder, or hub id of an adapter."),
     ]
     to: Annotated[
         Literal[TARGETS] | None,

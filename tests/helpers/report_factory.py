@@ -43,7 +43,7 @@ def sample(completion, reward, prompt="What is 3 + 4?", **rewards):
 def full_run(folder, samples=(), config=CONFIG):
     run = write_run(folder, ROWS)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    about = {"recipe": "tiny", "base": "tiny", "command": ["/x/cli.py", "train"], "versions": {"trl": "1.16.0"}}
+    about = {"recipe": "tiny", "base": "tiny", "command": ["/x/bin/qerl", "train"], "versions": {"trl": "1.16.0"}}
     (run / "run.json").write_text(json.dumps(about))
     (run / "completions").mkdir()
     lines = [json.dumps(row) + "\n" for row in samples]

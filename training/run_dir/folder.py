@@ -11,16 +11,16 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from qerl.base.errors import ConfigError
 from qerl.base.files import expanded
 from qerl.base.program import ROWS
 from qerl.base.read_back import read_object
 from qerl.checkpoint.folder import BASE
-from qerl.report.read import About
+from qerl.report.read import LOCK, RUNNING, STOPPED, About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
 
 IDS = ".trackers.json"  # in the run directory: by which a resumed run continues at a tracker
-LOCK = ".lock"
+LONGEST = 300  # characters that are noted of an error
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
-UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "tensorboard"}
+UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "swanlab", "tensorboard"}
 GIVEN = re.compile(rf"{Path(ROWS).stem}(-.*)?\.(jsonl|partial)")  # rows that a program gave, also of several sources
 
 
@@ -124,4 +124,20 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
                 f"another process writes to {run_dir}: wait until it ends or stop it, then `qerl train --resume "
                 f"{run_dir}`; or give another --out"
             )
-        yield
+        _note(handle, RUNNING)
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            _note(handle, STOPPED)
+            raise
+        except BaseException as error:
+            _note(handle, f"failed: {str(error) or type(error).__name__}")
+            raise
+        _note(handle, STOPPED)
+
+
+def _note(lock: TextIO, text: str) -> None:
+    """Let the lock's file say where the run is; a killed one leaves it at RUNNING, a full disk empty."""
+    with suppress(OSError):
+        os.truncate(lock.fileno(), 0)
+        os.write(lock.fileno(), " ".join(text.split())[:LONGEST].encode(errors="replace"))

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import expanded, no_folder, replace_text
-from qerl.checkpoint.folder import MODEL, beside, weights_digest
+from qerl.checkpoint.folder import MODEL, RUNS, beside, run_folder, weights_digest
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import RUNS, starting_model
+from qerl.checkpoint.resolve import starting_model
 from qerl.config.recipe import load_config, save_config
 from qerl.data.rows import FORMATS
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
@@ -89,7 +89,7 @@ def _find(ref: str, recipe: str | None, out: Path | None) -> tuple[Path, int | N
     if ref != LAST and not ref.isdecimal():
         if recipe is not None or out is not None:
             raise ConfigError(f"--resume {ref} names the run: leave --recipe and --out out")
-        path = Path(ref)
+        path = run_folder(ref)
         if path.parent.name == "checkpoints" and (path.parents[1] / "config.yaml").is_file():
             if path not in checkpoints(path.parents[1]):
                 raise ConfigError(f"{path} is no checkpoint: {_steps(path.parents[1])}")

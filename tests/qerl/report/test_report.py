@@ -89,7 +89,7 @@ def test_no_curve_is_drawn_twice_and_none_that_is_flat(tmp_path):
         ["tokens per completion: longest", "8.00"],
     ]
     page = write_report([run.folder]).read_text()
-    assert page.count("<figure ") == 1
+    assert page.count("<figure>") == 2  # reward and tokens
     assert '<th scope="row">tokens per completion: longest</th><td>8.00</td>' in page
 
 

@@ -7,12 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from qerl.base.errors import ConfigError, DataError
-from qerl.report.curves import DRAWN, LINES, TEXT
+from qerl.report.curves import DRAWN, LINES, PANELS, TEXT, draw_panel
 from qerl.report.page import LONGEST, extremes, render_page, shorten, write_report
 from qerl.report.read import read_evaluation, read_run, read_runs
-from qerl.report.sections import Judged, changes, differences, memory, phases
+from qerl.report.sections import Judged, changes, differences, held_out, memory, phases
 from tests.helpers.report_factory import CONFIG, ROWS, full_run, sample, write_evaluation, write_run
 
 HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}<a href='//evil.example'>"
@@ -56,13 +57,13 @@ def test_a_completion_is_shown_as_plain_text(tmp_path):
 def test_the_pictures_hold_no_scripts_and_no_requests(tmp_path):
     html = render_page([read_run(full_run(tmp_path / "run"), "<b>$x$</b>"), read_run(full_run(tmp_path / "other"))])
     pictures = [base64.b64decode(link.partition(",")[2]).decode() for link in Page(html).links() if link[0] != "#"]
-    assert len(pictures) == 2  # for light and for dark screens
+    assert len(pictures) == 2 * 2  # reward and entropy, for light and for dark screens
     for picture in pictures:
         assert "<script" not in picture
         assert not re.search(r"(href|src)=[\"'](?!#)", picture)
         assert not re.search(r"url\((?!#)", picture)
         assert "<b>" not in picture
-    assert any("&lt;b&gt;$x$&lt;/b&gt;" in picture for picture in pictures)
+    assert "&lt;b&gt;$x$&lt;/b&gt;" in html
 
 
 def test_the_page_forbids_what_it_does_not_need(tmp_path):
@@ -89,11 +90,12 @@ def test_the_sections_of_a_run(tmp_path):
     for cell in ("3 to 4", "0.810", "1.0e-04"):  # the noise stage of test_report.py, by hand
         assert f"<td>{cell}</td>" in page
     assert "<dt>steps</dt><dd>5 of 5</dd>" in page
-    assert "<dt>command</dt><dd>qerl train</dd>" in page
+    assert "<dt>begun by</dt><dd>qerl train</dd>" in page
     assert "<dt>trl</dt><dd>1.16.0</dd>" in page
     assert "task: arith" in page
     assert "Evaluation" not in page
-    assert page.index("good") < page.index("bad")
+    order = ['class="verdict"', "<figure>", "good", "bad", "<table>"]
+    assert [page.index(each) for each in order] == sorted(page.index(each) for each in order)
 
 
 def test_evaluations_of_the_run_and_others(tmp_path):
@@ -108,7 +110,7 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     names = re.findall(r'<th scope="row">(base|last)<', html)
     assert names == ["base", "last"]  # the one before training comes first
     assert "cannot tell" in page.text
-    assert page.text.count("5.0% to 95.0%") == 2 + 2  # in the verdict and in the table, where one is given and found
+    assert page.text.count("5.0% to 95.0%") == 2 + 2 + 2  # in the verdict, beside a bar and in the table
     assert "100.0%" in page.text
     assert "Before (wrong)" in page.text
     assert "After (right)" in page.text
@@ -128,14 +130,59 @@ def test_a_result_of_another_suite_is_shown_as_far_as_possible(tmp_path):
     assert "Graded wrong" not in page.text
 
 
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["/x/bin/qerl", "train", "--set", "a=b c"], "qerl train --set 'a=b c'"),
+        (["/x/qerl/cli/main.py", "sft"], "qerl sft"),
+        (["train.py", "--big"], "python train.py --big"),
+        (["/x/cli/main.py"], "python /x/cli/main.py"),
+        (["/x/ipykernel_launcher.py", "-f", "k.json"], "a notebook"),
+        (["-c"], "Python, without a script"),
+        ([""], "Python, without a script"),
+    ],
+)
+def test_what_began_a_run_is_named(tmp_path, command, shown):
+    run = full_run(tmp_path / "run")
+    (run / "run.json").write_text(json.dumps({"command": command}))
+    assert f"begun by{shown}" in Page(render_page([read_run(run)])).text.replace("\n", "")
+
+
+def test_accuracy_before_and_after_stands_before_the_curves(tmp_path):
+    """Of the evaluations that are given, else of the first and the last validation; not of a single one."""
+    rows = [{"step": step, "reward": 0.1 * step} for step in range(3)]
+    for row, value in zip(rows, (0.125, 0.5, 0.75), strict=True):
+        row |= {"validation/reward": value, "validation/accuracy": value}
+        row |= {"validation/accuracy_low": value - 0.1, "validation/accuracy_high": value + 0.1}
+    run = read_run(write_run(tmp_path / "run", rows))
+    html = render_page([run])
+    assert re.findall(r"<span>(step \d)</span>.*width: ([\d.]+)%.*left: ([\d.]+)%; width: ([\d.]+)%", html) == [
+        ("step 0", "12.5", "2.5", "20.0"),
+        ("step 2", "75.0", "65.0", "20.0"),
+    ]
+    assert html.index("step 2</span>") < html.index("<figure>")
+    assert '"shares"' not in render_page([read_run(write_run(tmp_path / "one", rows[1:2]))])
+    assert held_out(run, tuple(read_evaluation(write_evaluation(tmp_path / name, [True])) for name in "ab")) == [
+        (when, {"value": 1.0, "low": 0.05, "high": 0.95}) for when in ("before", "after")
+    ]
+
+
+@pytest.mark.parametrize(("rewards", "limits"), [((0.1, 0.9), (-0.02, 1.02)), ((0.0, 0.2), None), ((0.5, 1.5), None)])
+def test_a_reward_that_is_a_share_is_drawn_from_0_to_1(tmp_path, rewards, limits):
+    run = read_run(write_run(tmp_path, [{"step": step, "reward": value} for step, value in enumerate(rewards, 1)]))
+    axis = Figure().subplots()
+    draw_panel(axis, next(panel for panel in PANELS if panel.title == "reward"), [run])
+    assert (axis.get_ylim() == limits) is (limits is not None)
+
+
 def test_several_runs_side_by_side(tmp_path):
     other = {**CONFIG, "run": {**CONFIG["run"], "seed": 1, "out": "runs/y"}, "noise": {"sigma_start": 0.1}}
     runs = read_runs([full_run(tmp_path / "one"), full_run(tmp_path / "two", config=other), tmp_path / "one"])
     assert [run.name for run in runs] == ["one", "two"]
     assert differences(runs) == [["run.seed", "0", "1"], ["noise.sigma_start", "", "0.1"]]
     page = Page(render_page(runs))
-    assert "first steps, two" in page.text
-    assert "run.seed" in page.text
+    assert "mean: first steps to last steps" in page.text
+    assert page.text.index("run.seed") < page.text.index("The reward")  # what differs comes first
     alike = read_runs([tmp_path / "one", write_run(tmp_path / "deep" / "one", ROWS)])
     assert [run.name for run in alike] == [str(tmp_path / "one"), str(tmp_path / "deep" / "one")]
 

@@ -34,7 +34,7 @@ def test_each_source_has_its_reward_in_table_drawing_and_display():
     table = {change.label: (change.first, change.last) for change in changes(ROWS)}
     assert table["reward of a"] == (0.1, 0.4)
     assert "reward of b" not in table  # its last step had none
-    drawn = {panel.title: panel.lines for panel in panels([SimpleNamespace(rows=ROWS)])}
+    drawn = {panel.title: panel.lines for panel in panels([SimpleNamespace(rows=ROWS, validations=ROWS)])}
     assert drawn["reward by source"] == {"a": "sources/a/reward"}
     assert drawn["validation accuracy by source"] == {"a": "validation/sources/a/accuracy"}
     assert numbers(ROWS[0]).endswith("a 0.100  b 0.900")

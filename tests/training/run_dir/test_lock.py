@@ -10,6 +10,7 @@ import pytest
 import training.run
 from qerl.base.errors import ConfigError, EngineError
 from qerl.config.recipe import save_config
+from qerl.report.read import state_of
 from tests.helpers.small_run import small_config
 from training.run import resume, start
 from training.run_dir.folder import only_writer, written
@@ -42,11 +43,31 @@ def test_a_run_held_by_another_process_is_refused_until_that_one_is_killed(nvfp4
     save_config(small_config(nvfp4_base, tmp_path), run_dir / "config.yaml")
     with pytest.raises(ConfigError, match="another process writes to"):
         resume(run_dir)
+    assert state_of(run_dir) == "running"
     assert not (run_dir / "metrics.jsonl").exists()
     process.kill()
     process.communicate()
+    assert state_of(run_dir) == "killed"
     with only_writer(run_dir, ["config.yaml"]):
         pass
+    assert state_of(run_dir) == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (ConfigError("no room\nat all"), "failed: no room at all"),
+        (AssertionError(), "failed: AssertionError"),
+        (KeyboardInterrupt(), "stopped"),
+        (SystemExit(143), "stopped"),
+    ],
+)
+def test_a_run_says_how_it_ended(tmp_path, error, state):
+    with pytest.raises(type(error)), only_writer(tmp_path / "run", []):
+        raise error
+    assert state_of(tmp_path / "run") == state
+    (tmp_path / "run" / "adapter").mkdir()
+    assert state_of(tmp_path / "run") == "finished"
 
 
 def test_two_runs_that_begin_at_once_do_not_share_a_directory(tmp_path):
@@ -62,6 +83,7 @@ def test_two_runs_that_begin_at_once_do_not_share_a_directory(tmp_path):
     [
         ("optim.name=adamw_8bit", r"optim\.name is adamw_8bit"),
         ("logging.report_to=[trackio]", "names trackio, which is not installed: run `pip install trackio`"),
+        ("logging.report_to=[mlflow]", "names mlflow, which is not installed: run `pip install mlflow`"),
     ],
 )
 def test_what_this_machine_lacks_is_refused_before_an_engine_is_opened(
@@ -69,7 +91,7 @@ def test_what_this_machine_lacks_is_refused_before_an_engine_is_opened(
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *more: None if name == "trackio" else find(name, *more)
+        "importlib.util.find_spec", lambda name, *more: None if name in ("trackio", "mlflow") else find(name, *more)
     )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(training.run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))

@@ -1,0 +1,82 @@
+"""`qerl runs`, and the short names by which commands find a run."""
+
+import json
+import os
+
+import pytest
+
+from qerl.base.errors import ConfigError
+from qerl.checkpoint.folder import run_named
+from qerl.cli.evaluate import evaluation_of
+from qerl.report.read import LOCK, list_runs
+from tests.helpers.report_factory import CONFIG, full_run, write_evaluation, write_run
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Whole, damaged and partly written runs, the oldest first, and a folder that is no run."""
+    monkeypatch.chdir(tmp_path)
+    full_run(tmp_path / "runs/whole")
+    (tmp_path / "runs/whole/adapter").mkdir()
+    write_run(full_run(tmp_path / "runs/taught", config={**CONFIG, "sft": {}, "qat": {}}), [{"step": 3, "nll": 1.25}])
+    (tmp_path / "runs/taught" / LOCK).write_text("failed: no room")
+    torn = full_run(tmp_path / "runs/torn")
+    (torn / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2}\nnonsense\n{"step": 4, "rew')
+    (torn / "config.yaml").write_text("run: [")
+    (write_run(tmp_path / "runs/begun", []) / LOCK).write_text("running")
+    (tmp_path / "runs/notes").mkdir()
+    for age, name in enumerate(("begun", "torn", "taught", "whole")):
+        for file in (tmp_path / "runs" / name).iterdir():
+            os.utime(file, (10**9 - age, 10**9 - age))
+    return tmp_path / "runs"
+
+
+def test_every_run_has_a_line_the_newest_first(here, runs):
+    code, shown, _ = here("runs", "--json")
+    keys = ("folder", "model", "kind", "steps", "steps_in_all", "measure", "value", "state")
+    found = json.loads(shown)
+    assert (code, [tuple(run[key] for key in keys) for run in found]) == (0, [
+        ("runs/begun", "", "", 0, None, "", None, "killed"),
+        ("runs/torn", "", "", 2, None, "reward", 0.5, "not finished"),
+        ("runs/taught", "tiny", "SFT, QAT", 3, 5, "loss", 1.25, "failed"),
+        ("runs/whole", "tiny", "RL", 5, 5, "reward", 0.4, "finished"),
+    ])  # fmt: skip
+    notes = [run["note"] for run in found]
+    assert (notes[0], notes[2:]) == ("no config.yaml", ["no room", ""])
+    assert notes[1].startswith("config.yaml cannot be read (")
+    assert notes[1].endswith("; 1 damaged lines in metrics.jsonl")
+    code, shown, _ = here("runs")
+    assert (code, shown.count("runs/torn: config.yaml"), "runs/whole:" in shown) == (0, 1, False)
+    assert [run.steps for run in list_runs(runs / "whole")] == [5]
+
+
+@pytest.mark.parametrize(("folder", "said"), [("rnus", "did you mean runs"), ("runs/notes", "holds no run")])
+def test_a_folder_without_runs_is_refused(here, runs, folder, said):
+    code, _, errors = here("runs", folder)
+    assert (code, said in errors) == (2, True)
+
+
+def test_a_run_is_found_by_its_name_or_a_beginning(runs):
+    names = {"whole": "runs/whole", "w": "runs/whole", "who/adapter": "runs/whole/adapter", "t/adapter": "t/adapter"}
+    names |= {"tiny": "tiny", "Qwen/Qwen3-4B": "Qwen/Qwen3-4B", "runs/torn": "runs/torn", "": "", "./w": "./w"}
+    assert {ref: run_named(ref) for ref in names} == names
+    with pytest.raises(ConfigError, match="t begins the names of several runs: write runs/taught or runs/torn"):
+        run_named("t")
+    (runs / "t").mkdir()
+    assert run_named("t") == "runs/t"  # a whole name is meant before a beginning
+    (runs.parent / "t").mkdir()
+    assert run_named("t") == "t"
+
+
+def test_commands_take_short_names(here, runs):
+    code, _, errors = here("report", "who")
+    assert (code, (runs / "whole/report.html").is_file()) == (0, True), errors
+    for command in (["report", "t"], ["compare", "whole", "t"], ["train", "--resume", "t"], ["chat", "--model", "t"]):
+        code, _, errors = here(*command)
+        assert code == 2
+        assert "begins the names of several runs" in errors or "has no evaluation" in errors
+    write_evaluation(runs / "whole/eval/one", [True])
+    assert str(evaluation_of("wh")) == "runs/whole/eval/one"
+    write_evaluation(runs / "whole/eval/two", [True])
+    with pytest.raises(ConfigError, match="has several evaluations: write runs/whole/eval/one or runs/whole/eval/two"):
+        evaluation_of("wh")
