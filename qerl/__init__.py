@@ -58,6 +58,7 @@ TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",  # vLLM, huggingface_hub and others, see donottrack.sh
     "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub, and through it TRL, transformers and trackio
     "VLLM_NO_USAGE_STATS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # mlflow takes no other value of DO_NOT_TRACK either
     "RAY_USAGE_STATS_ENABLED": "0",  # vLLM and lighteval import ray where it is installed
     "GRADIO_ANALYTICS_ENABLED": "False",  # trackio's dashboard
     "WANDB_ERROR_REPORTING": "false",  # errors of wandb itself; a run's metrics go where the recipe says

@@ -206,9 +206,9 @@ class MemoryConfig(Section):
 class LoggingConfig(Section):
     """What is written beside metrics.jsonl."""
 
-    report_to: Annotated[tuple[Literal["trackio", "tensorboard", "wandb"], ...], Field(strict=False)] = Field(
-        (), description="trackers to report to"
-    )
+    report_to: Annotated[
+        tuple[Literal["mlflow", "swanlab", "trackio", "tensorboard", "wandb"], ...], Field(strict=False)
+    ] = Field((), description="trackers to report to")
     completions_every: int = Field(10, ge=1, description="steps between logged samples of completions")
     completions_count: int = Field(4, ge=0, description="completions in a sample, spread over its prompts; 0: none")
 

@@ -86,22 +86,32 @@ def _check_card(recipe: str) -> None:
         )
 
 
-OFFLINE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE that need no key
+OFFLINE = ("offline", "local", "disabled", "dryrun")  # values of WANDB_MODE and SWANLAB_MODE that need no key
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker that is not installed, or for wandb if it would ask for a key."""
+    """Raise ConfigError for a tracker that is not installed, or that would ask for a key."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"logging.report_to names {name}, which is not installed: run `pip install {name}`, or leave it out "
                 "(metrics.jsonl is written in any case)"
             )
-    if "wandb" in names and not _wandb_has_key():
-        raise ConfigError(
-            "logging.report_to names wandb, which has no key here: run `wandb login`, set WANDB_API_KEY, or set "
-            "WANDB_MODE=offline to keep its files in the run until `wandb sync` (metrics.jsonl is written in any case)"
-        )
+    for name, has_key in (("wandb", _wandb_has_key), ("swanlab", _swanlab_has_key)):
+        if name in names and not has_key():
+            variable = name.upper()
+            raise ConfigError(
+                f"logging.report_to names {name}, which has no key here: run `{name} login`, set {variable}_API_KEY, "
+                f"or set {variable}_MODE=offline to keep its files in the run until `{name} sync` (metrics.jsonl is "
+                "written in any case)"
+            )
+
+
+def _swanlab_has_key() -> bool:
+    import swanlab
+
+    settings = swanlab.Settings()
+    return settings.mode in OFFLINE or bool(settings.api_key)
 
 
 def _wandb_has_key() -> bool:

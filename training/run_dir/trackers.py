@@ -1,7 +1,7 @@
-"""Trackers: wandb, trackio and TensorBoard get the numbers of metrics.jsonl from transformers' callbacks, under train/.
+"""Trackers get the numbers of metrics.jsonl from transformers' callbacks: under train/, MLflow by their own names.
 
-Ours are the folders, the id by which a resumed run continues at wandb, the resolved recipe without secrets, and samples
-of completions as tables of at most ROWS rows. The trainer's arguments name project and run (training/trainer.py).
+Ours are the folders, the id by which a resumed run continues, the resolved recipe without secrets, and samples of
+completions as tables of at most ROWS rows. The trainer's arguments name project and run (training/trainer.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.integrations import (
+    MLflowCallback,
+    SwanLabCallback,
+    TensorBoardCallback,
+    TrackioCallback,
+    WandbCallback,
+)
 
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.config.data import without_secrets
+from qerl.report.sections import flatten
 from training.run_dir.folder import IDS
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS, TEXT = 32, 4000  # of a table: rows, and characters of a cell
+PARAMETERS = 100  # that MLflow takes at once
 CLOSE_S = 60.0  # that wandb may go on uploading at the end
 COLUMNS = ("step", "prompt", "completion", "advantage")
 AT_WORK = ("on_log", "on_save", "on_predict", "on_train_end")  # the events at which a tracker reports
@@ -49,6 +57,13 @@ def open_trackers(config: RunConfig, run_dir: Path, start_step: int) -> Iterator
     finally:  # transformers closes them only where its loop comes to its end
         if "wandb" in names and (wandb := sys.modules.get("wandb")):
             wandb.finish(exit_code=int(failed))
+        if "mlflow" in names and (mlflow := sys.modules.get("mlflow")):
+            with suppress(Exception):  # of the tracker or of its HTTP library
+                mlflow.flush_async_logging()
+                mlflow.end_run("FAILED" if failed else "FINISHED")
+        if "swanlab" in names and (swanlab := sys.modules.get("swanlab")) and swanlab.has_run():
+            with suppress(Exception):
+                swanlab.finish("crashed" if failed else "success")
         if "trackio" in names and (trackio := sys.modules.get("trackio")):
             with suppress(RuntimeError):  # it is closed already
                 trackio.finish()
@@ -63,10 +78,16 @@ def _callback(name: str, config: RunConfig, run_dir: Path, start_step: int) -> T
             return TensorBoardCallback(SummaryWriter(str(run_dir / "tensorboard"), purge_step=purged))
         if name == "trackio":
             return _Trackio(_recipe(config))
+        if name == "mlflow":
+            _open_mlflow(config, run_dir)
+            return _MLflow()
+        if name == "swanlab":
+            _open_swanlab(config, run_dir)
+            return SwanLabCallback()
         _open_wandb(config, run_dir)
         return WandbCallback()
     except Exception as error:  # of the tracker, of its HTTP library, or an OSError
-        offline = ", set WANDB_MODE=offline" if name == "wandb" else ""
+        offline = f", set {name.upper()}_MODE=offline" if name in ("wandb", "swanlab") else ""
         raise ConfigError(
             f"logging.report_to names {name}, which cannot be opened ({error}): correct that{offline}, or leave it out "
             "(metrics.jsonl is written in any case)"
@@ -80,13 +101,55 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> None:
     wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "qerl",
         name=run_dir.name,
-        id=_id(run_dir),
+        id=_id(run_dir, "wandb"),
         resume="allow",
         dir=str(run_dir),
         config=_recipe(config),
         # Without `console` and `silent` it takes over what the run shows.
         settings=wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_S),
     )
+
+
+def _open_swanlab(config: RunConfig, run_dir: Path) -> None:
+    """Open the run that transformers' callback then takes."""
+    import swanlab
+
+    folder = run_dir / "swanlab"
+    folder.mkdir(parents=True, exist_ok=True)
+    swanlab.init(
+        project=os.environ.get("SWANLAB_PROJECT") or "qerl",
+        name=run_dir.name,
+        id=_id(run_dir, "swanlab"),
+        resume="allow",
+        log_dir=str(folder),
+        config=_recipe(config),
+        settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),  # else it takes what is shown
+    )
+
+
+def _open_mlflow(config: RunConfig, run_dir: Path) -> None:
+    """Begin the run, or continue it where the store still has it. MLflow lets no parameter change: those of a resumed
+    run stay, and its recipe is the artifact recipe.json."""
+    import mlflow
+
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "qerl")
+    with suppress(mlflow.MlflowException):
+        if known := _ids(run_dir).get("mlflow"):
+            mlflow.start_run(known)
+    if mlflow.active_run() is None:
+        run = mlflow.start_run(run_name=run_dir.name)
+        _keep_id(run_dir, "mlflow", run.info.run_id)
+        values = [(key, value[:TEXT]) for key, value in flatten(_recipe(config))]
+        for at in range(0, len(values), PARAMETERS):
+            mlflow.log_params(dict(values[at : at + PARAMETERS]))
+    mlflow.log_dict(_recipe(config), "recipe.json")
+
+
+class _MLflow(MLflowCallback):
+    """For the open run; transformers would log its own arguments as parameters."""
+
+    def setup(self, *_: Any) -> None:
+        self._initialized = self._async_log = True
 
 
 class _Trackio(TrackioCallback):
@@ -146,6 +209,15 @@ def log_table(names: Sequence[str], step: int, rows: Sequence[Mapping[str, Any]]
 
                 data = [dict(zip(columns, row, strict=True)) for row in cells]
                 trackio.log({"completions": trackio.Table(data=data), "train/global_step": step})
+            elif name == "mlflow":
+                import mlflow
+
+                data = {column: list(of) for column, of in zip(columns, zip(*cells, strict=True), strict=True)}
+                mlflow.log_table(data, f"completions/step-{step:06d}.json")
+            elif name == "swanlab":
+                import swanlab
+
+                swanlab.log({"completions": swanlab.echarts.Table().add(columns, cells)}, step=step)
             worked.append(name)
         except Exception as error:  # of the tracker or of its HTTP library
             _say_dropped(f"the table of completions at {name}", error)
@@ -169,9 +241,16 @@ def table_of(step: int, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], l
     ]
 
 
-def _id(run_dir: Path) -> str:
-    """The run's id at wandb, which a resumed run finds again."""
+def _ids(run_dir: Path) -> dict[str, str]:
+    """The run's id at each tracker, which a resumed run finds again."""
     path = run_dir / IDS
-    if not path.is_file():
-        replace_text(path, json.dumps({"wandb": uuid.uuid4().hex[:12]}))
-    return json.loads(path.read_text(encoding="utf-8"))["wandb"]
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _keep_id(run_dir: Path, name: str, ident: str) -> str:
+    replace_text(run_dir / IDS, json.dumps({**_ids(run_dir), name: ident}))
+    return ident
+
+
+def _id(run_dir: Path, name: str) -> str:
+    return _ids(run_dir).get(name) or _keep_id(run_dir, name, uuid.uuid4().hex[:12])

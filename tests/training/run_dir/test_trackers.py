@@ -1,9 +1,11 @@
-"""Trackers, for real: wandb offline, trackio in a local database, TensorBoard's files; and those that fail."""
+"""Trackers, for real: wandb and SwanLab offline, trackio and MLflow in a local database, TensorBoard's files; and those
+that fail."""
 
 import importlib.util
 import json
 import sys
 import types
+from contextlib import nullcontext
 
 import pytest
 from transformers import TrainerCallback
@@ -12,7 +14,7 @@ from qerl.base.errors import ConfigError
 from qerl.config.data import without_secrets
 from qerl.config.recipe import load_recipe
 from tests.helpers.small_run import small_config
-from training.preflight.checks import check_config
+from training.preflight.checks import check_config, check_trackers
 from training.run import resume, start
 from training.run_dir.folder import new_run_dir
 from training.run_dir.log import read_metrics
@@ -101,6 +103,77 @@ def test_trackio_has_the_metrics_the_recipe_and_completions(reported):
     assert (config["optim"]["name"], config["run"]["save_every"]) == ("adamw", 1)
 
 
+def alone(name):
+    """The tracker has an extra of its own."""
+    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"qerl[{name}] is not installed")
+
+
+def reported_to(name, base, folder):
+    """The directory of a run of one step that is resumed for another."""
+    report = f"logging.report_to=[{name}]"
+    run = start(small_config(base, folder, *REPORTS[1:], report, "run.save_every=1", steps=1), "tiny").run_dir
+    resume(run, steps=2)
+    return run
+
+
+@alone("mlflow")
+def test_mlflow_has_one_run_with_the_metrics_the_recipe_and_completions(nvfp4_base, tmp_path, monkeypatch):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    run = reported_to("mlflow", nvfp4_base, tmp_path)
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    rewards = [(each.step, each.value) for each in client.get_metric_history(found.info.run_id, "reward")]
+    assert rewards == [(row["step"], pytest.approx(row["reward"])) for row in read_metrics(run)]
+    assert (found.info.run_name, found.info.status, found.data.params["optim.name"]) == ("run", "FINISHED", "adamw")
+    tables = [file.path for file in client.list_artifacts(found.info.run_id, "completions")]
+    assert tables == ["completions/step-000001.json", "completions/step-000002.json"]
+
+
+@alone("swanlab")
+def test_swanlab_has_its_files_in_the_run_and_one_id_for_a_resumed_one(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    run = reported_to("swanlab", nvfp4_base, tmp_path)
+    (ident,) = json.loads((run / ".trackers.json").read_text()).values()
+    folders = sorted((run / "swanlab").glob("run-*"))
+    assert [folder.name.endswith(ident) for folder in folders] == [True, True]
+    for folder in folders:
+        assert b"train/reward" in (folder / f"run-{ident}.swanlab").read_bytes()
+        assert len(list(folder.glob("media/echarts/*.json"))) == 1
+
+
+def stand_in(monkeypatch, name, **members):
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.util.spec_from_loader(name, None)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_swanlab_without_a_key_is_refused_before_anything_is_loaded(monkeypatch):
+    for settings, refused in (("online", None), True), (("online", "key"), False), (("offline", None), False):
+        of = types.SimpleNamespace(mode=settings[0], api_key=settings[1])
+        stand_in(monkeypatch, "swanlab", Settings=lambda of=of: of)
+        with pytest.raises(ConfigError, match="or set SWANLAB_MODE=offline to keep") if refused else nullcontext():
+            check_trackers(["swanlab"])
+
+
+def test_mlflow_and_swanlab_get_tables(monkeypatch):
+    got = []
+    table = types.SimpleNamespace(Table=lambda: types.SimpleNamespace(add=lambda *given: given))
+    stand_in(monkeypatch, "swanlab", echarts=table, log=lambda row, step: got.append((row, step)))
+    stand_in(monkeypatch, "mlflow", log_table=lambda data, file: got.append((data, file)))
+    rows = [{"prompt": "1 + 1", "completion": "2", "advantage": 0.0, "rewards": {"accuracy": 1.0}}]
+    assert log_table(["mlflow", "swanlab"], 3, rows) == ["mlflow", "swanlab"]
+    columns, cells = ["step", "prompt", "completion", "advantage", "accuracy"], [3, "1 + 1", "2", 0.0, 1.0]
+    assert got == [
+        ({name: [cell] for name, cell in zip(columns, cells, strict=True)}, "completions/step-000003.json"),
+        ({"completions": (columns, [cells])}, 3),
+    ]
+
+
 @installed
 def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_blocks_the_next_try(tmp_path, monkeypatch):
     def broken(*_, **__):
@@ -164,9 +237,7 @@ def test_a_tracker_that_fails_while_it_reports_is_left_out_with_one_warning(capl
 
 
 def test_a_table_that_fails_leaves_its_tracker_out(monkeypatch, caplog):
-    module = types.ModuleType("trackio")
-    module.Table, module.log = lambda data: data, lambda row: 1 / 0
-    monkeypatch.setitem(sys.modules, "trackio", module)
+    stand_in(monkeypatch, "trackio", Table=lambda data: data, log=lambda row: 1 / 0)
     rows = [{"prompt": "1 + 1", "completion": "2", "advantage": 0.0, "rewards": {"accuracy": 1.0}}]
     assert log_table(["trackio", "tensorboard"], 3, rows) == ["tensorboard"]
     assert "the table of completions at trackio failed" in caplog.text
