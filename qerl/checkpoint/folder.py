@@ -273,27 +273,31 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), folder) for match, folder in named if match and folder.is_dir()))
 
 
-def run_named(ref: str) -> str:
-    """`ref`, or the folder that it names under runs/: `tiny-2026` or `tiny-2026/eval/arith-1` for what begins so.
+def run_folder(ref: str) -> Path:
+    """The folder of a run: `ref`, or what it names under runs/, so `tiny-2026` or `tiny-2026/eval/arith-1` for what
+    begins so there.
 
-    What exists as it is written, an embedded model and what nothing there is named like stay as they are. Raises
-    ConfigError for the beginning of several names.
+    What exists as it is written, and what nothing there is named like, stays as it is. Raises ConfigError for the
+    beginning of several names.
     """
+    return expanded(_named(ref))
+
+
+def run_named(ref: str) -> str:
+    """The same for a model, which may be a run: words for embedded models and hub ids stay as they are."""
+    return ref if ref in EMBEDDED else _named(ref)
+
+
+def _named(ref: str) -> str:
     name, _, inside = ref.partition("/")
-    if not name or name in (".", "..", "~") or ref in EMBEDDED or os.path.exists(expanded(ref)):
+    if not name or name in (".", "..", "~") or os.path.exists(expanded(ref)):
         return ref
     names = [folder.name for folder in sorted(RUNS.glob("[!.]*")) if os.path.exists(folder / inside)]
     found = [name] if name in names else [each for each in names if each.startswith(name)]
     if len(found) > 1:
-        raise ConfigError(
-            f"{name} begins the names of several runs: write {' or '.join(str(RUNS / each) for each in found)}"
-        )
+        several = " or ".join(str(RUNS / each / inside) for each in found)
+        raise ConfigError(f"{ref} begins the names of several runs: write {several}")
     return str(RUNS / found[0] / inside) if found else ref
-
-
-def run_folder(ref: str) -> Path:
-    """The folder that `run_named` finds."""
-    return expanded(run_named(ref))
 
 
 def kind_of_run(run: Path) -> RunKind:

@@ -170,14 +170,10 @@ def compare_results(
 def evaluation_of(ref: str) -> Path:
     """The evaluation that `ref` names: a folder, or the only one in a run. Raises ConfigError if a run has others."""
     folder = run_folder(ref)
-    if not (folder / "config.yaml").is_file():
-        return folder
     found = sorted(result.parent for result in folder.glob("eval/*/result.json"))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise ConfigError(f"{folder} has no evaluation: make one with `qerl eval TASK --model {folder}`")
-    raise ConfigError(f"{folder} has several evaluations: write {' or '.join(map(str, found))}")
+    if len(found) > 1:
+        raise ConfigError(f"{folder} has several evaluations: write {' or '.join(map(str, found))}")
+    return found[0] if found else folder
 
 
 def task_app(task: str) -> typer.Typer:

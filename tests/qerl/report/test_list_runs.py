@@ -6,7 +6,7 @@ import os
 import pytest
 
 from qerl.base.errors import ConfigError
-from qerl.checkpoint.folder import run_named
+from qerl.checkpoint.folder import run_folder, run_named
 from qerl.cli.evaluate import evaluation_of
 from qerl.report.read import LOCK, list_runs
 from tests.helpers.report_factory import CONFIG, full_run, write_evaluation, write_run
@@ -60,8 +60,11 @@ def test_a_run_is_found_by_its_name_or_a_beginning(runs):
     names = {"whole": "runs/whole", "w": "runs/whole", "who/adapter": "runs/whole/adapter", "t/adapter": "t/adapter"}
     names |= {"tiny": "tiny", "Qwen/Qwen3-4B": "Qwen/Qwen3-4B", "runs/torn": "runs/torn", "": "", "./w": "./w"}
     assert {ref: run_named(ref) for ref in names} == names
+    assert str(run_folder("whole")) == "runs/whole"
     with pytest.raises(ConfigError, match="t begins the names of several runs: write runs/taught or runs/torn"):
         run_named("t")
+    (runs / "tiny-1").mkdir()
+    assert (str(run_folder("tiny")), run_named("tiny")) == ("runs/tiny-1", "tiny")  # the model, where one is meant
     (runs / "t").mkdir()
     assert run_named("t") == "runs/t"  # a whole name is meant before a beginning
     (runs.parent / "t").mkdir()
@@ -74,7 +77,7 @@ def test_commands_take_short_names(here, runs):
     for command in (["report", "t"], ["compare", "whole", "t"], ["train", "--resume", "t"], ["chat", "--model", "t"]):
         code, _, errors = here(*command)
         assert code == 2
-        assert "begins the names of several runs" in errors or "has no evaluation" in errors
+        assert "begins the names of several runs" in errors
     write_evaluation(runs / "whole/eval/one", [True])
     assert str(evaluation_of("wh")) == "runs/whole/eval/one"
     write_evaluation(runs / "whole/eval/two", [True])
