@@ -198,12 +198,12 @@ def with_moved(config: RunConfig, run_dir: Path, moved: Sequence[str]) -> RunCon
         if key == "source" and not expanded(place[key]).exists() and kept.is_file():
             place[key] = str(kept)
     for new in moved:
-        found = [(place, key) for _, place, key in _files(data) if _split(place[key])[0].name == _split(new)[0].name]
+        found = [(place, key) for _, place, key in _files(data) if _is_moved(place[key], new)]
         if not found:
             named = ", ".join(place[key] for _, place, key in _files(data)) or "none"
             raise ConfigError(
-                f"--resume continues a run as it was configured, and {run_dir} names no file {_split(new)[0].name} "
-                f"(its files: {named}): a file that has moved keeps its name; leave it out, or start a new run"
+                f"--resume continues a run as it was configured, and {run_dir} names no file {Path(new).name} "
+                f"(its files: {named}): what has moved keeps its name; leave it out, or start a new run"
             )
         for place, key in found:
             path, function = _split(new)
@@ -243,6 +243,12 @@ def _is_file(value: str) -> bool:
     """Whether it is the path of a file: not a hub id, a module, a registered name, a URL, or given by a program."""
     path = _split(value)[0]
     return "://" not in value and not value.startswith("python:") and (path.suffix in SUFFIXES or value[:1] in "./~")
+
+
+def _is_moved(old: str, new: str) -> bool:
+    """Whether `new` may be the place of `old` now: a file of the same name, and its function unless one names none."""
+    (file, function), (other, of_other) = _split(old), _split(new)
+    return file.name == other.name and (function == of_other or not function or not of_other)
 
 
 def _split(value: str) -> tuple[Path, str]:

@@ -16,7 +16,7 @@ from training.preflight.checks import check_resumed
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
-from training.run_dir.resume import LAST, Moved, base_to_resume, config_to_resume, find_run, rewind_
+from training.run_dir.resume import LAST, Moved, base_to_resume, config_to_resume, find_run, rewind_, with_moved
 
 
 def fake_run(folder, recipe, age_s, steps=()):
@@ -190,7 +190,7 @@ def test_files_that_have_moved_are_named_at_resume(moved, tmp_path):
     for files, said in (
         ((), r"rewards\.1\.name .*rewards\.py:short, which is not here: .*--set rewards"),
         (places[:3], r"data\.sources\.1\.source .*b\.jsonl, which is not here: write `qerl train"),
-        (("other.py",), r"names no file other\.py \(its files: .*a\.jsonl.*: a file that has moved keeps"),
+        (("other.py",), r"names no file other\.py \(its files: .*a\.jsonl.*: what has moved keeps"),
     ):
         with pytest.raises((ConfigError, DataError), match=said):
             check_resumed(run, steps=2, moved=Moved(files=files))
@@ -209,6 +209,18 @@ def test_what_a_moved_file_holds_has_to_be_the_same_and_rows_that_the_run_keeps_
         resume(run, steps=2, moved=Moved(files=places))
     (run / "a.jsonl").write_bytes((new / "a.jsonl").read_bytes())
     assert config_to_resume(run)[0].data.sources[0].source == str(run / "a.jsonl")
+
+
+def test_functions_of_one_file_move_each_or_all_together():
+    config = load_recipe("tiny", ["rewards=[{name: 'old/r.py:short'}, {name: 'old/r.py:long', weight: 0.5}]"])
+
+    def names(*files):
+        return [reward.name for reward in with_moved(config, Path("run"), files).rewards]
+
+    assert names("n/r.py") == names("n/r.py:short", "n/r.py:long") == ["n/r.py:short", "n/r.py:long"]
+    assert names("n/r.py:long") == ["old/r.py:short", "n/r.py:long"]
+    with pytest.raises(ConfigError, match=r"names no file r\.py:other \(its files: old/r\.py:short, old/r\.py:long\)"):
+        names("n/r.py:other")
 
 
 def test_the_options_name_what_has_moved():
