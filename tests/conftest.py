@@ -18,7 +18,7 @@ from tests.helpers.card import skip_without_card
 # files that begin first, the slowest of all before the others, so that no process is left alone at the end
 SLOW = """ranks hybrid_run run docs one_pass trial_adapter merge adapter_start cli episodes qat telemetry validation_run
 sources grading portable sft_run metrics_page of_trl devices families prolong episodes_run environments experts_run
-errors_table"""
+errors_table tutorials"""
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -2,7 +2,7 @@
 
 Everything runs on a CPU in a fresh folder, without a network, in about four minutes:
 
-    python scripts/docs/record_docs.py             # all, and two pictures in docs/images
+    python scripts/docs/record_docs.py             # all, and a picture in docs/images
     python scripts/docs/record_docs.py plan doctor # only some, which must not depend on others
 
 Whatever differs from run to run is replaced: the folder, seconds, sizes of disks, dates. Everything else is as printed.
@@ -73,24 +73,6 @@ SESSIONS = {  # file -> commands, in the order in which they build on one anothe
     ],
 }
 
-LIGHTEVAL_TASKS = """\
-from lighteval.metrics.metrics import Metrics
-from lighteval.tasks.lighteval_task import LightevalTaskConfig
-from lighteval.tasks.requests import Doc
-
-
-def ask(row, task_name):
-    return Doc(query=row["problem"], choices=[f"#### {row['solution']}"], gold_index=0, task_name=task_name)
-
-
-TASKS_TABLE = [
-    LightevalTaskConfig(
-        name="mine", prompt_function=ask, hf_repo="data", hf_subset="default", hf_avail_splits=["test"],
-        evaluation_splits=["test"], metrics=[Metrics.expr_gold_metric], generation_size=48, stop_sequence=[],
-    )
-]
-"""
-
 # A run on a terminal of 100 x 24, stopped by Ctrl-C once STOP_AT matches; its screen is recorded then and at the end.
 LIVE = (
     "qerl train --recipe tiny --steps 12 --set run.save_every=6 --set logging.completions_every=100 --out runs/stopped"
@@ -99,7 +81,6 @@ STOP_AT = re.compile(r"\w+ +7/12 \|")
 QUICKSTART_EVAL = "--limit 300 --max-new-tokens 48 --batch-size 300"  # as scripts/quickstart.sh has it
 QUICKSTART = [
     "qerl train --recipe tiny --quantize --seed 0 --out runs/quickstart",
-    "qerl report runs/quickstart",
     f"qerl eval arith --model checkpoints/tiny-NVFP4A16 {QUICKSTART_EVAL} --out evals/quickstart-before",
     f"qerl eval arith --model runs/quickstart {QUICKSTART_EVAL} --out evals/quickstart-after",
 ]
@@ -191,14 +172,11 @@ def record_live(folder: Path) -> None:
 
 
 def record_quickstart(folder: Path) -> None:
-    """Draw the pictures of the quickstart: the curves of its run, and its accuracy before and after."""
+    """Draw the picture of the quickstart: its reward, and its accuracy before and after."""
     for command in QUICKSTART:
         run(command, folder)
-    run_dir, images = folder / "runs" / "quickstart", ROOT / "docs" / "images"
-    shutil.copy(run_dir / "curves.png", images / "quickstart.png")
-    evals = folder / "evals"
-    draw(run_dir, evals / "quickstart-before", evals / "quickstart-after", images / "before-after.png")
-    print("quickstart.png, before-after.png")
+    evals, picture = folder / "evals", ROOT / "docs" / "images" / "before-after.png"
+    draw(folder / "runs" / "quickstart", evals / "quickstart-before", evals / "quickstart-after", picture)
 
 
 def write(name: str, text: str) -> None:
@@ -213,7 +191,7 @@ def prepare(folder: Path) -> None:
     (folder / "data").mkdir()
     for name in ("rows.jsonl", "data/test.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "tasks.py").write_text(LIGHTEVAL_TASKS, encoding="utf-8")
+    shutil.copy(RECORDINGS / "tasks.py", folder)
 
 
 def main() -> None:
@@ -232,13 +210,9 @@ def main() -> None:
 
 def draw(run_dir: Path, before: Path, after: Path, picture: Path) -> None:
     """docs/images/before-after.png: the reward of each step, between the accuracies of the folders of `qerl eval`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     figure, axes = plt.subplots(figsize=(8.5, 3.2), layout="constrained")
     axes.plot([row["step"] for row in rows], [row["reward"] for row in rows], "C0-", lw=1.5, label="reward in training")
     last = rows[-1]["step"]

@@ -14,10 +14,16 @@ def whole():
     return typer.main.get_command(app)
 
 
-def check_parses(command):
-    """Parse `qerl ...`. Raises click's usage error where the command line does not take it."""
+def split_command(command):
+    """The words of `qerl ...` without the program."""
     program, *words = shlex.split(command, comments=True)
     assert program == "qerl"
+    return words
+
+
+def check_parses(command):
+    """Parse `qerl ...`. Raises click's usage error where the command line does not take it."""
+    words = split_command(command)
     if words == ["--help"]:
         return
     words = with_resume_value(words)
