@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import qerl
 from qerl.api.run import Run
 from qerl.cli.plan import plan_of, show
-from qerl.config.keys import REMOVED, describe_config
+from qerl.config.keys import OTHER_NAMES, REMOVED, describe_config
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
 from qerl.plan.engine_memory import card_of
@@ -133,7 +135,8 @@ def test_messages_are_read_from_calls_conditions_and_functions(tmp_path, monkeyp
 @pytest.mark.parametrize("page", TEXTS, ids=page_name)
 def test_each_key_that_a_page_names_exists(page):
     keys = {row.key for row in describe_config()}
-    named = set(re.findall(rf"\b(?:{'|'.join(RunConfig.model_fields)})\.[a-z0-9_]+(?:\.[a-z_]+)*", page.read_text()))
+    words = rf"(?<![\w.])(?:{'|'.join(RunConfig.model_fields)})\.[a-z0-9_]+(?:\.[a-z_]+)*"
+    named = {re.sub(r"\.\d+\b", ".N", name) for name in re.findall(words, page.read_text())} - {*OTHER_NAMES}
     named -= {name for name in named if name.endswith((".py", ".yaml", ".md", ".json", ".txt"))}
     named -= {f"run.{name}" for name in dir(Run)} | {"train.torch"}  # of a variable in Python, and of a module of Ray
     if page.name == "CHANGELOG.md":
@@ -289,6 +292,17 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
     assert "noise.sigma_start" in (tmp_path / "recipe-keys.html").read_text(encoding="utf-8")
     check_commands((tmp_path / "commands.html").read_text(encoding="utf-8"))
     check_copies((tmp_path / "quickstart.html").read_text(encoding="utf-8"))
+    check_functions((tmp_path / "python-reference.html").read_text(encoding="utf-8"))
+
+
+def check_functions(page):
+    """Each name of the Python interface, and each argument with what it means."""
+    shown = dict(re.findall(r'<h3 id="qerl\.(\w+)"(.*?)(?=<h[23]|</article>)', page, re.DOTALL))
+    assert set(shown) == {name for name in qerl.__all__ if name not in ("__version__", "QerlError")}
+    for name in ("train", "sft", "distill"):
+        text = html.unescape(re.sub(r"<[^>]*>", "", shown[name]))
+        for argument in list(inspect.signature(getattr(qerl, name)).parameters)[-10:]:
+            assert re.search(rf"\n\s*{argument}\s+\(.*?\)\s+–\s+\w+", text, re.DOTALL), (name, argument)
 
 
 def check_commands(page):

@@ -8,6 +8,7 @@ any more. One thing stays: once CUDA has started, the process keeps its card, an
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import os
@@ -58,6 +59,21 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
                 _at_work = None
 
     return called
+
+
+def spelled_out(arguments: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Show `help` the fields of a TypedDict in place of the `**arguments: Unpack[...]` that stands last."""
+
+    def spelled(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        fields = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind.__forward_arg__)
+            for name, kind in arguments.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*list(signature.parameters.values())[:-1], *fields])
+        return function
+
+    return spelled
 
 
 MOST_ROWS, MOST_BYTES = 1_000_000, 2**30  # of rows without a length, such as a generator's

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from qerl.api.arguments import as_before, check_keywords, model_name
+from qerl.api.arguments import as_before, check_keywords, model_name, spelled_out
 from qerl.base.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -20,12 +20,18 @@ Messages = Sequence[Mapping[str, str]]
 class Asked(TypedDict, total=False):
     """What `Model.generate` may be told."""
 
-    max_new_tokens: int  # 512
-    temperature: float  # 0: greedy
-    top_p: float  # 1: off
-    system_prompt: str | None  # none
-    chat_template_kwargs: Mapping[str, Any] | None  # variables of the template; None: those that the run trained with
-    seed: int  # 0
+    max_new_tokens: int
+    """Tokens of a completion at most; default: 512."""
+    temperature: float
+    """Default: 0, which is greedy."""
+    top_p: float
+    """Default: 1, which is off."""
+    system_prompt: str | None
+    """Default: none."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables of the chat template; default: those that the run trained with."""
+    seed: int
+    """Of the sampling; default: 0."""
 
 
 class Model:
@@ -40,6 +46,7 @@ class Model:
     @overload
     def generate(self, prompt: Sequence[str] | Sequence[Messages], **asked: Unpack[Asked]) -> list[str]: ...
 
+    @spelled_out(Asked)
     def generate(
         self, prompt: str | Messages | Sequence[str] | Sequence[Messages], **asked: Unpack[Asked]
     ) -> str | list[str]:

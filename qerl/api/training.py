@@ -31,6 +31,7 @@ from qerl.api.arguments import (
     plain_rows,
     rewards_of,
     sources_of,
+    spelled_out,
     typed,
 )
 from qerl.api.arguments import GivenRows as Rows
@@ -185,28 +186,43 @@ Sources = Mapping[str, Any]  # name -> rows, a path, or a mapping with data, rew
 class SftArguments(TypedDict, total=False):
     """The further arguments of `qerl.sft`. They mean what the options of `qerl sft` mean."""
 
-    model: str | os.PathLike | Run  # base, NVFP4 folder, run or adapter; default: the recipe's
-    task: str  # of `train`: prompt and grading; of `sft`: which columns are read; default: the recipe's
-    columns: Mapping[str, str]  # of data: {"question": "problem", "answer": "solution"}
-    system_prompt: str  # of `qerl.sft`, for conversations without one
-    steps: int  # optimizer steps; with `resume` the run's new number in all
+    model: str | os.PathLike | Run
+    """Base, NVFP4 folder, run or adapter; default: the recipe's."""
+    task: str
+    """Prompt and grading, or for `qerl.sft` which columns are read; default: the recipe's."""
+    columns: Mapping[str, str]
+    """Columns of the rows: {"question": "problem", "answer": "solution"}."""
+    system_prompt: str
+    """System message; default: the recipe's. For `qerl.sft` of conversations that have none."""
+    steps: int
+    """Optimizer steps; with `resume` the run's new number in all."""
     seed: int
-    out: str | os.PathLike  # run directory; default: runs/<recipe>-<time>
-    quantize: bool  # quantize the base first if that has not been done
-    gpu: int  # card of this machine; default: that with the most free memory
-    accept_changes: bool  # with `resume`: continue although rows, rewards or packages changed
+    """Default: the recipe's."""
+    out: str | os.PathLike
+    """Run directory; default: `runs/<recipe>-<time>`."""
+    quantize: bool
+    """Quantize the base first if that has not been done."""
+    gpu: int
+    """Card of this machine; default: that with the most free memory."""
+    accept_changes: bool
+    """With `resume`: continue although rows, rewards or packages changed."""
 
 
 class TrainArguments(SftArguments, total=False):
     """The further arguments of `qerl.train`. They mean what the options of `qerl train` mean."""
 
     prompt_template: str
-    environment: str | Function  # what the model talks to: a name, a class, or a program with an argument base_url
-    tools: str | Function | Sequence[str | Function]  # functions that the model may call
-    grader: str | Function  # what says whether a completion is right; default: the task's grading
+    """Message of the user, with {question} in it; default: the recipe's."""
+    environment: str | Function
+    """What the model talks to: a name, a class, or a program with an argument base_url."""
+    tools: str | Function | Sequence[str | Function]
+    """Functions that the model may call."""
+    grader: str | Function
+    """What says whether a completion is right; default: the task's grading."""
 
 
 @one_at_a_time
+@spelled_out(TrainArguments)
 def train(
     recipe: Recipe | str | os.PathLike | None = None,
     *,
@@ -313,6 +329,7 @@ def run_of_result(result: TrainResult) -> Run:
     return Run(Path(result.run_dir))
 
 
+@spelled_out(SftArguments)
 def sft(
     recipe: Recipe | str | os.PathLike | None = None,
     *,
@@ -336,9 +353,11 @@ def sft(
 class DistillArguments(TrainArguments, total=False):
     """The further arguments of `qerl.distill`. They mean what the options of `qerl distill` mean."""
 
-    teacher: str | os.PathLike  # 16-bit model with the student's tokenizer; default: the recipe's, or the own base
+    teacher: str | os.PathLike
+    """16-bit model with the student's tokenizer; default: the recipe's, or the own base."""
 
 
+@spelled_out(DistillArguments)
 def distill(
     recipe: Recipe | str | os.PathLike | None = None,
     *,

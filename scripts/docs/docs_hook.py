@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -33,7 +34,7 @@ from docs_errors import headings, messages  # noqa: E402
 from docs_links import links, replace_links, target  # noqa: E402
 
 from qerl.config.keys import describe_config  # noqa: E402
-from qerl.data.tasks import TASKS, Task  # noqa: E402
+from qerl.data.tasks import TASKS  # noqa: E402
 from training.preflight import seconds  # noqa: E402
 
 # Pages of the site that lie elsewhere in the repository.
@@ -43,6 +44,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cu": "cpp", ".cuh": "cpp", ".toml": "toml"}
+NO_PLACE = ("none: your rows, `--data FILE`", "generated, no download")  # of rows: whether a task generates them
 EMBEDDED = re.compile(r"^( *)\[[^\]\n]*\]\(([^)#\n]+\.(?:txt|py))\)$", re.MULTILINE)
 
 
@@ -68,8 +70,32 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     for name, made in MADE.items():
         if (mark := f"<!-- made: {name} -->") in markdown:
             markdown = markdown.replace(mark, made())
+    markdown = markdown.replace("```text\n", "``` { .text .no-copy }\n")
     markdown = EMBEDDED.sub(lambda found: _embedded(target(origin, found[2]), found[1]), markdown)
     return replace_links(markdown, lambda found: _for_the_site(found, origin))
+
+
+class SpelledOut(griffe.Extension):
+    """Griffe's own extension for TypedDicts leaves out the fields of parents."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
+        for module in pkg["api"].modules.values():
+            for parent in (module, *module.classes.values()):
+                for function in parent.functions.values():
+                    for last in [*function.parameters][-1:]:
+                        if (kind := str(last.annotation)).startswith("Unpack["):
+                            del function.parameters[last.name]
+                            _spell_out(function, module[kind[len("Unpack[") : -1]])
+
+
+def _spell_out(function: griffe.Function, fields: griffe.Class) -> None:
+    shown = []
+    for name, field in fields.all_members.items():
+        if field.is_attribute:
+            kind, words = griffe.ParameterKind.keyword_only, field.docstring.value
+            function.parameters.add(griffe.Parameter(name, annotation=field.annotation, kind=kind, default="..."))
+            shown.append(griffe.DocstringParameter(name, annotation=field.annotation, description=words))
+    function.docstring.parsed.append(griffe.DocstringSectionParameters(shown))
 
 
 def _embedded(path: str, indent: str) -> str:
@@ -88,8 +114,9 @@ def _session(text: str) -> Iterator[str]:
         command, _, output = part.partition("\n")
         yield f"```bash\n{command}\n```"
         if output.strip():
-            lines = output.rstrip().strip("\n")
-            yield f"``` {{ .text .no-copy }}\n{lines}\n```"
+            lines = output.rstrip().strip("\n").splitlines()
+            shown = "\n".join(line if len(line) < 101 or "│" in line else textwrap.fill(line, 88) for line in lines)
+            yield f"``` {{ .text .no-copy }}\n{shown}\n```"
 
 
 def _for_the_site(link: re.Match[str], origin: str) -> str:
@@ -98,8 +125,8 @@ def _for_the_site(link: re.Match[str], origin: str) -> str:
     uri = _uri(target(origin, link[3]))
     if uri is None:
         return link[2]
-    folder = posixpath.dirname(_uri(origin) or "") or "."
-    return f"{link[1]}[{link[2]}]({posixpath.relpath(uri, folder)}{link[4] or ''})"
+    place = posixpath.relpath(uri, posixpath.dirname(_uri(origin) or "") or ".")
+    return f"{link[1]}[{link[2]}]({place}{link[4] or ''})"
 
 
 def _uri(path: str) -> str | None:
@@ -158,15 +185,12 @@ def errors_list() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _made(task: Task) -> str:
-    """Where the rows of a task without a data set on the hub come from."""
-    return "generated, no download" if task.generate else "none: your rows, `--data FILE`"
-
-
 def tasks_table() -> str:
     """Name and data set of each task."""
-    rows = [f"| `{name}` | {task.place or _made(task)} | {task.answer_kind} |" for name, task in TASKS.items()]
-    return "\n".join(["| task | data set on the hub | answers |", "|---|---|---|", *rows])
+    rows = ["| task | data set on the hub | answers |", "|---|---|---|"]
+    for name, task in TASKS.items():
+        rows.append(f"| `{name}` | {task.place or NO_PLACE[bool(task.generate)]} | {task.answer_kind} |")
+    return "\n".join(rows)
 
 
 def constants() -> str:

@@ -1,6 +1,7 @@
 """Functions and rows as a program gives them."""
 
 import functools
+import inspect
 import itertools
 import threading
 from datetime import date
@@ -163,3 +164,13 @@ def test_rows_that_nest_or_hold_a_generator_are_refused():
     for value in (deep, itertools.count(), (1 for _ in range(3))):
         with pytest.raises(DataError, match="row 1 of data cannot be kept as JSON"):
             plain_rows([{"prompt": value}])
+
+
+def test_help_shows_each_argument_and_not_that_there_are_some():
+    shown = {name: str(inspect.signature(getattr(qerl, name))) for name in ("train", "sft", "distill")}
+    shown["generate"] = str(inspect.signature(qerl.Model.generate))
+    assert not any("Unpack" in text for text in shown.values())
+    for name, field in (("train", "grader"), ("sft", "columns"), ("distill", "teacher"), ("generate", "top_p")):
+        assert f"{field}: " in shown[name]
+    assert "grader" not in shown["sft"]
+    assert shown["train"].endswith("-> 'Run'")
