@@ -9,7 +9,7 @@ import pytest
 import qerl
 from qerl.base.errors import ConfigError, DataError
 from qerl.config.recipe import save_config
-from qerl.data.tasks import get_task
+from qerl.data.tasks import get_task, word_game
 from tests.helpers.small_run import numbers, small_config
 from training.preflight.checks import check_config
 from training.run import resume, start
@@ -143,9 +143,11 @@ def test_a_source_that_is_not_there_or_too_small_is_named(nvfp4_base, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_python_gives_several_sources(nvfp4_base, tmp_path):
+def test_python_gives_several_sources(nvfp4_base, tmp_path, monkeypatch):
     """Rows, a path and a task of its own, each with what belongs to it."""
-    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "data.limit=12", "noise.enabled=false")
+    made = list(islice(word_game.rows("train"), 12))  # of 4096, whose prompts take as long as thirty steps
+    monkeypatch.setattr(word_game, "rows", lambda split: made)
+    config = config_of(nvfp4_base, tmp_path, *PLAIN, "data.sources=[]", "noise.enabled=false")
     save_config(config, tmp_path / "recipe.yaml")
     rows = [{"prompt": f"How much is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
 

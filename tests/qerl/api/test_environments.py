@@ -12,18 +12,6 @@ from tests.helpers.small_run import numbers, small_config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def double(number: int) -> int:
-    """Twice a number.
-
-    Args:
-        number: what to double
-
-    Returns:
-        Twice that.
-    """
-    return 2 * number
-
-
 def counted(environments, **columns):
     return [one.goal + one.count for one in environments]
 
@@ -34,7 +22,7 @@ def began(completion, turns):
 
 def test_a_class_in_the_form_of_trl_trains_and_resumes(tiny_turns_recipe):
     known = dict(KNOWN), set(TOOLS)
-    given = {"environment": own_environments.Chosen, "tools": [double]}
+    given = {"environment": own_environments.Chosen, "tools": [own_environments.double]}
     rewards = ["environment", counted]
     run = qerl.train(tiny_turns_recipe, task="environment", reward=rewards, **given)
     assert run.finished
