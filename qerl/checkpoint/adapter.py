@@ -40,7 +40,7 @@ from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
 from qerl.checkpoint.experts import ModelShapes, shapes_of
 from qerl.checkpoint.folder import ADAPTER_FILES, EMBEDDED, beside, is_text_part, quantized_from, whole_path
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import read_config, read_json, read_tensors
 from qerl.config.names import PROJECTIONS
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
     An adapter that names another base only causes a warning. A model can go by several names; but a different model of
     the same size would pass the check as well.
     """
-    shapes = shapes_of(read_json(Path(local_folder(base)) / "config.json"), base)
+    shapes = shapes_of(read_config(Path(local_folder(base))), base)
     layers = defaultdict(set)  # by kind of linear or norm, the layers that the adapter has it for
     norms = set()
     for name, tensor in tensors.items():

@@ -297,9 +297,12 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_numbers(read_config(folder), str(folder))
+    own = read_config(folder)
+    check_numbers(own, str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if "text_config" in read_json(folder / "config.json") and "text_config" not in own:
+            config = AutoConfig.for_model(**own)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with init_empty_weights(include_buffers=False):

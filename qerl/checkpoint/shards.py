@@ -4,7 +4,7 @@ A file's header is enough to know what a checkpoint holds, and to notice a trunc
 work. Importing this loads no torch.
 
 A checkpoint for pictures and text holds a decoder under `text_config`, with its tensors under a prefix. Without
-pictures its positions are a text model's, so `text_part` takes it as the text model of that family.
+pictures its positions are a text model's, so it is read as the text model of that family.
 
 A folder of NVIDIA's ModelOpt is read as compressed-tensors would have written it (`read_config`, `read_tensors`), and
 FP8 with one scale per tensor as blocks that share it. A packed head is decoded to float32.
@@ -77,11 +77,11 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the quantization_config of a ModelOpt folder as compressed-tensors would have written it.
+    """config.json, of a model for pictures and text as its text part's, if that is of a family in TEXT_MODELS.
 
-    Raises CheckpointError.
+    The quantization_config of a ModelOpt folder is as compressed-tensors would have written it. Raises CheckpointError.
     """
-    config = read_json(folder / "config.json")
+    config = _text_config(read_json(folder / "config.json"))
     given, beside = config.get("quantization_config"), folder / MODELOPT_CONFIG
     if given is None and beside.is_file():
         given = read_json(beside)
@@ -160,7 +160,7 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     Raises CheckpointError for what `weight_files` and `read_header` refuse, and if the index names a tensor that its
     file does not hold.
     """
-    return _with_dense_head(_renamed(_stored_tensors(folder)))
+    return _text_tensors(_with_dense_head(_renamed(_stored_tensors(folder))))
 
 
 def _stored_tensors(folder: Path) -> dict[str, TensorInfo]:
@@ -186,14 +186,15 @@ def _renamed(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         codes = tensors.get(f"{module}.{CODES}")
         if f"{module}.{OF_MODELOPT[1]}" in tensors:
             own = {CODES: PACKED, **dict(zip(OF_MODELOPT, (INPUT_SCALE, GLOBAL_SCALE), strict=True))}.get(leaf, leaf)
-            made = replace(info, shape=(1,), turn=_inverse) if leaf in OF_MODELOPT else info
+            if leaf in OF_MODELOPT and math.prod(info.shape) == 1:
+                made = replace(info, shape=(1,), turn=_inverse)
         elif codes is not None and codes.dtype == "F8_E4M3" and len(codes.shape) == 2:
             if leaf == OF_MODELOPT[0]:
                 continue  # inputs stay in 16 bits
             shape = blocks(codes.shape[0]), blocks(codes.shape[1])
             one, wide = math.prod(info.shape) == 1, info.shape == (shape[0], 1, shape[1], 1)
             if own == SCALE and info.shape != shape and (one or wide):
-                size = math.prod(shape) * DTYPE_BYTES[info.dtype]
+                size = math.prod(shape) * DTYPE_BYTES.get(info.dtype, 0)
                 made = replace(info, shape=shape, nbytes=size, turn=_in_blocks)
         renamed = own != leaf and f"{module}.{own}" not in tensors
         made = replace(made, stored_as=name) if renamed else made
@@ -243,28 +244,17 @@ TEXT_MODELS = {
 }
 # The decoder's tensors, as the hub and transformers 5 name them.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
-PICTURES = ("model.visual.", "model.vision")  # begin what is not text under the last of them
+PICTURES = ("model.visual.", "model.vision", "visual.", "vision")  # begin what is not text where the last of them is
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 OF_PICTURES = ("mrope_section", "mrope_interleaved")  # how positions of pictures are rotated
 
 
-def text_part(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
-) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """The config and the tensors of a folder's text part, under the names of the text model.
-
-    Raises CheckpointError for a text part of another family.
-    """
-    text = config["text_config"]
-    kind = text.get("model_type") if isinstance(text, dict) else None
-    prefix = next((each for each in PREFIXES if any(name.startswith(f"{each}layers.") for name in tensors)), None)
-    if kind not in TEXT_MODELS or prefix is None:
-        raise CheckpointError(
-            f"{folder} is a model for pictures and text ({config.get('model_type')}), and qerl does not support a text "
-            f"part of the type {kind}: give a model whose text part is one of {', '.join(TEXT_MODELS)}, or a text model"
-        )
-    model_type, architecture = TEXT_MODELS[kind]
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in TEXT_MODELS:
+        return config
+    model_type, architecture = TEXT_MODELS[text["model_type"]]
     own = {key: config[key] for key in FROM_WHOLE if key in config and text.get(key) is None}
     rope = {
         key: {name: value for name, value in text[key].items() if name not in OF_PICTURES}
@@ -272,15 +262,20 @@ def text_part(
         if isinstance(text.get(key), dict)
     }
     own |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model's is what counts
-    made = {**text, **own, **rope, "model_type": model_type, "architectures": [architecture]}
-    decoder = {
-        name: info for name, info in tensors.items() if name.startswith(prefix) and not name.startswith(PICTURES)
-    }
-    found = {f"model.{name.removeprefix(prefix)}": info for name, info in decoder.items()}
-    head = next((tensors[name] for name in HEADS if name in tensors), None)
-    found |= {"lm_head.weight": head} if head is not None else {}
-    stored = {id(info): name for name, info in tensors.items()}
-    return made, {name: replace(info, stored_as=info.stored_as or stored[id(info)]) for name, info in found.items()}
+    return {**text, **own, **rope, "model_type": model_type, "architectures": [architecture]}
+
+
+def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Those of the text part, under the names of the text model."""
+    prefix = next((each for each in PREFIXES if any(name.startswith(f"{each}layers.") for name in tensors)), None)
+    if prefix is None or (prefix == PREFIXES[-1] and not any(name.startswith(PICTURES) for name in tensors)):
+        return tensors
+    found = {}
+    for name, info in tensors.items():
+        own = HEAD if name in HEADS else f"{PREFIXES[-1]}{name.removeprefix(prefix)}"
+        if name in HEADS or (name.startswith(prefix) and not name.startswith(PICTURES)):
+            found[own] = replace(info, stored_as=info.stored_as or name)
+    return found
 
 
 KEY, EMBEDDINGS, HEAD = "tie_word_embeddings", "model.embed_tokens.weight", "lm_head.weight"

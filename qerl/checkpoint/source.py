@@ -26,11 +26,11 @@ from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import check_whole, resolve_model
 from qerl.checkpoint.shards import (
     DTYPE_BYTES,
+    TEXT_MODELS,
     TensorInfo,
     read_config,
     read_json,
     read_tensors,
-    text_part,
     with_own_head,
 )
 from qerl.formats.base import Format
@@ -111,11 +111,14 @@ def read_source(
     """
     name, folder = _locate(model, trust_remote_code)
     config = read_config(folder)
-    tensors = None
-    if whole := "text_config" in config:
-        config, tensors = text_part(folder, config, read_tensors(folder))
+    if "text_config" in config:
+        kind = config["text_config"].get("model_type") if isinstance(config["text_config"], dict) else None
+        raise CheckpointError(
+            f"{folder} is a model for pictures and text ({config.get('model_type')}), and qerl does not support a text "
+            f"part of the type {kind}: give a model whose text part is one of {', '.join(TEXT_MODELS)}, or a text model"
+        )
     _check_config(folder, config)
-    tensors = read_tensors(folder) if tensors is None else tensors
+    tensors, whole = read_tensors(folder), "text_config" in read_json(folder / "config.json")
     linears = check_layout(folder, config, tensors)
     config = with_own_head(config, tensors)
     kept = matching(linears, ignore, option)

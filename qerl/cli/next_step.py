@@ -69,7 +69,8 @@ def after_evaluating(base: str, adapter: str | None, format: str) -> str:
         whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
         if (merged := Path("merged") / f"{name_of_adapter(whole)}-{format}").exists():
             return _line("chat", "--model", str(merged))
-        return _line("merge", "--adapter", str(whole), "--to", format)
+        to = format if formats.get(format).writable else formats.BF16.name
+        return _line("merge", "--adapter", str(whole), "--to", to)
     folder = Path(base)
     if folder.name == "model" and (folder.parent / "config.yaml").is_file():  # of a run that trains what is served
         return _line("chat", "--model", str(folder.parent))

@@ -68,6 +68,8 @@ MIXED = Mixed(
     tensors=tuple(dict.fromkeys(NVFP4.tensors + FP8_BLOCK.tensors)),
     layout="mixed-precision",
     holds_experts=False,
+    kernels=NVFP4.kernels,
+    vllm_method="qerl_mixed",
     writable=False,
     parts=(NVFP4, FP8_BLOCK),
 )

@@ -19,7 +19,7 @@ from qerl.checkpoint.activations import kind_of_activations
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import format_of, run_named
 from qerl.checkpoint.resolve import name_of_adapter
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import read_config
 from qerl.data.option_text import Text
 
 GGUF = "gguf"
@@ -154,7 +154,7 @@ def served_by_vllm(base: Path) -> bool:
     """Whether vLLM 0.25.1 is known to serve models like the folder `base`: not text models of Qwen3.5 and Gemma 4."""
     if not (base / "config.json").is_file():
         return True
-    decoder = decoder_of(read_json(base / "config.json"), str(base))
+    decoder = decoder_of(read_config(base), str(base))
     return not (decoder.linear or decoder.full)
 
 

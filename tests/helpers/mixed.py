@@ -8,7 +8,7 @@ import json
 import shutil
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.checkpoint_tensors import load_all
 
@@ -94,6 +94,18 @@ def write(base, out, algorithm_of, writer="modelopt", round_scale=power_of_two, 
         config["quantization_config"] = quantization
     (out / "config.json").write_text(json.dumps(config))
     return means
+
+
+def with_pictures(folder, kind):
+    """Turn a folder into one of a model for pictures and text, of the type `kind`, as vendors lay it out."""
+    file, path = folder / "model.safetensors", folder / "config.json"
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
+    others = {"model.visual.merger.weight": torch.ones(4, 4), "mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}
+    save_file(tensors | others, file)
+    text = json.loads(path.read_text())
+    quantization = json.dumps(text.pop("quantization_config")).replace('"model.', '"model.language_model.')
+    whole = {"model_type": kind, "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    path.write_text(json.dumps(whole | {"quantization_config": json.loads(quantization)}))
 
 
 def modelopt_config(found):

@@ -27,6 +27,7 @@ import os
 from qerl.base.errors import EngineError
 
 SLEEP_BACKEND = "qerl_kv"
+LOADER = "qerl"  # the `load_format` of folders whose tensors are not as vLLM reads them
 CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
 
 ASKED = "QERL_VLLM_PLUGIN"  # environment variable that the engine sets for the processes that vLLM starts

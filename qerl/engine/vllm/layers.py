@@ -9,9 +9,13 @@ The residual stream, which vLLM's layers pass from norm to norm, is float32 from
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import ModelConfig
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -23,13 +27,17 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from qerl.base.errors import EngineError
-from qerl.engine.vllm import kernels, twins
+from qerl.checkpoint.shards import TensorReader, read_tensors
+from qerl.engine.vllm import LOADER, kernels, twins
 from qerl.engine.vllm.experts import DenseExpertsMethod, NVFP4ExpertsMethod
 from qerl.engine.vllm.fp8 import FP8BlockMethod
 from qerl.engine.vllm.linear import AdapterLinearMethod, KeptMethod, Options, QerlNvFp4LinearKernel, is_kept
-from qerl.formats import BF16, FP8_BLOCK, NVFP4
+from qerl.engine.vllm.sync import format_of
+from qerl.formats import BF16, FP8_BLOCK, MIXED, NVFP4
 from qerl.formats.fp8.format import OTHER_METHOD, rounds_input, unquantized_modules
 from qerl.formats.fp8.layout import SCALE
 
@@ -152,6 +160,50 @@ class QerlFP8Config(ChosenByName, OwnConfig):
         kept = should_ignore_layer(prefix, self.unquantized, self.packed_modules_mapping)
         method = UnquantizedLinearMethod() if kept else FP8BlockMethod(self.rounds_input, self.scale_name)
         return AdapterLinearMethod(method, Options.current())
+
+
+@register_quantization_config(MIXED.vllm_method)
+class QerlMixedConfig(ChosenByName, OwnConfig):
+    """A format for each linear, as `opening.served_config` tells it. It has not run on a card yet."""
+
+    method = MIXED.vllm_method
+
+    def __init__(self, linears: dict[str, str]) -> None:
+        super().__init__()
+        self.linears = linears
+        self.configs: dict[str, QuantizationConfig] = {
+            NVFP4.name: QerlNVFP4Config.from_config(NVFP4.quantization_config([])),
+            FP8_BLOCK.name: QerlFP8Config.from_config(FP8_BLOCK.quantization_config([], "none")),
+            BF16.name: QerlBF16Config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QerlMixedConfig:
+        return cls(config["linears"])
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, LinearBase):
+            return None
+        config = self.configs[format_of(prefix, self.linears) or BF16.name]
+        config.packed_modules_mapping = self.packed_modules_mapping
+        return config.get_quant_method(layer, prefix)
+
+
+@register_model_loader(LOADER)
+class OwnNamesLoader(DefaultModelLoader):
+    """Gives vLLM a folder's tensors as the trainer reads them (`qerl.checkpoint.shards.read_tensors`)."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Does nothing, as the folder is here."""
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        self.counter_before_loading_weights = time.perf_counter()
+        tensors = read_tensors(Path(model_config.model))
+        with TensorReader(tensors) as read:
+            for name in tensors:
+                yield name, read(name)
 
 
 class _FillGain(QuantizeMethodBase):

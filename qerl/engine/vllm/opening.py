@@ -37,9 +37,10 @@ from qerl.base.errors import (
 from qerl.checkpoint.activations import check_shared
 from qerl.checkpoint.experts import Decoder, decoder_of, fused
 from qerl.checkpoint.load import check_complete, check_kv_cache, check_served_family
-from qerl.checkpoint.shards import KEY, OF_PICTURES, has_own_head, read_config, read_tensors
+from qerl.checkpoint.shards import KEY, OF_PICTURES, has_own_head, read_config, read_json, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
 from qerl.engine.memory import others_bytes, out_of_memory
+from qerl.engine.vllm.sync import served_config
 from qerl.formats.base import Format
 from qerl.formats.fp8.format import rounds_input
 from qerl.formats.fp8.layout import BLOCK as FP8_BLOCK
@@ -72,8 +73,10 @@ class Settings:
 
         self.base, self.format, self.options = base, format, options
         self.config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code).get_text_config()
-        packed = getattr(self.config, "quantization_config", None) is not None
-        if packed != formats.get(format).quantized:
+        folder, own = Path(base), formats.get(format)
+        config = read_config(folder)
+        packed = config.get("quantization_config") is not None
+        if packed != own.quantized:
             raise EngineError(
                 f"{base} holds {'quantized' if packed else '16-bit'} weights but format {format!r} was asked for: "
                 "set model.format to match, or run `qerl quantize` first"
@@ -86,25 +89,33 @@ class Settings:
             )
         self.context = max_context or declared
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
-        written = read_config(Path(base))
-        if "text_config" in written:
+        if "text_config" in read_json(folder / "config.json"):
+            step = "" if packed else "run `qerl quantize` on it, which writes its text part, or "
             raise EngineError(
                 f"{base} is a model for pictures and text, which vLLM would build as another one than the trainer: "
-                "run `qerl quantize` on it, which writes its text part, or write rollout.engine: transformers"
+                f"{step}write rollout.engine: transformers"
             )
-        self.decoder = decoder_of(written, base)
-        check_experts_served(Path(base), formats.get(format), self.decoder)
+        self.decoder = decoder_of(config, base)
+        check_experts_served(folder, own, self.decoder)
+        if len(own.kinds) > 1 and self.decoder.linear:
+            raise EngineError(
+                "%s has linear attention in %s, which vLLM does not serve here: write %s",
+                *(base, own.label, ENGINE.set_to("transformers")),
+            )
+        self.served = served_config(folder, own)
         check_kv_cache(self.decoder, base, options.kv_cache_dtype)
-        self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
+        self.weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        self.weights += sum(info.nbytes // 2 for info in read_tensors(folder).values() if info.packed)  # in 16 bits
 
     def overrides(self) -> dict[str, Any]:
-        """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`."""
+        """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`, and so do
+        packed linears that vLLM would not know by its own reading."""
         config, tensors = read_config(Path(self.base)), read_tensors(Path(self.base))
         found: dict[str, Any] = {KEY: False} if has_own_head(config, tensors) else {}
         rope = config.get("rope_parameters") or {}
         if self.decoder.linear and not rope.keys().isdisjoint(OF_PICTURES):  # vLLM would ask for a model of pictures
             found["rope_parameters"] = {key: value for key, value in rope.items() if key not in OF_PICTURES}
-        return found
+        return found if self.served is None else {**found, "quantization_config": self.served}
 
     def for_states(self) -> dict[str, Any]:
         """vLLM's further arguments for a model with states: float32, as the trainer computes; and nothing is kept of
@@ -306,6 +317,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         # FLA's chunks are the trainer's; FlashInfer, which vLLM takes on Hopper, may not be installed.
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin, "gdn_prefill_backend": "triton"},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
+        **({"load_format": vllm_plugin.LOADER} if settings.served else {}),
         **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(settings) else {}),
         "compilation_config": {"mode": 0, "cudagraph_mode": graphs_of_steps()},
         **settings.for_states(),
@@ -535,16 +547,19 @@ def check_folder(folder: Path, format: Format, kernel: str) -> None:
     if not format.quantized:
         return
     tensors = read_tensors(folder)
-    groups = fused(format.quantized_linears(tensors))
-    if kernel == "qerl":
-        _check_own_kernel(groups, tensors)
-    if format.shared_tensor is not None:
-        try:
-            check_shared(groups, tensors, format.shared_tensor, str(folder))
-        except CheckpointError as error:
-            raise EngineError("%s", error) from error
-    if format.block_rows > 1:
-        _check_blocks(folder, groups, tensors)
+    packed = format.quantized_linears(tensors)
+    for kind in format.kinds:
+        groups = fused(module for module in packed if format.of(module, tensors) is kind)
+        if kind.kernels and kernel == "qerl":
+            _check_own_kernel(groups, tensors)
+        if kind.shared_tensor is not None:
+            try:
+                check_shared(groups, tensors, kind.shared_tensor, str(folder))
+            except CheckpointError as error:
+                raise EngineError("%s", error) from error
+        if kind.block_rows > 1:
+            rounds = kind is format and rounds_input(read_config(folder)["quantization_config"])
+            _check_blocks(folder, groups, tensors, rounds)
 
 
 def _check_own_kernel(groups: Sequence[Sequence[str]], tensors: Mapping[str, Any]) -> None:
@@ -560,13 +575,12 @@ def _check_own_kernel(groups: Sequence[Sequence[str]], tensors: Mapping[str, Any
             )
 
 
-def _check_blocks(folder: Path, groups: Sequence[Sequence[str]], tensors: Mapping[str, Any]) -> None:
+def _check_blocks(folder: Path, groups: Sequence[Sequence[str]], tensors: Mapping[str, Any], rounds: bool) -> None:
     """Raise EngineError if a linear of an FP8 folder does not suit vLLM's blocks, or the card's products."""
     import torch
 
-    config = read_config(folder)["quantization_config"]
     capability = torch.cuda.get_device_capability()
-    if rounds_input(config) and capability < FP8_CAPABILITY:
+    if rounds and capability < FP8_CAPABILITY:
         raise EngineError(
             f"{folder} multiplies activations in FP8, which needs compute capability {FP8_CAPABILITY} (Ada, Hopper or "
             f"newer), and {torch.cuda.get_device_name()} has {capability}: quantize the model with `--scheme "

@@ -13,13 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qerl.base.errors import EngineError
+from qerl.base.errors import ENGINE, EngineError
 from qerl.checkpoint.adapter_file import LEAVES, is_of_experts
-from qerl.checkpoint.experts import GATE_UP, KEPT_PAIR, QKV, QKVZ
+from qerl.checkpoint.experts import GATE_UP, KEPT_PAIR, QKV, QKVZ, decoder_of
+from qerl.checkpoint.shards import read_config, read_tensors
 from qerl.engine.update import (
     BESIDE_A_START,
     AdapterUpdate,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qerl.engine.vllm.engine import Found
+    from qerl.formats.base import Format
     from qerl.formats.fp8.kv import KVScales
 
 
@@ -69,6 +72,31 @@ def adapter_slots(linears: Mapping[str, nn.Module], frozen: int = 0) -> dict[str
         for index, (part, start, rows) in enumerate(fused):
             slots[part] = AdapterSlot(layer.lora_a, layer.lora_b, index * max_rank, start, rows, frozen)
     return slots
+
+
+def served_config(folder: Path, format: Format) -> dict[str, Any] | None:
+    """The quantization_config with which vLLM opens a folder by our loader; None for one that it reads by itself."""
+    config, tensors = read_config(folder), read_tensors(folder)
+    if not format.quantized or (len(format.kinds) == 1 and not any(i.turn or i.packed for i in tensors.values())):
+        return None
+    quantization, packed = config["quantization_config"], format.quantized_linears(tensors)
+    if len(format.kinds) > 1:
+        return {**quantization, "linears": {module: format.of(module, tensors).name for module in packed}}
+    decoder = decoder_of(config, str(folder))
+    kept = set(decoder.linears()).difference(packed)
+    return format.quantization_config_like(quantization, ["lm_head", *decoder.kept(), *sorted(kept)])
+
+
+def format_of(name: str, linears: Mapping[str, str]) -> str | None:
+    """The name of the format of a vLLM linear, given those of the base's packed linears; None: it is not packed.
+
+    Raises EngineError if linears that it fuses are in different ones.
+    """
+    parent, _, leaf = name.rpartition(".")
+    found = {linears.get(f"{parent}.{part}") for part in FUSED.get(leaf, (leaf,))}
+    if len(found) > 1:
+        raise EngineError("vLLM fuses linears of different formats in %s: set %s", name, ENGINE.set_to("transformers"))
+    return found.pop()
 
 
 def parts(name: str, layer: nn.Module) -> list[tuple[str, int, int]]:

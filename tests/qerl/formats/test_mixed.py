@@ -9,18 +9,20 @@ import torch
 from safetensors.torch import save_file
 
 from qerl import formats
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
+from qerl.engine.options import EngineOptions
+from qerl.engine.vllm.opening import Settings, check_folder
 from qerl.formats.linear import PackedLinear
 from qerl.plan.sizes import read_sizes
 from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from tests.helpers.bases import write_base
 from tests.helpers.checkpoint_tensors import load_all
-from tests.helpers.mixed import GROUPS, W4A4, W4A16, W8A8, write
+from tests.helpers.mixed import GROUPS, W4A4, W4A16, W8A8, with_pictures, write
 from tests.helpers.model_folders import edited
 from tests.helpers.small_run import numbers, same_adapters, small_config
 from tests.helpers.small_sft import small_sft
@@ -28,9 +30,17 @@ from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(24).view(2, 12)
-STATES = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    "layer_types": ["linear_attention", "full_attention"],
+OWN = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": 30.0},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    },
 }
 
 
@@ -50,6 +60,7 @@ def where(mlp=None, attention=None, head=None):
 LAYOUTS = {  # family, algorithms, writer, the format that it is
     "nvidia/Qwen3.6-27B": ("qwen3_5_text", where(W4A16, W8A8, W4A16), "modelopt", "mixed"),
     "nvidia/Qwen3.8-27B": ("qwen3_5_text", where(W4A4, W8A8, W4A4), "modelopt", "mixed"),
+    "nvidia/Gemma-4-31B-IT": ("gemma4_text", where(W4A4), "modelopt", "nvfp4"),
     "nvfp4_mlp_only": ("qwen3", where(W4A4), "modelopt", "nvfp4"),
     "weights only": ("qwen2", where(W4A16, W4A16), "modelopt", "nvfp4"),
     "FP8 per tensor": ("llama", where(W8A8, W8A8), "modelopt", "fp8_block"),
@@ -59,8 +70,8 @@ LAYOUTS = {  # family, algorithms, writer, the format that it is
 
 
 def base_of(family, folder):
-    changes = STATES if family == "qwen3_5_text" else {}
-    return write_base(folder, family, hidden=128, tie_word_embeddings=False, intermediate_size=320, **changes)
+    sizes = {"tie_word_embeddings": False, "intermediate_size": 320}
+    return write_base(folder, family, hidden=128, **sizes, **OWN.get(family, {}))
 
 
 def dense(base, means, out):
@@ -80,6 +91,8 @@ def test_a_folder_is_opened_as_its_writer_meant_it(layout, tmp_path, caplog):
     base = base_of(family, tmp_path / "base")
     folder = tmp_path / "packed"
     means = write(base, folder, algorithm_of, writer, only_beside=layout == "weights only")
+    if layout.startswith("nvidia/"):
+        with_pictures(folder, family.removesuffix("_text"))
     assert format_of(folder) is formats.get(name)
     ref = resolve_model(str(folder))
     assert (ref.kind, ref.format) == ("quantized", name)
@@ -92,10 +105,10 @@ def test_a_folder_is_opened_as_its_writer_meant_it(layout, tmp_path, caplog):
         assert torch.equal(linear.unpack(torch.float32), means[module].float()), module
     if "lm_head" in means:
         assert torch.equal(model.lm_head.weight, means["lm_head"].float())
-    static = layout == "nvfp4_mlp_only"
+    static = name == "nvfp4" and layout != "weights only"
     assert all((linear.activations is not None) == static for linear in packed.values())
     dropped = [each for each in caplog.records if "inputs stay in 16 bits" in each.message]
-    assert len(dropped) == (layout not in ("nvfp4_mlp_only", "weights only"))
+    assert len(dropped) == (name != "nvfp4")
     if not static:
         twin = load_model(dense(base, means, tmp_path / "dense"), "bf16", "float32")
         assert torch.equal(model(IDS).logits, twin(IDS).logits)
@@ -159,6 +172,30 @@ def test_a_plan_counts_each_linear(mixed):
     scales = 4 * 4  # of FP8: one block in each
     assert sizes.measured["mixed"] * sizes.body == 2 * (mlp * 9 / 16 + attention + scales)
     assert sizes.weights_bytes("mixed") < sizes.weights_bytes("bf16")
+
+
+def test_vllm_is_told_of_each_linear_and_gets_our_tensors(mixed, tmp_path, monkeypatch):
+    settings = Settings(str(mixed), "mixed", EngineOptions())
+    found = settings.overrides()["quantization_config"]
+    assert found["linears"]["model.layers.1.mlp.up_proj"] == "nvfp4"
+    assert found["linears"]["model.layers.1.self_attn.q_proj"] == "fp8_block"
+    assert len(found["linears"]) == 14
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))  # inputs in 16 bits need no FP8
+    with pytest.raises(EngineError, match="k_proj is 64 x 128, and vLLM takes FP8"):
+        check_folder(mixed, formats.get("mixed"), "marlin")
+    means = write(mixed.parent / "base", tmp_path / "pure", where(W4A4, None, W4A4))
+    settings = Settings(str(tmp_path / "pure"), "nvfp4", EngineOptions())
+    found = settings.overrides()["quantization_config"]
+    assert {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"} < set(found["ignore"])
+    assert set(found["ignore"]).isdisjoint(means.keys() - {"lm_head"})
+    assert formats.NVFP4.activations(found) == "static"
+    file = (tmp_path / "pure" / "model.safetensors").stat().st_size
+    assert settings.weights == file + 2 * means["lm_head"].numel()
+    write(mixed.parent / "base", tmp_path / "own", where(W4A16), "compressed-tensors")
+    assert Settings(str(tmp_path / "own"), "nvfp4", EngineOptions()).overrides() == {}
+    with_pictures(shutil.copytree(mixed, tmp_path / "whole"), "qwen3_vl")
+    with pytest.raises(EngineError, match=r"pictures and text, .* trainer: write rollout\.engine: transformers"):
+        Settings(str(tmp_path / "whole"), "mixed", EngineOptions())
 
 
 def test_a_run_trains_resumes_and_merges_on_it(mixed, tmp_path):

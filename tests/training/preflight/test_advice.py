@@ -73,6 +73,8 @@ def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, s
 def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, recipe, values, gib):
     """In all cases vLLM's profile sizes the cache. A file of the right length takes the place of the weights."""
     monkeypatch.setattr("qerl.engine.vllm.opening.check_experts_served", lambda *_: None)
+    for module in ("opening", "sync"):
+        monkeypatch.setattr(f"qerl.engine.vllm.{module}.read_tensors", lambda _: {})
     config = load_recipe(recipe, values)
     known = KNOWN["qwen2.5-7b" if recipe == "dapo_7b" else "qwen3-30b-a3b"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": {}, **known}))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.base.errors import EngineError
-from qerl.engine.vllm.sync import AdapterSlot, Gains, copy_adapter_, parts, set_scales_, split_adapter
+from qerl.engine.vllm.sync import AdapterSlot, Gains, copy_adapter_, format_of, parts, set_scales_, split_adapter
 from qerl.formats.fp8.kv import KVScales
 
 MAX_RANK, HIDDEN, LAYERS = 4, 8, 2
@@ -226,3 +226,12 @@ def test_a_fused_linear_has_the_rows_of_the_checkpoint_s_linears():
     for name, sizes in (("x.in_proj_qkvz", (16, 8)), ("x.qkv_proj", (6, 4)), ("x.o_proj", (6, 4))):
         with pytest.raises(AssertionError, match=r"has 2 partitions"):
             parts(name, fused(*sizes))
+
+
+def test_a_fused_linear_has_the_format_of_its_parts():
+    linears = {"model.layers.0.mlp.gate_proj": "nvfp4", "model.layers.0.mlp.up_proj": "nvfp4", "a.o_proj": "fp8_block"}
+    assert format_of("model.layers.0.mlp.gate_up_proj", linears) == "nvfp4"
+    assert format_of("a.o_proj", linears) == "fp8_block"
+    assert format_of("model.layers.0.self_attn.qkv_proj", linears) is None
+    with pytest.raises(EngineError, match=r"different formats in model\.layers\.0\.mlp\.gate_up_proj"):
+        format_of("model.layers.0.mlp.gate_up_proj", linears | {"model.layers.0.mlp.up_proj": "fp8_block"})
