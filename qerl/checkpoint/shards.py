@@ -160,7 +160,8 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     Raises CheckpointError for what `weight_files` and `read_header` refuse, and if the index names a tensor that its
     file does not hold.
     """
-    return _text_tensors(_with_dense_head(_renamed(_stored_tensors(folder))))
+    tensors, config = _with_dense_head(_renamed(_stored_tensors(folder))), folder / "config.json"
+    return _text_tensors(tensors) if config.is_file() and "text_config" in read_json(config) else tensors
 
 
 def _stored_tensors(folder: Path) -> dict[str, TensorInfo]:
@@ -244,7 +245,7 @@ TEXT_MODELS = {
 }
 # The decoder's tensors, as the hub and transformers 5 name them.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
-PICTURES = ("model.visual.", "model.vision", "visual.", "vision")  # begin what is not text where the last of them is
+PICTURES = ("model.visual.", "model.vision")  # begin what is not text under the last of them
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 OF_PICTURES = ("mrope_section", "mrope_interleaved")  # how positions of pictures are rotated
@@ -268,7 +269,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
 def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Those of the text part, under the names of the text model."""
     prefix = next((each for each in PREFIXES if any(name.startswith(f"{each}layers.") for name in tensors)), None)
-    if prefix is None or (prefix == PREFIXES[-1] and not any(name.startswith(PICTURES) for name in tensors)):
+    if prefix is None:
         return tensors
     found = {}
     for name, info in tensors.items():
