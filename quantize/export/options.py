@@ -89,8 +89,8 @@ class ExportOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
-        names = TARGETS[1:]
-        check_choices(self)
+        names = [*(each.name for each in formats.writable()), GGUF]
+        check_choices(self, to=names)
         if self.converter is not None and self.to != GGUF:
             raise ConfigError(f"--converter {self.converter} goes with --to {GGUF}")
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):

@@ -39,7 +39,7 @@ TYPES = [
     ("  learning_rate: 1e-5", "  learning_rate: .nan", "optim.learning_rate: got nan, expected number"),
     ("  learning_rate: 1e-5", "  learning_rate:", "optim.learning_rate: got null, expected number"),
     ("  format: nvfp4", "  format: nvfp8",
-     "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16; did you mean nvfp4?"),
+     "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16, mixed; did you mean nvfp4?"),
     ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: ''", "model.base: got '' (text), expected text"),
     ("  targets: [q_proj, v_proj]", "  targets: q_proj", "got 'q_proj' (text), expected list of one of q_proj,"),
     ("  targets: [q_proj, v_proj]", "  targets: []", "adapter.targets: got the list [], expected list of one of"),
