@@ -35,6 +35,7 @@ from qerl.checkpoint.folder import (
 from qerl.checkpoint.hub import config_folder
 from qerl.checkpoint.output import copy_tokenizer
 from qerl.checkpoint.shards import read_config, read_json
+from qerl.formats.base import METHOD
 
 CARD, CONFIG = "README.md", "adapter_config.json"
 RESCALING = ("awq",)  # these methods change the weights, so that the adapter does not fit the model they began from
@@ -174,24 +175,25 @@ def _without_16_bit(shown: str, base: TrainedOn, exact: str) -> str:
 
 def _on_base(shown: str, base: TrainedOn, start: str) -> str:
     """How to load it on the base itself, as Markdown."""
-    if not (base.quantized and _has_experts(base.base)):  # transformers 5.17 decodes these without their global scales
+    if not base.quantized or _is_decoded(base.base):
         return f"```python\n{_exact(shown, base, start)}\n```"
     return (
-        "transformers does not decode the experts of this base rightly: it leaves out their global scales, so that "
-        "PEFT on it gives text without sense. qerl loads the adapter on its base as it is. For other programs this "
-        "writes what was trained as a 16-bit model:\n\n"
+        "transformers does not decode this base rightly: it leaves out the global scales of experts, and knows no "
+        "layout but llm-compressor's, so that PEFT on it fails or gives text without sense. qerl loads the adapter on "
+        "its base as it is. For other programs this writes what was trained as a 16-bit model:\n\n"
         f"```bash\nqerl merge --adapter {shlex.quote(shown)} --to {formats.BF16.name}\n```"
     )
 
 
-def _has_experts(base: str) -> bool:
-    """Whether a base is a mixture of experts; one that is nowhere to be found is taken for none."""
+def _is_decoded(base: str) -> bool:
+    """Whether transformers 5.17 decodes a quantized base; one that is nowhere to be found is taken for such."""
     folder = embedded_folder(base)
     try:
         folder = folder if folder.is_dir() else config_folder(base)
-        return decoder_of(read_config(folder), base).has_experts
+        own = read_json(folder / "config.json").get("quantization_config") or {}
+        return own.get("quant_method") == METHOD and not decoder_of(read_config(folder), base).has_experts
     except CheckpointError:
-        return False
+        return True
 
 
 def _rescaled(base: TrainedOn) -> bool:

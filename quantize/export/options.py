@@ -15,7 +15,7 @@ import typer
 
 from qerl import formats
 from qerl.base.errors import ConfigError, check_choices
-from qerl.checkpoint.activations import kind_of_activations
+from qerl.checkpoint.activations import drops_inputs, kind_of_activations
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.folder import format_of, run_named
 from qerl.checkpoint.resolve import name_of_adapter
@@ -160,9 +160,11 @@ def served_by_vllm(base: Path) -> bool:
 
 def serve_adapter_line(out: Path, base: str | None, rank: int, has_norms: bool) -> str | None:
     """`vllm serve` with a base and an adapter folder; None if there is no base that vLLM can load it on (trained norms,
-    rank over 512, a base that only qerl reads)."""
+    rank over 512, a base that only qerl reads, or whose inputs vLLM would round and qerl does not)."""
     allowed = [limit for limit in LORA_RANKS if limit >= rank]
-    if base is None or has_norms or not allowed or only_qerl_reads(Path(base)) or not served_by_vllm(Path(base)):
+    if base is None or has_norms or not allowed or not served_by_vllm(Path(base)):
+        return None
+    if only_qerl_reads(Path(base)) or drops_inputs(Path(base)):
         return None
     named, path = out.name, str(out.resolve())
     if set("=,") & set(named + path):  # vLLM takes the name up to "=", and what has "," for JSON

@@ -24,11 +24,20 @@ from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError, QerlError
 from qerl.base.files import replace_text
 from qerl.checkpoint import folder as sealed
-from qerl.checkpoint.activations import rounds_to_four_bits
+from qerl.checkpoint.activations import drops_inputs, rounds_to_four_bits
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.base_start import START, check_start, copy_start, start_of_adapter
 from qerl.checkpoint.export import Masters, check_push, push, read_trained, write_trained
-from qerl.checkpoint.folder import BASE, REPORT, STEP, checkpoint_of, is_text_part, kind_of_run, resting_kind
+from qerl.checkpoint.folder import (
+    BASE,
+    REPORT,
+    STEP,
+    checkpoint_of,
+    embedded_folder,
+    is_text_part,
+    kind_of_run,
+    resting_kind,
+)
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.output import (
     EXPORT_REPORT,
@@ -64,6 +73,14 @@ NO_LONGER_ROUNDED = (
     "the base that the adapter was trained on rounds the inputs of its linears to 4 bits, and this model does not: it "
     "is not the policy that was trained, and only an evaluation says whether it is better or worse; "
     f"--to {formats.NVFP4.name} writes a model that rounds them"
+)
+REPACKED = (
+    f"the base is in {{}}, and all its packed linears are written in {{}}, which rounds them again: --to "
+    f"{formats.BF16.name} keeps what was trained"
+)
+DROPS_INPUTS = (
+    "{0} has scales for rounded activations, which other engines use and the training left out: served there, the "
+    f"adapter would act on another model; `qerl merge --adapter {{1}} --to {formats.BF16.name}` writes the trained one"
 )
 NO_START = (
     "rounding takes a part of the merged weights again, and this model has no start that repairs it: for one that has, "
@@ -304,6 +321,8 @@ def _adapter_notes(options: ExportOptions, adapter: Adapter, origin: TrainedOn) 
             f"vLLM does was not tried: for vLLM merge to "
             f"{' or '.join(each.name for each in formats.writable(experts=True))}"
         )
+    if drops_inputs(embedded_folder(origin.base)):
+        notes.append(DROPS_INPUTS.format(origin.base, shlex.quote(options.adapter)))
     named = plain_base(origin) or origin.base
     if options.push_to_hub and Path(named).is_dir():
         notes.append(
@@ -339,6 +358,8 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
         notes = (*notes, ONLY_QERL)
     elif not trained.format.is_kind_of(to) and rounds_to_four_bits(trained.folder, trained.format):
         notes = (*notes, NO_LONGER_ROUNDED)
+    if to.quantized and len(trained.format.kinds) > 1:
+        notes = (*notes, REPACKED.format(trained.format.label, to.label))
     if start is not None and to.takes_start:
         notes = (*notes, NO_START.format(shlex.quote(options.adapter)))
     report = replace(

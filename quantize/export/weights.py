@@ -104,9 +104,12 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
         read = MergedReader(base, source, merge.adapter, device)
         if source.format.quantized:
             like = merge.reference if merge.reference.format.is_kind_of(source.format) else merge.base
-            config["quantization_config"] = source.format.quantization_config_like(
-                like.config.get("quantization_config"), source.unquantized()
-            )
+            if len(merge.reference.format.kinds) > 1:  # inputs were in 16 bits, whatever its config.json says
+                config["quantization_config"] = source.format.quantization_config(source.unquantized(), "none")
+            else:
+                config["quantization_config"] = source.format.quantization_config_like(
+                    like.config.get("quantization_config"), source.unquantized()
+                )
             earlier = power_of_two_scales(merge.reference, source.format)
             # As `qerl quantize` has it for experts, unless the base was quantized in another way.
             pow2 = earlier or (source.decoder.has_experts and not merge.reference.format.is_kind_of(source.format))
