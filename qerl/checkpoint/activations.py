@@ -47,7 +47,7 @@ def check_packed(folder: Path) -> None:
     config, format = read_config(folder), format_of(folder)
     if not format.quantized:
         return
-    if format.drops_inputs(config.get("quantization_config")):
+    if drops_inputs(folder):
         _warn_of_inputs(folder.resolve())
     if len(format.kinds) > 1:
         _check_kinds(folder, config, format)
@@ -65,6 +65,13 @@ def check_packed(folder: Path) -> None:
         raise CheckpointError(found)
 
 
+def drops_inputs(folder: Path) -> bool:
+    """Whether a base has scales for rounded inputs that qerl leaves out. What is not a folder here counts as 16-bit."""
+    if not (folder / "config.json").is_file():
+        return False
+    return format_of(folder).drops_inputs(read_config(folder).get("quantization_config"))
+
+
 @cache
 def _warn_of_inputs(folder: Path) -> None:
     logger.warning("%s has scales for rounded activations, which qerl leaves out: inputs stay in 16 bits", folder)
@@ -73,6 +80,12 @@ def _warn_of_inputs(folder: Path) -> None:
 def _check_kinds(folder: Path, config: Mapping[str, Any], format: Format) -> None:
     tensors = read_tensors(folder)
     packed = {module: format.of(module, tensors) for module in format.quantized_linears(tensors)}
+    if cut := [
+        module for module in packed if f"{module}.weight" in tensors and tensors[f"{module}.weight"].dtype == "U8"
+    ]:
+        raise CheckpointError(
+            f"{folder} has no {cut[0]}.weight_scale_2 ({len(cut)} linears lack it): download it again"
+        )
     for modules in fused(decoder_of(config, str(folder)).linears()):
         labels = [packed.get(module, BF16).label for module in modules]
         if len(set(labels)) > 1:

@@ -27,7 +27,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, expanded, fsync, parse_json, read_text
 from qerl.checkpoint.experts import COMPUTED
 from qerl.checkpoint.hub import check_links
-from qerl.checkpoint.shards import read_config, read_json
+from qerl.checkpoint.shards import MODELOPT_CONFIG, read_config, read_json
 from qerl.formats.base import Format
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def quantize_line(model: str, format: Format) -> str:
 
 WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
 PIECES, PIECE_BYTES = 256, 1 << 16  # of a larger file, so many pieces are hashed, evenly spread over it
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", MODELOPT_CONFIG)
 
 
 def weights_digest(folder: Path, configs: Sequence[str] = CONFIGS) -> str:

@@ -319,8 +319,8 @@ def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: b
     from qerl.formats.linear import swap_linears
 
     config, tensors = read_config(folder), read_tensors(folder)
-    static = kind_of_activations(folder, format) == "static" or len(format.kinds) > 1
-    left_out = (COMPUTED, f".{INPUT_SCALE}") if static else COMPUTED
+    dynamic = kind_of_activations(folder, format) == "dynamic"
+    left_out = (COMPUTED, f".{INPUT_SCALE}") if format.quantized and not dynamic else COMPUTED
     tensors = {name: info for name, info in tensors.items() if not name.endswith(left_out)}
     model = empty_model(folder, dtype, trust_remote_code)
     if has_own_head(config, tensors):

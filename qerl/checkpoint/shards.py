@@ -45,6 +45,7 @@ MAX_AXES = 16
 OTHER_NAMES = {"weight_scale_inv": SCALE}  # what DeepSeek and Qwen call the scales of FP8 weights
 OF_KV_CACHE = ("k_scale", "v_scale")  # of a cache in 8 bits, whose kind the engine is told: no weight of a model
 OF_MODELOPT = "input_scale", "weight_scale_2"  # of an NVFP4 linear; both multiply where ours divide
+OF_AWQ = "pre_quant_scale"  # of a ModelOpt linear whose inputs are multiplied before it
 MODELOPT_CONFIG = "hf_quant_config.json"
 
 
@@ -83,16 +84,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     config = _text_config(read_json(folder / "config.json"))
     given, beside = config.get("quantization_config"), folder / MODELOPT_CONFIG
-    if given is None and beside.is_file():
-        given = read_json(beside)
-    elif not isinstance(given, Mapping) or given.get("quant_method") != "modelopt":
+    alone = given is None and beside.is_file()
+    if not alone and not (isinstance(given, Mapping) and str(given.get("quant_method")).startswith("modelopt")):
         return config
-    made = formats.of_modelopt(folder, given)
+    try:
+        stored = _stored_tensors(folder)
+    except CheckpointError:  # they are not all here yet; who reads them says what is wrong
+        stored = {}
+    if alone and stored and not any(info.dtype in ("U8", "F8_E4M3") for info in stored.values()):
+        return config  # the weights were decoded, and the file was left over
+    made = formats.of_modelopt(folder, read_json(beside) if alone else given)
     if made is None:
         return {key: value for key, value in config.items() if key != "quantization_config"}
-    has_weights = any((folder / name).is_file() for name in (INDEX, SINGLE))
-    if has_weights and not any(name.endswith(f".{OF_MODELOPT[0]}") for name in _stored_tensors(folder)):
-        for group in made["config_groups"].values():  # older files name one algorithm with and without them
+    scaled = {name.rpartition(".")[0] for name in stored.keys() - _OF_HEADS if name.endswith(f".{OF_MODELOPT[0]}")}
+    packed = {module for module in scaled if f"{module}.{OF_MODELOPT[1]}" in stored}
+    for group in made["config_groups"].values():  # older files name one algorithm with and without them
+        if stored and not (packed if group["format"] == formats.NVFP4.layout else scaled - packed):
             group["input_activations"] = None
     return {**config, "quantization_config": made}
 
@@ -183,6 +190,11 @@ def _renamed(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         module, _, leaf = name.rpartition(".")
         if leaf in OF_KV_CACHE:
             continue
+        if leaf == OF_AWQ:
+            raise CheckpointError(
+                f"{info.file.parent} has {name}: its weights were smoothed by AWQ, which qerl does not undo: give the "
+                "model that it was made from"
+            )
         own, made = OTHER_NAMES.get(leaf, leaf), info
         codes = tensors.get(f"{module}.{CODES}")
         if f"{module}.{OF_MODELOPT[1]}" in tensors:
@@ -208,7 +220,7 @@ def _inverse(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _in_blocks(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return stored.expand(shape).contiguous() if stored.numel() == 1 else stored.reshape(shape)
+    return stored.reshape(()).expand(shape).contiguous() if stored.numel() == 1 else stored.reshape(shape)
 
 
 def _with_dense_head(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -247,6 +259,7 @@ TEXT_MODELS = {
 PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 PICTURES = ("model.visual.", "model.vision")  # begin what is not text under the last of them
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_OF_HEADS = {f"{name.rpartition('.')[0]}.{OF_MODELOPT[0]}" for name in HEADS}
 FROM_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 OF_PICTURES = ("mrope_section", "mrope_interleaved")  # how positions of pictures are rotated
 
@@ -341,7 +354,13 @@ class TensorReader:
         import torch
 
         kind, parts = info.packed
-        return kind.dequantize({part: self._read(name, each) for part, each in parts.items()}, torch.float32)
+        tensors = {part: self._read(name, each) for part, each in parts.items()}
+        try:
+            return kind.dequantize(tensors, torch.float32)
+        except (CheckpointError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{info.file.parent}: {name} cannot be decoded ({error}): copy or download it again"
+            ) from error
 
     def _read(self, name: str, info: TensorInfo) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open

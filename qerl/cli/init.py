@@ -119,7 +119,7 @@ def _quantize(config: RunConfig) -> str:
     """The option that a first run on the recipe's base needs, if any."""
     from qerl import formats
 
-    return " --quantize" if not config.kind.packs and formats.get(config.model.format).quantized else ""
+    return " --quantize" if not config.kind.packs and formats.get(config.model.format).scheme else ""
 
 
 _RECIPE = """\

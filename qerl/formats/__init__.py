@@ -84,7 +84,6 @@ MODELOPT: dict[str, tuple[Format, dict[str, Any]]] = {  # its algorithms, as com
     "W4A16_NVFP4": (NVFP4, {"weights": nvfp4.WEIGHTS, "input_activations": None}),
     "FP8": (FP8_BLOCK, {"weights": fp8.PER_TENSOR, "input_activations": _STATIC_FP8}),
     "FP8_PB_WO": (FP8_BLOCK, {"weights": fp8.WEIGHTS, "input_activations": None}),
-    "FP8_PER_CHANNEL_PER_TOKEN": (FP8_BLOCK, {"weights": {**fp8.PER_TENSOR, "strategy": "channel"}}),
 }
 
 
@@ -100,14 +99,23 @@ def of_modelopt(folder: Path, quantization: Mapping[str, Any]) -> dict[str, Any]
         if own["quant_algo"] is None:
             return None
         layers = own.get("quantized_layers") or {"": own}
-        named = {name: str(layer["quant_algo"]).upper() for name, layer in layers.items()}
+        named = {name: layer["quant_algo"].upper() for name, layer in layers.items()}
+        sizes = {layer.get("group_size") for name, layer in layers.items() if "NVFP4" in named[name]}
+        if "MIXED_PRECISION" in named.values():
+            raise KeyError("quantized_layers")
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{folder} has a quantization_config of ModelOpt that cannot be read: copy or download its files again"
+            f"{folder} has a quantization_config of ModelOpt that cannot be read ({error!r}): copy "
+            "or download its files again"
         ) from error
     if unknown := sorted(set(named.values()) - MODELOPT.keys()):
         raise CheckpointError(
             f"{folder} is quantized by ModelOpt as {', '.join(unknown)}, and qerl reads {', '.join(MODELOPT)}: give "
+            "the model that it was made from"
+        )
+    if other := sorted(map(str, sizes - {None, nvfp4.WEIGHTS["group_size"]})):
+        raise CheckpointError(
+            f"{folder} is NVFP4 with group_size {', '.join(other)}, and qerl reads {nvfp4.WEIGHTS['group_size']}: give "
             "the model that it was made from"
         )
     algorithms = sorted({algorithm for name, algorithm in named.items() if name.rpartition(".")[2] != "lm_head"})

@@ -21,7 +21,6 @@ from qerl.base.devices import FP8_CAPABILITY
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.load import check_switches, load_tokenizer, local_folder
-from qerl.checkpoint.shards import read_config
 from qerl.config.quant import CALIBRATION
 from qerl.config.rules import vllm_only
 from qerl.data.examples import check_source
@@ -33,7 +32,7 @@ from qerl.engine.interface import check_tokens
 from qerl.engine.memory import others_bytes
 from qerl.engine.open import choose_engine
 from qerl.plan.engine_memory import Card
-from qerl.plan.sizes import ModelSizes, sizes_of
+from qerl.plan.sizes import ModelSizes, read_sizes
 from qerl.plan.trained import trained_linears
 from training.preflight.plan import GIB, check_layers, plan, settled_for, with_values
 from training.preflight.start import check_warm_start
@@ -309,7 +308,7 @@ def settle_qat(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
 
 def sizes_at(base: ModelRef) -> ModelSizes:
     """The sizes in the config.json of a base. Raises CheckpointError if it lacks them."""
-    return sizes_of(read_config(local_folder(base.base)), base.base)
+    return read_sizes(str(local_folder(base.base)))
 
 
 def card_of_bytes(memory: int, ranks: int = 1) -> Card:

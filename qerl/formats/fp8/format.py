@@ -48,6 +48,11 @@ class _FP8Block(Format):
             _refuse(folder, {**OTHER_DEFAULTS, **quantization}, OTHER)
             return
         groups = config_groups(folder, quantization)
+        if rounds_input(quantization) and self.drops_inputs(quantization):
+            raise CheckpointError(
+                f"{folder} rounds inputs of FP8 linears per tensor and in groups of {layout.BLOCK}, and qerl has one "
+                "way for all: give the model that it was made from"
+            )
         for group in groups:
             weights = group.get("weights") or {}
             if weights.get("strategy") == "channel":

@@ -10,16 +10,19 @@ from safetensors.torch import save_file
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, EngineError
+from qerl.checkpoint.activations import kind_of_activations
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.folder import format_of
+from qerl.checkpoint.folder import format_of, weights_digest
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.shards import MODELOPT_CONFIG
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings, check_folder
+from qerl.formats.fp8 import format as fp8
 from qerl.formats.linear import PackedLinear
 from qerl.plan.sizes import read_sizes
 from quantize.export.options import ExportOptions
-from quantize.export.run import export
+from quantize.export.run import REPACKED, export
 from tests.helpers.bases import write_base
 from tests.helpers.checkpoint_tensors import load_all
 from tests.helpers.mixed import GROUPS, W4A4, W4A16, W8A8, with_pictures, write
@@ -155,6 +158,11 @@ def test_other_groups_and_scales_per_channel_are_refused_by_name(mixed, tmp_path
     other = "pack-quantized, and in such a folder qerl reads nvfp4-pack-quantized and float-quantized"
     channel = r"per channel \(fp8_channel\), .* run `qerl quantize --scheme fp8_block` on the model"
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    block = {"weights": fp8.WEIGHTS, "input_activations": fp8.INPUTS}
+    with pytest.raises(CheckpointError, match="rounds inputs of FP8 linears per tensor and in groups of 128"):
+        formats.FP8_BLOCK.check_config(
+            folder, {"quant_method": "compressed-tensors", "config_groups": {"a": GROUPS[W8A8], "b": block}}
+        )
     for changes, message in (({"format": "pack-quantized"}, other), ({"weights": weights}, channel)):
         given = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
         edited(folder, quantization_config=given | {"config_groups": {"g": GROUPS[W8A8] | changes}})
@@ -164,6 +172,74 @@ def test_other_groups_and_scales_per_channel_are_refused_by_name(mixed, tmp_path
         resolve_model(str(mixed.parent / "base"), "mixed")
     with pytest.raises(CheckpointError, match="holds mixed NVFP4 and FP8 weights, not NVFP4: write `--load mixed`"):
         resolve_model(str(mixed), "nvfp4")
+
+
+def test_the_config_beside_counts(mixed, tmp_path):
+    base, packed = mixed.parent / "base", tmp_path / "packed"
+    write(base, packed, where(W4A4, None, W8A8), only_beside=True)
+    digest, beside = weights_digest(packed), packed / MODELOPT_CONFIG
+    assert kind_of_activations(packed, formats.NVFP4) == "static"
+    given = beside.read_text()
+    beside.write_text(given.replace('"NVFP4"', '"W4A16_NVFP4"'))
+    assert weights_digest(packed) != digest
+    load_model(packed, "nvfp4", "float32")  # the scales of inputs in its files are left out
+    beside.write_text(given)
+    edited(packed, lambda own: {name: own[name] for name in own if ".mlp." not in name or "input_scale" not in name})
+    assert kind_of_activations(packed, formats.NVFP4) == "none"  # the head's scale says nothing of other linears
+    shutil.move(packed / "model.safetensors", packed / "model-1-of-2.safetensors")  # as after half a download
+    weights = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (packed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    assert format_of(packed) is formats.NVFP4
+    for left_over in (given, given[:20]):
+        decoded = shutil.copytree(base, tmp_path / f"decoded{len(left_over)}")
+        (decoded / MODELOPT_CONFIG).write_text(left_over)
+        assert resolve_model(str(decoded)).format == "bf16"
+
+
+def changed(name, change):
+    """What gives a folder's tensors with another one of this name, or without it."""
+    return lambda own: {key: own[key] for key in own if key != name} | ({name: change(own[name])} if change else {})
+
+
+UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
+DAMAGED = {
+    "two scales": (
+        changed(f"{UP}.weight_scale_2", lambda own: own.repeat(2)),
+        r"up_proj.weight_global_scale is \[2\]",
+    ),
+    "two scales of the head": (changed(f"{HEAD}.weight_scale_2", lambda own: own.repeat(2)), "lm_head.weight cannot"),
+    "no scale": (changed(f"{UP}.weight_scale_2", None), r"has no .*up_proj\.weight_scale_2 \(1 linears"),
+    "AWQ": (lambda own: own | {f"{UP}.pre_quant_scale": torch.ones(128)}, "smoothed by AWQ"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_tensors_are_named(damage, mixed, tmp_path):
+    change, message = DAMAGED[damage]
+    with pytest.raises(CheckpointError, match=message):
+        load_model(edited(shutil.copytree(mixed, tmp_path / "damaged"), change), "mixed", "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size 32, and qerl reads 16"),
+        ({"quant_algo": "MIXED_PRECISION"}, "cannot be read .*quantized_layers"),
+        ({"quant_algo": ["NVFP4"]}, "cannot be read"),
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "reads NVFP4, W4A16_NVFP4, FP8, FP8_PB_WO: give the model"),
+    ],
+)
+def test_an_algorithm_that_is_not_read_is_refused(changes, message, mixed, tmp_path):
+    folder = shutil.copytree(mixed, tmp_path / "other")
+    with pytest.raises(CheckpointError, match=message):
+        format_of(edited(folder, quantization_config={"quant_method": "modelopt_fp4"} | changes))
+
+
+def test_one_scale_of_a_tensor_of_blocks_has_any_shape(mixed, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    folder = edited(shutil.copytree(mixed, tmp_path / "wide"), changed(name, lambda own: own.reshape(1, 1, 1, 1)))
+    found, own = (load_model(each, "mixed", "float32")(IDS).logits for each in (folder, mixed))
+    assert torch.equal(found, own)
 
 
 def test_a_plan_counts_each_linear(mixed):
@@ -220,6 +296,17 @@ def test_a_run_trains_resumes_and_merges_on_it(mixed, tmp_path):
         assert torch.equal(found[f"{module}.weight"], own.bfloat16())
     assert torch.equal(found["lm_head.weight"], model.lm_head.weight.bfloat16())
     assert not [name for name in found if "scale" in name]
+    for to in ("nvfp4", "fp8_block"):  # whose inputs stay as they were trained
+        done = export(ExportOptions(str(run), to, tmp_path / to, prompt_count=0))
+        assert REPACKED.format("mixed NVFP4 and FP8", formats.get(to).label) in done.notes
+        (group,) = json.loads((done.out / "config.json").read_text())["quantization_config"]["config_groups"].values()
+        assert group["input_activations"] is None
+    done = export(ExportOptions(str(run), "adapter", tmp_path / "adapter"))
+    assert any("training left out" in note for note in done.notes)
+    assert done.commands.keys() == {"chat"}
+    card = (done.out / "README.md").read_text()
+    assert "qerl merge" in card
+    assert "CompressedTensorsConfig" not in card
 
 
 def test_rows_are_trained_on_it(mixed, tmp_path):
