@@ -270,12 +270,16 @@ def held_out(run: Run, compared: tuple[Evaluation, Evaluation] | None = None) ->
     empty if there are not two."""
     if compared:
         return [(when, each.result["accuracy"]) for when, each in zip(("before", "after"), compared, strict=True)]
+    found = _validated(run)
+    return [found[0], found[-1]] if len(found) > 1 else []
+
+
+def _validated(run: Run) -> list[Measured]:
     names = {"value": "accuracy", "low": "accuracy_low", "high": "accuracy_high"}
     found = [
         (row["step"], {key: row.get(f"validation/{name}") for key, name in names.items()}) for row in run.validations
     ]
-    found = [(f"step {step}", share) for step, share in found if None not in share.values()]
-    return [found[0], found[-1]] if len(found) > 1 else []
+    return [(f"step {step}", share) for step, share in found if None not in share.values()]
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
@@ -373,7 +377,7 @@ def verdict(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, jud
     reward = reward_sentence(run.rows)
     if compared is None:
         return f"{reward} {_afterwards(run)}".strip()
-    before, after = (_accuracy(each) for each in compared)
+    before, after = (_accuracy(each.result["accuracy"]) for each in compared)
     questions = compared[1].result.get("questions")
     of = f"{questions} questions of " if questions else ""
     lead = LEADS[judged.outcome if judged else None]
@@ -429,17 +433,33 @@ def student(freedom: int) -> float:
 
 def _afterwards(run: Run) -> str:
     known = [each for each in run.evaluations if each.result.get("accuracy")]
+    said = [sentence] if (sentence := _in_validation(run)) else []
     if len(known) == 1:
-        found = f"Held-out accuracy on {known[0].result['task']} is {_accuracy(known[0])}"
-        return f"{found}; what it was before training is not given (--before and --after)."
-    if known:
-        return "Held-out accuracies are below; none is compared with one before training (--before and --after)."
-    return "Held-out accuracy was not given (--before and --after)."
+        found = f"Held-out accuracy on {known[0].result['task']} is {_accuracy(known[0].result['accuracy'])}"
+        said += [f"{found}; what it was before training is not given (--before and --after)."]
+    elif known:
+        said += ["Held-out accuracies are below; none is compared with one before training (--before and --after)."]
+    return " ".join(said) or "Held-out accuracy was not given (--before and --after)."
 
 
-def _accuracy(evaluation: Evaluation) -> str:
-    accuracy = evaluation.result["accuracy"]
-    return f"{accuracy['value']:.1%} ({_interval(accuracy)})"
+def _in_validation(run: Run) -> str:
+    """What the first and the last validation found. An accuracy rose or fell if the two intervals lie apart."""
+    went = "went"
+    if found := _validated(run):
+        name, (_, first), (_, last) = "accuracy", found[0], found[-1]
+        if first["high"] < last["low"] or last["high"] < first["low"]:
+            went = "rose" if first["high"] < last["low"] else "fell"
+        said = [f"{_accuracy(share)} at {when}" for when, share in found]
+    else:
+        name, losses = "loss", [(row["step"], row.get("validation/loss")) for row in run.validations]
+        said = [f"{rounded(loss)} at step {step}" for step, loss in losses if loss is not None]
+    if len(said) > 1:
+        return f"In validation, held-out {name} {went} from {said[0]} to {said[-1]}."
+    return f"In validation, held-out {name} is {said[0]}." if said else ""
+
+
+def _accuracy(share: Mapping[str, float]) -> str:
+    return f"{share['value']:.1%} ({_interval(share)})"
 
 
 def _steps(count: int) -> str:

@@ -73,6 +73,30 @@ def test_without_a_comparison_the_reward_is_not_taken_for_learning(tmp_path):
     assert "none is compared" in verdict(read_run(folder))
 
 
+def validated(step, value, low, high):
+    return {"step": step} | {f"validation/accuracy{name}": share for name, share in zip(
+        ("", "_low", "_high"), (value, low, high), strict=True)} | {"validation/reward": value}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([(0, 0.2, 0.1, 0.3), (16, 0.8, 0.7, 0.9)], "accuracy rose from 20.0% (10.0% to 30.0%) at step 0 to 80.0% ("),
+        ([(0, 0.8, 0.7, 0.9), (8, 0.9, 0.8, 1.0), (16, 0.2, 0.1, 0.3)], "accuracy fell from 80.0%"),
+        ([(0, 0.2, 0.1, 0.3), (16, 0.4, 0.3, 0.5)], "accuracy went from 20.0%"),
+        ([(16, 0.4, 0.3, 0.5)], "accuracy is 40.0% (30.0% to 50.0%) at step 16."),
+        ([{"step": 0, "validation/loss": 2.0}, {"step": 4, "validation/loss": 1.5}], "loss went from 2.00 at step 0 to 1.5"),
+    ],
+)  # fmt: skip
+def test_validations_are_held_out_answers_too(tmp_path, rows, says):
+    rows = [row if isinstance(row, dict) else validated(*row) for row in rows]
+    said = verdict(read_run(write_run(tmp_path / "run", [*RISING, *rows])))
+    assert f"In validation, held-out {says}" in said
+    assert "not given" not in said
+    evaluated(tmp_path / "run/eval/one", 0.5, 0.4, 0.6)
+    assert "Held-out accuracy on arith is 50.0%" in verdict(read_run(tmp_path / "run"))
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
