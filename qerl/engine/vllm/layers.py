@@ -31,6 +31,8 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from qerl.base.errors import EngineError
+from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
+from qerl.checkpoint.folder import format_of as format_of_folder
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.engine.vllm import LOADER, kernels, twins
 from qerl.engine.vllm.experts import DenseExpertsMethod, NVFP4ExpertsMethod
@@ -200,10 +202,13 @@ class OwnNamesLoader(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         self.counter_before_loading_weights = time.perf_counter()
-        tensors = read_tensors(Path(model_config.model))
+        folder = Path(model_config.model)
+        tensors = read_tensors(folder)
+        static = kind_of_activations(folder, format_of_folder(folder)) == "static"
         with TensorReader(tensors) as read:
             for name in tensors:
-                yield name, read(name)
+                if static or not name.endswith(f".{INPUT_SCALE}"):  # vLLM has a place for it only there
+                    yield name, read(name)
 
 
 class _FillGain(QuantizeMethodBase):

@@ -590,7 +590,7 @@ def _check_blocks(folder: Path, groups: Sequence[Sequence[str]], tensors: Mappin
         shapes = {module: tensors[f"{module}.{CODES}"].shape for module in modules}
         for place, (module, (rows, columns)) in enumerate(shapes.items()):
             last = place == len(shapes) - 1
-            if columns % FP8_BLOCK or rows % (FP8_ROWS if last else FP8_BLOCK) or module == "lm_head":
+            if columns % FP8_BLOCK or rows % (FP8_ROWS if last else FP8_BLOCK):
                 raise EngineError(
                     "%s is %d x %d, and vLLM takes FP8 in linears of decoder layers with columns (and rows of what it "
                     "fuses) in whole blocks of %d: leave it in 16 bits (`qerl quantize --ignore`, or "
