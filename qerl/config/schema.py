@@ -34,7 +34,7 @@ class ModelConfig(Section):
     """The base model, which training never changes."""
 
     base: str = Field(
-        min_length=1, description="base model: hub id, folder (16-bit or NVFP4), run directory, or `tiny` (shipped)"
+        min_length=1, description="base model: hub id, folder (16-bit or quantized), run directory, or `tiny` (shipped)"
     )
     format: Annotated[str, OneOf(formats.names)] = Field(
         formats.DEFAULT.name, description="format of the frozen base weights; bf16 is vanilla LoRA on 16-bit weights"

@@ -66,7 +66,7 @@ def as_compressed_tensors(tensors):
 def write(base, out, algorithm_of, writer="modelopt", round_scale=power_of_two, only_beside=False):
     """Write `out`; returns the float64 weight of each packed linear by module name.
 
-    `writer` is modelopt or compressed-tensors. `only_beside`: the config stands in hf_quant_config.json alone.
+    `writer` is modelopt or compressed-tensors. `only_beside`: hf_quant_config.json alone holds the config.
     """
     shutil.copytree(base, out)
     for file in (*out.glob("*.safetensors"), *out.glob("*.index.json")):
@@ -87,10 +87,10 @@ def write(base, out, algorithm_of, writer="modelopt", round_scale=power_of_two, 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     config = json.loads((out / "config.json").read_text())
     quantization = modelopt_config(found) if writer == "modelopt" else compressed_config(found)
-    if only_beside:
+    if writer == "modelopt":
         nested = {("exclude_modules" if key == "ignore" else key): value for key, value in quantization.items()}
         (out / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": nested}))
-    else:
+    if not only_beside:
         config["quantization_config"] = quantization
     (out / "config.json").write_text(json.dumps(config))
     return means

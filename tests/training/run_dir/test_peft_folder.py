@@ -210,7 +210,7 @@ def test_the_card_on_experts_names_the_merge_in_place_of_lines_that_transformers
     for base, acts, plain in ((nvfp4_moe, None, 1), (nvfp4_moe, begun, 0), (other, None, 0)):
         card = card_text("runs/my run/adapter", TrainedOn(str(base), "nvfp4", acts))
         assert "CompressedTensorsConfig" not in card
-        assert "leaves out their global scales" in card
+        assert "leaves out the global scales of experts" in card
         assert "qerl merge --adapter 'runs/my run/adapter' --to bf16\n" in card
         assert len(blocks(card)) == plain  # the lines of the 16-bit model
     assert len(blocks(card_text("a", TrainedOn("tiny_experts", "bf16")))) == 1
