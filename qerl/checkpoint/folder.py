@@ -85,6 +85,8 @@ EMBEDDED = {word: Path(__file__).parents[1] / word for word in (TINY, "tiny_turn
 TINY_FOLDER = EMBEDDED[TINY]
 WORDS = {folder: word for word, folder in EMBEDDED.items()}
 RUNS = Path("runs")
+LOCK = ".lock"  # in a run: locked by the process that writes to it, and says how the last one ended
+SHORTEST = 3  # letters of the beginning of a run's name, so that a mistyped model seldom is a run
 TRAINED_ON = "trained_on.json"  # of an adapter's folder that names another model to PEFT (peft_folder.py)
 
 
@@ -275,29 +277,40 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
 
 def run_folder(ref: str) -> Path:
     """The folder of a run: `ref`, or what it names under runs/, so `tiny-2026` or `tiny-2026/eval/arith-1` for what
-    begins so there.
+    begins so there, with at least three letters.
 
-    What exists as it is written, and what nothing there is named like, stays as it is. Raises ConfigError for the
-    beginning of several names.
+    What exists as it is written stays as it is, but for a word that names a run there and no run here; so does what
+    nothing there is named like. Raises ConfigError for the beginning of several names.
     """
-    return expanded(_named(ref))
+    here = expanded(ref)
+    return expanded(ref if os.path.exists(here) and ("/" in ref or is_begun(here)) else _named(ref))
 
 
 def run_named(ref: str) -> str:
     """The same for a model, which may be a run: words for embedded models and hub ids stay as they are."""
-    return ref if ref in EMBEDDED else _named(ref)
+    return ref if ref in EMBEDDED or os.path.exists(expanded(ref)) else _named(ref)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a folder is a run's, be it damaged or hardly begun."""
+    return any(os.path.isfile(folder / name) for name in ("config.yaml", "metrics.jsonl", LOCK))
 
 
 def _named(ref: str) -> str:
     name, _, inside = ref.partition("/")
-    if not name or name in (".", "..", "~") or os.path.exists(expanded(ref)):
+    if not name or name in (".", "..", "~"):
         return ref
-    names = [folder.name for folder in sorted(RUNS.glob("[!.]*")) if os.path.exists(folder / inside)]
-    found = [name] if name in names else [each for each in names if each.startswith(name)]
+    runs = sorted(folder for folder in RUNS.glob("[!.]*") if is_begun(folder))
+    names = [folder.name for folder in runs if os.path.exists(folder / inside)]
+    found = [name] if name in names else [each for each in names if each.startswith(name) and len(name) >= SHORTEST]
     if len(found) > 1:
         several = " or ".join(str(RUNS / each / inside) for each in found)
         raise ConfigError(f"{ref} begins the names of several runs: write {several}")
-    return str(RUNS / found[0] / inside) if found else ref
+    if not found:
+        return ref
+    path = str(RUNS / found[0] / inside)
+    logger.info("%s is %s", ref, path)
+    return path
 
 
 def kind_of_run(run: Path) -> RunKind:

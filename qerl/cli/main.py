@@ -105,7 +105,7 @@ def runs(
     from qerl.base.printable import SafeConsole
     from qerl.report.read import list_runs, show_runs
 
-    found = list_runs(folder)
+    found = list_runs(run_folder(str(folder)))
     if as_json:
         typer.echo(json.dumps(list(map(asdict, found)), indent=1, default=str))
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl.base.errors import ConfigError
+from qerl.checkpoint.folder import run_named
 from qerl.cli.train import card_values, key_values, recipe_values
 from qerl.plan.engine_memory import MAX_SEQUENCES
 from qerl.plan.sizes import KNOWN
@@ -73,6 +74,7 @@ def plan_command(
     from qerl.config.recipe import load_recipe
     from training.preflight.advice import share_of
 
+    model = None if model is None else run_named(model)
     if recipe is None:
         if model is None:
             raise ConfigError("no recipe was given: write `qerl plan --recipe NAME`, or name a model with --model")

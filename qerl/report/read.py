@@ -22,7 +22,7 @@ from pydantic import FiniteFloat, PlainValidator, model_validator
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.files import no_folder, parse_json, read_lines
 from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_rows
-from qerl.checkpoint.folder import MODEL, adapter_damage, adapters_of_run
+from qerl.checkpoint.folder import LOCK, MODEL, adapter_damage, adapters_of_run, is_begun
 from qerl.config.objectives import RunKind
 from qerl.config.recipe import read_config
 
@@ -166,7 +166,6 @@ class ComparedResult(Result):
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"  # in a run: locked by the process that writes to it, and says how the last one ended
 RUNNING, STOPPED = "running", "stopped"
 LEARNED_FROM = (
     ("kl_to_teacher/forward", "KL to the teacher"),
@@ -328,17 +327,13 @@ class Listed:
 def list_runs(folder: Path) -> list[Listed]:
     """The runs in a folder, or the run that it is, the newest first. Raises ConfigError if there is none."""
     try:
-        inside = [folder] if _is_begun(folder) else [path for path in folder.iterdir() if _is_begun(path)]
+        inside = [folder] if is_begun(folder) else [path for path in folder.iterdir() if is_begun(path)]
     except OSError as error:
         where = f"{folder} cannot be read ({error.strerror})" if folder.exists() else no_folder(str(folder))
         raise ConfigError(f"{where}: give the folder that holds your runs") from error
     if not inside:
         raise ConfigError(f"{folder} holds no run: give the folder that holds your runs")
     return sorted(map(_listed, inside), key=lambda run: run.written, reverse=True)
-
-
-def _is_begun(folder: Path) -> bool:
-    return any(os.path.isfile(folder / name) for name in ("config.yaml", "metrics.jsonl", LOCK))
 
 
 def _listed(folder: Path) -> Listed:

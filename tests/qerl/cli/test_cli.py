@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import qerl
 import qerl.cli.main
+from qerl.base.versions import versions
 from qerl.cli.main import app
 from qerl.config.recipe import load_recipe, save_config
 from tests.helpers.model_folders import without_template
@@ -235,6 +236,12 @@ def test_an_interrupt_during_the_start_prints_one_word(workdir, nvfp4_base):
     assert process.returncode == 130
     assert err.strip().splitlines()[-1] == "interrupted"
     assert "Traceback" not in err
+
+
+def test_what_is_recorded_is_the_version_of_the_code(monkeypatch):
+    """An editable install keeps the version that it was made with."""
+    monkeypatch.setattr(qerl, "__version__", "9.9")
+    assert versions()["qerl"] == "9.9"
 
 
 def test_the_version_names_the_stack_without_loading_it():

@@ -57,29 +57,34 @@ def test_a_folder_without_runs_is_refused(here, runs, folder, said):
 
 
 def test_a_run_is_found_by_its_name_or_a_beginning(runs):
-    names = {"whole": "runs/whole", "w": "runs/whole", "who/adapter": "runs/whole/adapter", "t/adapter": "t/adapter"}
-    names |= {"tiny": "tiny", "Qwen/Qwen3-4B": "Qwen/Qwen3-4B", "runs/torn": "runs/torn", "": "", "./w": "./w"}
+    (runs / "taut-notes").mkdir()  # no run
+    names = {"whole": "runs/whole", "who": "runs/whole", "who/adapter": "runs/whole/adapter", "tor/x": "tor/x"}
+    names |= {"w": "w", "wh": "wh", "tau": "runs/taught", "tiny": "tiny", "Qwen/Qwen3-4B": "Qwen/Qwen3-4B"}
+    names |= {"runs/torn": "runs/torn", "": "", "./w": "./w"}
     assert {ref: run_named(ref) for ref in names} == names
     assert str(run_folder("whole")) == "runs/whole"
-    with pytest.raises(ConfigError, match="t begins the names of several runs: write runs/taught or runs/torn"):
-        run_named("t")
-    (runs / "tiny-1").mkdir()
+    write_run(runs / "torn-2", [])
+    with pytest.raises(ConfigError, match="tor begins the names of several runs: write runs/torn or runs/torn-2"):
+        run_named("tor")
+    assert run_named("torn") == "runs/torn"  # a whole name is meant before a beginning
+    write_run(runs / "tiny-1", [])
     assert (str(run_folder("tiny")), run_named("tiny")) == ("runs/tiny-1", "tiny")  # the model, where one is meant
-    (runs / "t").mkdir()
-    assert run_named("t") == "runs/t"  # a whole name is meant before a beginning
-    (runs.parent / "t").mkdir()
-    assert run_named("t") == "t"
+    (runs.parent / "torn").mkdir()
+    assert (run_named("torn"), str(run_folder("torn"))) == ("torn", "runs/torn")  # no run is there
 
 
 def test_commands_take_short_names(here, runs):
     code, _, errors = here("report", "who")
     assert (code, (runs / "whole/report.html").is_file()) == (0, True), errors
-    for command in (["report", "t"], ["compare", "whole", "t"], ["train", "--resume", "t"], ["chat", "--model", "t"]):
+    write_run(runs / "torn-2", [])
+    several = "tor"
+    for words in (["report"], ["compare", "whole"], ["train", "--resume"], ["chat", "--model"], ["plan", "--model"]):
+        command = [*words, several]
         code, _, errors = here(*command)
         assert code == 2
         assert "begins the names of several runs" in errors
     write_evaluation(runs / "whole/eval/one", [True])
-    assert str(evaluation_of("wh")) == "runs/whole/eval/one"
+    assert str(evaluation_of("who")) == "runs/whole/eval/one"
     write_evaluation(runs / "whole/eval/two", [True])
     with pytest.raises(ConfigError, match="has several evaluations: write runs/whole/eval/one or runs/whole/eval/two"):
-        evaluation_of("wh")
+        evaluation_of("who")
