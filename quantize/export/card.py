@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from qerl import formats
 from qerl.base.errors import CheckpointError, DataError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
 from qerl.base.printable import quoted
@@ -26,7 +25,7 @@ from qerl.config.recipe import read_config
 from qerl.data.rows import is_local
 from qerl.data.tasks import TASKS
 from qerl.report.read import About, Metrics
-from quantize.export.options import GGUF
+from quantize.export.options import GGUF, chat_line, gguf_lines, serve_model_line
 from quantize.export.report import ExportReport, MergeReport
 
 logger = logging.getLogger(__name__)
@@ -122,10 +121,9 @@ def _metadata(report: ExportReport | MergeReport, results: Iterable[dict], run: 
     base, tag = base_on_hub(report.base), "grpo"
     with suppress(CheckpointError):  # a recipe that cannot be read is no reason to lose the merge
         tag = kind_of_run(run).tag if run else tag
-    packed = report.to == GGUF or (report.to != "adapter" and formats.get(report.to).quantized)
     data = ModelCardData(
         base_model=base,
-        base_model_relation="quantized" if base and packed else None,
+        base_model_relation="finetune" if base and report.to != "adapter" else None,  # packed or not, it was trained
         datasets=(run and datasets_of(run)) or None,
         license=licence_of(report.base),
         library_name={"adapter": "peft", GGUF: None}.get(report.to, "transformers"),
@@ -150,18 +148,28 @@ def _title(report: ExportReport | MergeReport) -> str:
 
 
 def _loading(report: ExportReport | MergeReport) -> str:
-    commands = report.commands.values()
-    if report.repo:
-        given = {shlex.quote(str(report.out)), shlex.quote(str(report.out.resolve())), str(report.out.resolve())}
-        for path in sorted(given, key=len, reverse=True):
-            commands = [command.replace(path, report.repo) for command in commands]
+    commands = _of_repo(report) if report.repo else report.commands.values()
     if report.to == GGUF:
-        hub = report.repo and [f"ollama run hf.co/{report.repo}", f"llama-server -hf {report.repo} --jinja"]
-        return _commands(hub or commands)
+        return _commands(commands)
     if report.to != "adapter":
         return loading_lines(report.repo or report.out.name, commands)
     origin = replace(trained_on(report.onto), start=report.start)
     return f"{_commands(commands)}\n\n{loading(report.shown, origin, str(report.out / START))}"
+
+
+def _of_repo(report: ExportReport | MergeReport) -> list[str]:
+    """The report's commands for what is pushed. Ollama takes no Modelfile from the hub, so it is downloaded."""
+    repo = Path(report.repo)
+    if report.to == GGUF:
+        ollama = gguf_lines(Path(repo.name), f"{repo.name}.gguf")["ollama"]
+        return [f"hf download {repo} --local-dir {repo.name} && {ollama}", f"llama-server -hf {repo} --jinja"]
+    lines = [chat_line(repo)]
+    if "vllm" in report.commands and report.to == "adapter":
+        words = shlex.split(report.commands["vllm"])[:-1]  # the last is the adapter
+        lines.append(shlex.join([*words, f"{repo.name}={repo}"]))
+    elif "vllm" in report.commands:
+        lines.append(serve_model_line(repo))
+    return lines
 
 
 def _commands(commands: Iterable[str]) -> str:

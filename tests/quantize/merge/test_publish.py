@@ -7,6 +7,7 @@ import shlex
 import shutil
 import threading
 from base64 import b64decode
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.export import check_push
-from quantize.export.card import base_on_hub, datasets_of, licence_of, loading_lines, read_results
+from quantize.export.card import base_on_hub, datasets_of, licence_of, loading_lines, read_results, write_card
 from quantize.export.options import ExportOptions, chat_line, serve_adapter_line, serve_model_line
+from quantize.export.report import MergeReport
 from quantize.export.run import export
+from quantize.report import made_by
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests" / "data" / "tiny_run"
@@ -231,6 +234,26 @@ def test_a_push_uploads_the_folder_and_its_card(run, hub, tmp_path, server):
     assert "qerl chat --model me/model\n" in text
     assert "=me/model\n" in text
     assert str(out) not in text
+
+
+@pytest.mark.parametrize("out", ["m", "chat", "serve", "model", "a-bf16", "my run"])
+def test_the_card_s_lines_for_a_pushed_model_do_not_depend_on_the_folder_s_name(tmp_path, out):
+    out, card = Path(out), tmp_path / "README.md"
+    adapter = serve_adapter_line(out, "base folder", 4, has_norms=False)
+    for to, line, expected in (
+        ("bf16", serve_model_line(out), "vllm serve me/x --served-model-name x"),
+        ("adapter", adapter, "vllm serve 'base folder' --enable-lora --max-lora-rank 8 --lora-modules x=me/x"),
+    ):
+        report = MergeReport(
+            out=out, to=to, adapter="a", base="me/base", onto="me/base", rank=4, scaling=1.0, trained_norms=0, bytes=0,
+            **made_by(), repo="me/x", commands={"chat": chat_line(out), "vllm": line},
+        )  # fmt: skip
+        write_card(report, None, card)
+        assert f"\n    qerl chat --model me/x\n    {expected}\n" in card.read_text()
+        assert ("base_model_relation: finetune" in card.read_text()) == (to != "adapter")
+    write_card(replace(report, to="gguf", commands={}), None, card)
+    ollama = "ollama create x -f x/Modelfile && ollama run x"
+    assert f"    hf download me/x --local-dir x && {ollama}\n    llama-server -hf me/x --jinja\n" in card.read_text()
 
 
 def test_a_failed_push_leaves_the_folder_and_says_how_to_go_on(run, hub, tmp_path, server):
