@@ -319,9 +319,9 @@ def _load(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: b
     from qerl.formats.linear import swap_linears
 
     config, tensors = read_config(folder), read_tensors(folder)
-    dynamic = kind_of_activations(folder, format) == "dynamic"
-    left_out = (COMPUTED, f".{INPUT_SCALE}") if format.quantized and not dynamic else COMPUTED
-    tensors = {name: info for name, info in tensors.items() if not name.endswith(left_out)}
+    static = kind_of_activations(folder, format) == "static" or len(format.kinds) > 1
+    scales = {name for name, info in tensors.items() if name.endswith(f".{INPUT_SCALE}") and (static or info.turn)}
+    tensors = {name: info for name, info in tensors.items() if not (name in scales or name.endswith(COMPUTED))}
     model = empty_model(folder, dtype, trust_remote_code)
     if has_own_head(config, tensors):
         model.config.tie_word_embeddings = False  # read by `tie_weights`, once the tensors are in place
