@@ -15,6 +15,9 @@ import itertools
 import json
 import os
 import shutil
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -235,6 +238,7 @@ def check_space(out: Path, needed_bytes: int) -> None:
 def staged_folder(out: Path) -> Iterator[Path]:
     """Give an empty folder to write into. It becomes `out` when the block ends, and is deleted if the block raises.
 
+    SIGTERM and SIGHUP, where they would end the process, raise SystemExit, so the folder is deleted then too.
     Raises CheckpointError if another process is writing to the same place, or if writing fails.
     """
     try:
@@ -246,7 +250,8 @@ def staged_folder(out: Path) -> Iterator[Path]:
         raise CheckpointError(f"{out} cannot be written ({error.strerror}): give another folder as --out") from error
     try:
         _empty(staging)
-        yield staging
+        with _ends_by_raising():
+            yield staging
         list_files(staging)
         _publish(staging, out)
     except OSError as error:
@@ -260,6 +265,20 @@ def staged_folder(out: Path) -> Iterator[Path]:
         with suppress(OSError):  # raised if `out` is in it, which then has to stay
             for folder in new_folders:
                 folder.rmdir()
+
+
+@contextmanager
+def _ends_by_raising() -> Iterator[None]:
+    """Raise SystemExit for signals that would end the process at once."""
+    main = threading.current_thread() is threading.main_thread()  # no other thread can set a handler
+    taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(each) == signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def set_aside(staging: Path, out: Path) -> Path:

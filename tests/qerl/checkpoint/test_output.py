@@ -4,6 +4,7 @@ import collections
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,16 @@ WRITER = """
         print("ready", flush=True)
         time.sleep(60)
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_writer_that_is_told_to_end_leaves_nothing(tmp_path, number):
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "new" / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "ready\n"
+        writer.send_signal(number)
+    assert writer.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_writers_do_not_disturb_each_other_and_a_killed_one_is_cleared_up_by_the_next(tmp_path):

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,7 @@ from training.run import start
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # A stand-in for the converter: it refuses what the folder's `refused` says, and writes its arguments.
 STAND_IN = """
-import json, pathlib, sys
+import json, os, pathlib, sys, time
 def main():
     folder, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[3])
     assert (folder / "model.safetensors").is_file() != ("--vocab-only" in sys.argv)
@@ -35,7 +38,11 @@ def main():
     refused = pathlib.Path(__file__).with_name("refused")
     if refused.is_file():
         raise NotImplementedError(refused.read_text())
-    out.write_text(json.dumps(sys.argv))
+    slow = pathlib.Path(__file__).with_name("slow")
+    if slow.is_file() and "--vocab-only" not in sys.argv:
+        slow.write_text(str(os.getpid()))
+        time.sleep(60)
+    pathlib.Path(str(out).format()).write_text(json.dumps(sys.argv))
 """
 
 
@@ -70,6 +77,29 @@ def test_the_folder_holds_the_file_its_modelfile_and_a_card_and_nothing_of_the_m
     assert report.commands["ollama"] in card
     assert read_json(out / "merge_report.json")["to"] == "gguf"
     assert report.bytes == (out / "mine.gguf").stat().st_size
+
+
+def test_braces_in_the_folder_s_path_are_no_fields_for_the_converter(adapter, converter, tmp_path):
+    out = tmp_path / "{a}" / "n {x}"
+    export(ExportOptions(str(adapter), "gguf", out, converter=converter, prompt_count=0))
+    assert (out / "n {x}.gguf").is_file()
+
+
+def test_the_converter_ends_with_qerl_also_where_that_is_killed(converter, tmp_path):
+    (slow := converter / "slow").touch()
+    code = "import sys; from pathlib import Path; from quantize.export.gguf import convert; "
+    code += "convert(*map(Path, sys.argv[1:]), 'it')"
+    with subprocess.Popen([sys.executable, "-c", code, converter, TINY_FOLDER, tmp_path / "out.gguf"]) as qerl:
+        while not (found := slow.read_text()):
+            assert qerl.poll() is None
+            time.sleep(0.05)
+        qerl.kill()
+    state = Path("/proc", found, "stat")
+    for _ in range(100):
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the converter lives on")
 
 
 def test_a_run_of_whole_weights_is_converted_too(base, converter, tmp_path):
