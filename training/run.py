@@ -106,7 +106,6 @@ class Opened:
     base: ModelRef
     place: Place
     checkpoint: Path | None  # that it continues from
-    found: list[str]  # in its directory, before it was checked
     given: Given
     inputs: Inputs
     args: GRPOConfig
@@ -168,21 +167,26 @@ def _teacher_beside(config: RunConfig, run: Path) -> RunConfig:
 def _train(
     config: RunConfig, base: ModelRef, place: Place, checkpoint: Path | None, accept_changes: bool = False
 ) -> TrainResult:
-    """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
+    """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written.
+
+    The first rank holds the lock from then on, so that the run counts as running while it is opened, which can take
+    minutes, and says why if it fails there.
+    """
     parallel, found = place.parallel, written(place.run_dir)
     given = _check(config, base, place)
     inputs = given.inputs(config)
     agree_on_inputs(config, base, place, inputs, accept_changes)
     args = trl_config(config, place.run_dir)
-    served = packed_base(config, base, place, given.prompts) if config.kind.packs else base
-    engine = _open_engine(config, served, given) if config.kind.samples else given.opened(config, served)
-    policy = policy_on(config, engine, base, parallel)
-    device = policy.base_model.get_input_embeddings().weight.device
-    teacher = None if given.teacher is None else given.teacher.opened(config, device)
-    plan = settled_plan(config, base, place, policy, engine)
-    engine.sleep()  # a resumed run loads its optimizer before its first rollout
-    loaded = Loaded(engine, policy, plan, teacher)
-    return _carry_out(Opened(config, base, place, checkpoint, found, given, inputs, args, loaded))
+    with only_writer(place.run_dir, found) if parallel.first else nullcontext():
+        served = packed_base(config, base, place, given.prompts) if config.kind.packs else base
+        engine = _open_engine(config, served, given) if config.kind.samples else given.opened(config, served)
+        policy = policy_on(config, engine, base, parallel)
+        device = policy.base_model.get_input_embeddings().weight.device
+        teacher = None if given.teacher is None else given.teacher.opened(config, device)
+        plan = settled_plan(config, base, place, policy, engine)
+        engine.sleep()  # a resumed run loads its optimizer before its first rollout
+        loaded = Loaded(engine, policy, plan, teacher)
+        return _carry_out(Opened(config, base, place, checkpoint, given, inputs, args, loaded))
 
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
@@ -380,13 +384,12 @@ def opened_set_aside() -> Iterator[None]:
 
 @contextmanager
 def _log(run: Opened) -> Iterator[tuple[RunLog, list[TrainerCallback]]]:
-    """The run's log and its trackers, of which only the first rank writes; it holds the lock of the run directory."""
+    """The run's log and its trackers, of which only the first rank writes."""
     run_dir, config, steps = run.place.run_dir, run.config, run.config.run.steps
     if not run.place.parallel.first:
         yield NoLog(run_dir, steps), []
         return
     with (
-        only_writer(run_dir, run.found),
         terminal_may_go(run_dir),
         _trackers(run) as trackers,
         RunLog(run_dir, steps, report_to=config.logging.report_to) as log,

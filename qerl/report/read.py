@@ -166,7 +166,7 @@ class ComparedResult(Result):
 
 logger = logging.getLogger(__name__)
 
-RUNNING, STOPPED = "running", "stopped"
+RUNNING, STOPPED, FINISHED = "running", "stopped", "finished"
 LEARNED_FROM = (
     ("kl_to_teacher/forward", "KL to the teacher"),
     ("nll", "loss"),
@@ -398,9 +398,13 @@ def state_of(run: Path) -> str:
         said = ""
     except OSError as error:
         return f"not known ({error.strerror})"
-    if any((run / name).is_dir() for name in ("adapter", MODEL)):
-        return "finished"
+    if has_result(run):
+        return FINISHED
     return "killed" if said == RUNNING else said or "not finished"
+
+
+def has_result(run: Path) -> bool:
+    return any((run / name).is_dir() for name in ("adapter", MODEL))
 
 
 def _is_locked(file: BinaryIO) -> bool:

@@ -20,7 +20,7 @@ from qerl.base.files import expanded
 from qerl.base.program import ROWS
 from qerl.base.read_back import read_object
 from qerl.checkpoint.folder import BASE
-from qerl.report.read import LOCK, RUNNING, STOPPED, About
+from qerl.report.read import FINISHED, LOCK, RUNNING, STOPPED, About, has_result
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 
@@ -105,7 +105,7 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
     """Make the run directory and hold its lock.
 
     Raises ConfigError if the folder cannot be made, if another process holds it, or if `written` no longer gives what
-    it gave before the model was loaded (`found`). The lock is a record lock, which forked children do not inherit, so
+    it gave before the run was checked (`found`). The lock is a record lock, which forked children do not inherit, so
     that a grading worker that outlives a killed run does not hold it.
     """
     try:
@@ -133,7 +133,7 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
         except BaseException as error:
             _note(handle, f"failed: {str(error) or type(error).__name__}")
             raise
-        _note(handle, STOPPED)
+        _note(handle, FINISHED if has_result(run_dir) else STOPPED)
 
 
 def _note(lock: TextIO, text: str) -> None:

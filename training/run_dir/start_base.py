@@ -32,7 +32,6 @@ from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.formats import BF16
 from qerl.plan.sizes import CALIBRATED, CALIBRATION_ROWS
 from qerl.plan.trained import masters_dtype
-from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +80,7 @@ def calibration_rows(
 
 
 def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Sequence[Prompt] = ()) -> ModelRef:
-    """The packed base of a run, which is made if it is not there. `start` is its 16-bit model.
+    """The packed base of a run whose lock is held, which is made if it is not there. `start` is its 16-bit model.
 
     `prompts` are what static scales of activations are calibrated on, unless the recipe names rows.
 
@@ -93,8 +92,7 @@ def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Seque
         return resolve_model(str(folder))
     if folder.exists():
         logger.warning("%s is damaged (%s) and is made again", folder, damage)
-    with only_writer(run_dir, written(run_dir)):
-        _make(folder, config, start, prompts)
+    _make(folder, config, start, prompts)
     return resolve_model(str(folder))
 
 

@@ -68,6 +68,32 @@ def test_a_run_says_how_it_ended(tmp_path, error, state):
     assert state_of(tmp_path / "run") == state
     (tmp_path / "run" / "adapter").mkdir()
     assert state_of(tmp_path / "run") == "finished"
+    with only_writer(tmp_path / "run", []):
+        pass
+    (tmp_path / "run" / "adapter").rmdir()  # by a user, to save space
+    assert state_of(tmp_path / "run") == "finished"
+
+
+SEEN_FROM_OUTSIDE = """
+import sys
+from pathlib import Path
+from qerl.report.read import state_of
+print(state_of(Path(sys.argv[1])))
+"""
+
+
+def test_a_run_that_is_being_opened_is_running_and_says_why_it_failed_there(nvfp4_base, tmp_path, monkeypatch):
+    run_dir, seen = tmp_path / "run", []
+
+    def too_large(*_):
+        seen.append(subprocess.check_output([sys.executable, "-c", SEEN_FROM_OUTSIDE, str(run_dir)], text=True).strip())
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr(training.run, "open_rollout_engine", too_large)
+    for _ in range(2):  # what it leaves does not block the next try
+        with pytest.raises(EngineError):
+            start(small_config(nvfp4_base, tmp_path), "tiny")
+    assert (seen, state_of(run_dir)) == (["running"] * 2, "failed: out of memory")
 
 
 def test_two_runs_that_begin_at_once_do_not_share_a_directory(tmp_path):
