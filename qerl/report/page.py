@@ -20,6 +20,7 @@ from rich.markdown import Markdown
 
 from qerl.base.errors import ConfigError
 from qerl.base.printable import SafeConsole, printable
+from qerl.config.objectives import RunKind
 from qerl.report.curves import DRAWN, constant_table, curves, pictures
 from qerl.report.read import (
     ComparedResult,
@@ -70,12 +71,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Extremes:
-    """The best and the worst samples from the later half of the sampled steps; `count` is the number of all samples."""
+    """The best and the worst samples from the later half of the sampled steps; without rewards the last ones as best.
+
+    `count` is the number of all samples.
+    """
 
     count: int
     from_step: int
     best: list[Sample]
     worst: list[Sample]
+    rewarded: bool = True
 
 
 def extremes(run: Run) -> Extremes | None:
@@ -90,6 +95,8 @@ def extremes(run: Run) -> Extremes | None:
     from_step = steps[len(steps) // 2]
     late = {(sample.prompt, sample.completion): sample for sample in found if sample.step >= from_step}
     ranked = sorted(late.values(), key=lambda sample: (-sample.reward, -sample.step))
+    if not any(sample.rewards for sample in found):
+        return Extremes(len(found), from_step, ranked[:SHOWN], [], rewarded=False)
     count = min(SHOWN, (len(ranked) + 1) // 2)
     worst = sorted(ranked[count:], key=lambda sample: (sample.reward, -sample.step))
     return Extremes(len(found), from_step, ranked[:count], worst[:SHOWN])
@@ -152,9 +159,11 @@ def render_page(
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     first, later = pictures(runs)
+    shown = [_run(run, compared if len(runs) == 1 else None, judged) for run in runs]
     return environment.get_template("page.html.j2").render(
+        completions=any(each["writes"] or each["samples"] for each in shown) or bool(compared),
         title=f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}",
-        runs=[_run(run, compared if len(runs) == 1 else None, judged) for run in runs],
+        runs=shown,
         changes=change_table(runs),
         fifths=sorted({fifth(run.rows) for run in runs}),
         curves=first,
@@ -198,6 +207,7 @@ def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judge
         "validations": validation_table(run),
         "warnings": latest_warnings(run),
         "samples": extremes(run),
+        "writes": RunKind.of(run.config).samples,
         "config": run.config_text,
         "versions": run.about.get("versions") or {},
     }

@@ -200,6 +200,20 @@ def test_best_and_worst_completions_are_chosen_by_the_weighted_reward(tmp_path):
     assert (found.count, found.from_step) == (6, 4)
 
 
+def test_a_page_shows_no_rewards_and_no_completions_where_a_run_has_none(tmp_path):
+    rows = [row | {"validation/loss": 1.0} for row in ROWS]
+    taught = full_run(tmp_path / "taught", config={**CONFIG, "sft": {}})
+    sampled = full_run(tmp_path / "distilled", [{"prompt": "1 + 1", "completion": "two"}], {**CONFIG, "distill": {}})
+    write_run(taught, rows)
+    one, other, both = (render_page(read_runs(runs)) for runs in ([taught], [sampled], [taught, sampled]))
+    assert "ompletions" not in Page(one).text
+    assert ('href="#validation"' in one, 'href="#validation"' in other) == (True, False)
+    assert "Examples" in other
+    assert not re.search("Best|Worst|ordered by reward|0 at step", Page(other).text)
+    assert "learned from given conversations and wrote none" in both
+    assert "logging.completions_count" in render_page([read_run(full_run(tmp_path / "rl"))])
+
+
 def test_a_long_completion_says_how_much_is_left_out():
     text = "a" * LONGEST + "b" * 100
     assert shorten(text[:LONGEST]) == text[:LONGEST]
