@@ -55,18 +55,29 @@ def open_trackers(config: RunConfig, run_dir: Path, start_step: int) -> Iterator
         yield [droppable_(name, _callback(name, config, run_dir, start_step)) for name in names]
         failed = False
     finally:  # transformers closes them only where its loop comes to its end
-        if "wandb" in names and (wandb := sys.modules.get("wandb")):
-            wandb.finish(exit_code=int(failed))
-        if "mlflow" in names and (mlflow := sys.modules.get("mlflow")):
-            with suppress(Exception):  # of the tracker or of its HTTP library
-                mlflow.flush_async_logging()
-                mlflow.end_run("FAILED" if failed else "FINISHED")
-        if "swanlab" in names and (swanlab := sys.modules.get("swanlab")) and swanlab.has_run():
-            with suppress(Exception):
-                swanlab.finish("crashed" if failed else "success")
-        if "trackio" in names and (trackio := sys.modules.get("trackio")):
-            with suppress(RuntimeError):  # it is closed already
-                trackio.finish()
+        for name in names:
+            try:
+                _close(name, sys.modules.get(name), failed, run_dir)
+            except Exception as error:  # of the tracker or of its HTTP library; the run's own error counts
+                logger.warning("%s could not be closed (%s); metrics.jsonl is complete", name, error)
+
+
+def _close(name: str, tracker: Any, failed: bool, run_dir: Path) -> None:
+    if tracker is None:
+        return
+    if name == "wandb":
+        tracker.finish(exit_code=int(failed))
+    elif name == "mlflow":
+        active = tracker.active_run()
+        if active is not None and active.info.run_id == _ids(run_dir).get(name):  # else it is the caller's
+            tracker.flush_async_logging()
+            tracker.end_run("FAILED" if failed else "FINISHED")
+    elif name == "swanlab":
+        if tracker.has_run():
+            tracker.finish("crashed" if failed else "success")
+    elif name == "trackio":
+        with suppress(RuntimeError):  # it is closed already
+            tracker.finish()
 
 
 def _callback(name: str, config: RunConfig, run_dir: Path, start_step: int) -> TrainerCallback:
@@ -129,9 +140,11 @@ def _open_swanlab(config: RunConfig, run_dir: Path) -> None:
 
 def _open_mlflow(config: RunConfig, run_dir: Path) -> None:
     """Begin the run, or continue it where the store still has it. MLflow lets no parameter change: those of a resumed
-    run stay, and its recipe is the artifact recipe.json."""
+    run stay, and its recipe is the artifact recipe.json. A run that the caller has open is not taken over."""
     import mlflow
 
+    if (active := mlflow.active_run()) is not None:
+        raise ConfigError(f"this program has run {active.info.run_id} open: end it with mlflow.end_run()")
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "qerl")
     with suppress(mlflow.MlflowException):
         if known := _ids(run_dir).get("mlflow"):

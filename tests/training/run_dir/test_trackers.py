@@ -193,6 +193,27 @@ def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_blocks_the_next_try
     assert new_run_dir(str(run_dir), "tiny") == run_dir
 
 
+def test_trackers_are_closed_one_by_one_and_a_run_of_the_caller_s_is_left_alone(tmp_path, monkeypatch, caplog):
+    closed = []
+
+    def finish(exit_code):
+        closed.append(exit_code)
+        raise OSError("no network")
+
+    stand_in(monkeypatch, "wandb", finish=finish)
+    stand_in(monkeypatch, "swanlab", finish=closed.append, has_run=lambda: True)
+    theirs = types.SimpleNamespace(info=types.SimpleNamespace(run_id="theirs"))
+    stand_in(monkeypatch, "mlflow", active_run=lambda: theirs, end_run=closed.append)
+    config = load_recipe("tiny", ["logging.report_to=[mlflow, wandb, swanlab]"])
+    with (
+        pytest.raises(ConfigError, match=r"mlflow, which cannot be opened \(.* has run theirs open: end it"),
+        open_trackers(config, tmp_path, 0),
+    ):
+        pass
+    assert closed == [1, "crashed"]
+    assert "wandb could not be closed (no network)" in caplog.text
+
+
 def test_tables_are_bounded_and_have_the_rewards_of_all_sources_as_columns():
     """Each row has the rewards of its own source alone; a table whose rows differ in width is refused by trackers."""
     shared = {"prompt": "p", "completion": "c" * 10 * TEXT, "advantage": 0.5}
