@@ -19,6 +19,7 @@ from typing import Any
 from rich.markdown import Markdown
 
 from qerl.base.errors import ConfigError
+from qerl.base.files import refusal_of
 from qerl.base.printable import SafeConsole, printable
 from qerl.config.objectives import RunKind
 from qerl.report.curves import DRAWN, constant_table, curves, pictures
@@ -263,7 +264,7 @@ def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None,
     if warnings := [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]:
         sections += ["Warnings while it ran:", "\n".join(warnings)]
     sections += [_markdown(change_table([run]))]
-    sections += [f"{len(run.rows)} steps; each column is the mean of {fifth(run.rows)}. Curves: curves.png"]
+    sections += [f"{len(run.rows)} steps; each column is the mean of {fifth(run.rows)}."]
     if sampling := sampling_text(run.rows):
         sections += [f"Dynamic sampling: {sampling}."]
     if validations := validation_table(run):
@@ -319,11 +320,12 @@ def write_report(
     out: Path | None = None,
     judged: Judged | None = None,
 ) -> Path:
-    """Write the page, and for a single run also curves.png and report.md; print the report and return the page's path.
+    """Print the report, write the page and return its path.
 
-    `judged` says whether `before` and `after` differ significantly. The page is written to `out`, by default
-    report.html in the run's folder, or comparison.html in the first run's folder. Raises DataError for a run without
-    metrics, ConfigError for options that do not go together.
+    `judged` says whether `before` and `after` differ significantly. The page alone is written to `out`, by default
+    report.html, report.md and curves.png in the run's folder, or comparison.html in the first run's folder. Raises
+    DataError for a run without metrics, ConfigError for options that do not go together, or a place that cannot be
+    written.
     """
     if (before is None) != (after is None):
         raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")
@@ -337,14 +339,22 @@ def write_report(
     read = partial(read_evaluation, shape=ComparedResult)
     compared = (read(before), read(after)) if before and after else None
     page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render_page(runs, compared, judged), encoding="utf-8")
-    for run in runs:
-        text = render_text(run, compared, judged)
+    texts = [render_text(run, compared, judged) for run in runs]
+    for text in texts:
         SafeConsole().print(Markdown(text))
-        if len(runs) == 1:
-            (run.folder / "report.md").write_text(text, encoding="utf-8")
-            curves([run]).savefig(run.folder / "curves.png", dpi=110)
-            logger.info("report: %s, curves: %s", run.folder / "report.md", run.folder / "curves.png")
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(render_page(runs, compared, judged), encoding="utf-8")
+        if len(runs) == 1 and out is None:
+            report, drawn = (page.with_name(name) for name in ("report.md", "curves.png"))
+            report.write_text(texts[0], encoding="utf-8")
+            curves(runs).savefig(drawn, dpi=110)
+            logger.info("report: %s, curves: %s", report, drawn)
+    except OSError as error:
+        if refusal_of(error):
+            raise
+        raise ConfigError(
+            f"{page.parent} cannot be written ({error.strerror}): give another file with --out"
+        ) from error
     logger.info("page: %s", page)
     return page

@@ -270,7 +270,11 @@ def test_the_place_of_the_page(tmp_path):
     one, two = (write_run(tmp_path / name, [{"step": 1, "reward": 0.5}]) for name in ("one", "two"))
     assert write_report([one]) == one / "report.html"
     assert write_report([one, two]) == one / "comparison.html"
+    (one / "report.md").unlink()
     assert write_report([one], out=tmp_path / "deep" / "page.html").read_text().startswith("<!doctype html>")
+    assert [(folder / "report.md").exists() for folder in (one, tmp_path / "deep")] == [False, False]
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written \(.*\): give another file with --out"):
+        write_report([one], out=one / "metrics.jsonl" / "page.html")
     with pytest.raises(ConfigError, match="is a folder: give the file"):
         write_report([one], out=tmp_path)
     (two / "config.yaml").write_text("run: [")
