@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -309,8 +310,9 @@ def latest_warnings(run: Run) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Listed:
-    """A run in a line: `measure` is what it learns from, `value` that of the last step which has one, `written` the
-    time of its last step in seconds since 1970; `note` says why it failed, and what cannot be read of it."""
+    """A run in a line: `measure` is what it learns from, `value` that of the last step which logged it (None: it
+    was not finite), `written` the time of its last step in seconds since 1970; `note` says why it failed, and what
+    cannot be read of it."""
 
     folder: Path
     model: str
@@ -333,7 +335,7 @@ def list_runs(folder: Path) -> list[Listed]:
         raise ConfigError(f"{where}: give the folder that holds your runs") from error
     if not inside:
         raise ConfigError(f"{folder} holds no run: give the folder that holds your runs")
-    return sorted(map(_listed, inside), key=lambda run: run.written, reverse=True)
+    return sorted([_listed(run) for run in inside], key=lambda run: run.written, reverse=True)
 
 
 def _listed(folder: Path) -> Listed:
@@ -357,9 +359,15 @@ def _listed(folder: Path) -> Listed:
         measure=measure,
         value=value,
         state=state,
-        written=next(os.path.getmtime(file) for file in files if os.path.isfile(file)),
+        written=next(filter(None, map(_written, files)), 0.0),
         note="; ".join([why] * bool(why) + damages + damage),
     )
+
+
+def _written(file: Path) -> float:
+    with suppress(OSError):  # it is not there, or was deleted meanwhile
+        return file.stat().st_mtime
+    return 0.0
 
 
 def _last(metrics: Path) -> tuple[int, str, float | None, list[str]]:
@@ -374,9 +382,12 @@ def _last(metrics: Path) -> tuple[int, str, float | None, list[str]]:
                 damaged += line.endswith(b"\n")
                 continue
             step = max(step, row["step"])
-            for key, measure in LEARNED_FROM:
-                if row.get(key) is not None:
-                    return step, measure, row[key], [f"{damaged} damaged lines in metrics.jsonl"] * bool(damaged)
+            # Null stands for a number that was not finite, which counts where no other is there.
+            found = [(row[key] is None, measure, row[key]) for key, measure in LEARNED_FROM if key in row]
+            if found:
+                null, measure, value = min(found, key=lambda each: each[0])
+                notes = [f"{measure} was not finite at step {row['step']}"] * null
+                return step, measure, value, notes + [f"{damaged} damaged lines in metrics.jsonl"] * bool(damaged)
     except (OSError, ValueError) as error:
         return step, "", None, [f"metrics.jsonl cannot be read ({error})"]
     return step, "", None, [f"{damaged} damaged lines in metrics.jsonl"] * bool(damaged)
@@ -427,7 +438,7 @@ def show_runs(found: Sequence[Listed], console: Console) -> None:
         table.add_column(heading, overflow="fold")
     for run in found:
         steps = str(run.steps) if run.steps_in_all is None else f"{run.steps} of {run.steps_in_all}"
-        last = "" if run.value is None else f"{run.measure} {run.value:.3g}"
+        last = f"{run.measure} {'nan' if run.value is None else format(run.value, '.3g')}" if run.measure else ""
         cells = run.folder.name, run.model, run.kind, steps, last, run.state, _age(time.time() - run.written)
         table.add_row(*map(Text, cells))
     console.print(table)

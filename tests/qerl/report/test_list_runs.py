@@ -48,6 +48,16 @@ def test_every_run_has_a_line_the_newest_first(here, runs):
     code, shown, _ = here("runs")
     assert (code, shown.count("runs/torn: config.yaml"), "runs/whole:" in shown) == (0, 1, False)
     assert [run.steps for run in list_runs(runs / "whole")] == [5]
+    write_run(runs / "whole", [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}, {"step": 3, "entropy": 1.0}])
+    (run,) = list_runs(runs / "whole")
+    assert (run.steps, run.measure, run.value, run.note) == (3, "reward", None, "reward was not finite at step 2")
+    assert "reward nan" in here("runs")[1]
+
+
+def test_a_run_that_is_deleted_meanwhile_does_not_cut_the_list_short(runs, monkeypatch):
+    remove = lambda folder: [file.unlink() for file in folder.iterdir() if file.is_file()]  # noqa: E731
+    monkeypatch.setattr("qerl.report.read.state_of", lambda run: "" if run.name != "torn" else str(remove(run)))
+    assert {run.folder.name for run in list_runs(runs)} == {"whole", "taught", "torn", "begun"}
 
 
 @pytest.mark.parametrize(("folder", "said"), [("rnus", "did you mean runs"), ("runs/notes", "holds no run")])
