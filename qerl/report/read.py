@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import re
+import socket
 import struct
 import sys
 import time
@@ -394,8 +395,9 @@ def _last(metrics: Path) -> tuple[int, str, float | None, list[str]]:
 
 
 def state_of(run: Path) -> str:
-    """`running`, `finished`, `stopped` (by a signal, with its steps saved), `failed: why`, or `killed`; `not finished`
-    for a run of an earlier version, which did not say how it ended.
+    """`running`, `finished`, `stopped` (by a signal, with its steps saved), `failed: why`, or `killed`; `not known`
+    for a run of another host, whose lock may not be seen from here, or a copy of one; `not finished` for a run of an
+    earlier version, which did not say how it ended.
 
     The lock is asked, not taken: a run that begins at this moment is not kept from it. This process must not itself
     write to a run: closing the file would give up its lock.
@@ -411,7 +413,10 @@ def state_of(run: Path) -> str:
         return f"not known ({error.strerror})"
     if has_result(run):
         return FINISHED
-    return "killed" if said == RUNNING else said or "not finished"
+    state, _, host = said.partition(" ")
+    if state != RUNNING:
+        return said or "not finished"
+    return "killed" if host in ("", socket.gethostname()) else f"not known: it began on {host}"
 
 
 def has_result(run: Path) -> bool:

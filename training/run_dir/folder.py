@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -124,7 +125,7 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
                 f"another process writes to {run_dir}: wait until it ends or stop it, then `qerl train --resume "
                 f"{run_dir}`; or give another --out"
             )
-        _note(handle, RUNNING)
+        _note(handle, f"{RUNNING} {socket.gethostname()}")
         try:
             yield
         except (KeyboardInterrupt, SystemExit):

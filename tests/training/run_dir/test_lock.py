@@ -1,6 +1,7 @@
 """A run directory has one writer, and a run that cannot start leaves nothing behind."""
 
 import importlib.util
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,12 @@ def test_a_run_held_by_another_process_is_refused_until_that_one_is_killed(nvfp4
     with only_writer(run_dir, ["config.yaml"]):
         pass
     assert state_of(run_dir) == "stopped"
+
+
+def test_whether_a_run_of_another_host_still_runs_is_not_known(tmp_path):
+    for said, state in ("running", "killed"), (f"running {socket.gethostname()}", "killed"), ("running gpu7", "gpu7"):
+        (tmp_path / ".lock").write_text(said)
+        assert state_of(tmp_path) in (state, f"not known: it began on {state}")
 
 
 @pytest.mark.parametrize(
