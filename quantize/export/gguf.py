@@ -116,8 +116,11 @@ def modelfile(folder: Path, gguf: str, switches: Mapping[str, object]) -> str:
     tokenizer = load_tokenizer(folder)
     ends = end_token_ids(folder, empty_model(folder, None, False).config, tokenizer)
     lines = [f"FROM ./{gguf}"]
-    turns = tokenizer.chat_template and turns_of(
-        lambda messages: render_text(tokenizer, messages, True, switches=switches)
+    dated = "strftime_now" in str(tokenizer.chat_template)  # the day of the export would stay in the template
+    turns = (
+        None
+        if dated or not tokenizer.chat_template
+        else turns_of(lambda messages: render_text(tokenizer, messages, True, switches=switches))
     )
     if turns:
         lines.append(f'TEMPLATE """{turns.without(_added(tokenizer)).in_go()}"""')
@@ -126,8 +129,13 @@ def modelfile(folder: Path, gguf: str, switches: Mapping[str, object]) -> str:
             "warning: Ollama's language cannot say this chat template: the Modelfile has no TEMPLATE, and Ollama "
             "takes the one of its own that is most like it, or none; llama.cpp reads the template itself"
         )
-    stops = dict.fromkeys(tokenizer.decode([token]) for token in ends if token is not None)
-    return "\n".join([*lines, *(f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop)]) + "\n"
+    stops = {tokenizer.decode([token]): token for token in ends if token is not None}
+    for stop, token in stops.items():
+        if stop and '"' not in stop:
+            lines.append(f'PARAMETER stop "{stop}"')
+        else:
+            logger.warning("warning: the Modelfile lacks the end token %d, whose text %r it cannot say", token, stop)
+    return "\n".join(lines) + "\n"
 
 
 def _added(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -181,6 +189,7 @@ class Turns:
 def _in_go(text: str) -> str:
     """A text within a template of Go, in a Modelfile between three quotes, which drops what is not printed."""
     plain = all(char.isprintable() or char == "\n" for char in text) and not any(each in text for each in ('"', "{{"))
+    plain = plain and not text.endswith("{")  # what follows begins with two
     return text if plain else "{{ " + json.dumps(text, ensure_ascii=False) + " }}"
 
 
@@ -190,20 +199,20 @@ SYSTEM, ASKED, ANSWERED = "Quartz.", "Why basalt?", "Because of feldspar."
 def turns_of(render: Callable[[list[Message]], str]) -> Turns | None:
     """The turns of a chat template, which `render` writes with the beginning of an answer at the end.
 
-    None if it says something else for some conversation. Where it takes no system message, Ollama's stands at the
-    beginning of the first question, as is done for Gemma.
+    None if it says something else for some conversation, such as one whose answers begin with a thought, which thinking
+    models' templates leave out later. Blanks around a content, which some templates drop, are not compared. Where the
+    template takes no system message, Ollama's stands at the beginning of the first question, as is done for Gemma.
     """
-    conversation = [
-        {"role": role, "content": content}
-        for role, content in (("system", SYSTEM), ("user", ASKED), ("assistant", ANSWERED), ("user", ASKED + "?"))
-    ]
+    said = (("system", SYSTEM), ("user", ASKED), ("assistant", ANSWERED), ("user", ASKED + "?"))
+    conversation = [{"role": role, "content": content} for role, content in said]
+    thought = [{"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{ANSWERED}"}, conversation[3]]
     try:
         first, _, begun = render(conversation[1:2]).partition(ASKED)
         answer, _, rest = render(conversation[1:]).partition(ASKED)[2].partition(ANSWERED)
-        asked, tried = (first, "\n\n"), [conversation[1:2], conversation[1:]]
+        asked, tried = (first, "\n\n"), [conversation[1:2], conversation[1:], [*conversation[1:], *thought]]
         try:
             before, _, after = render(conversation[:2]).partition(SYSTEM)
-            asked, tried = (before, after.partition(ASKED)[0]), [*tried, conversation[:2], conversation]
+            asked, tried = (before, after.partition(ASKED)[0]), [*tried, conversation[:2], [*conversation, *thought]]
         except SandboxError:
             logger.info("the chat template takes no system message")
         turns = Turns(first, *asked, answer, begun, rest.partition(ASKED + "?")[0])

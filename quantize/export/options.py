@@ -6,6 +6,7 @@ Importing this loads no torch.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,10 @@ class ExportOptions:
         """Raise ConfigError for values that cannot be used together."""
         names = [*(each.name for each in formats.writable()), GGUF]
         check_choices(self, to=names)
+        if self.out is not None and self.out.suffix.lower() in (".gguf", ".safetensors"):
+            raise ConfigError(
+                f"--out {self.out} is the folder for what is written: write --out {self.out.with_suffix('')}"
+            )
         if self.converter is not None and self.to != GGUF:
             raise ConfigError(f"--converter {self.converter} goes with --to {GGUF}")
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
@@ -130,9 +135,10 @@ def chat_line(out: Path) -> str:
 
 def gguf_lines(out: Path, file: str) -> dict[str, str]:
     """Lines that ask the GGUF `file` of the folder `out`."""
-    name, folder = Path(file).stem.lower(), shlex.quote(str(out / "Modelfile"))
+    plain = re.sub(r"[^a-z0-9._-]+", "-", file.lower().removesuffix(".gguf"))
+    name = plain.strip("-.")[:80] or "model"  # what Ollama takes as a name
     return {
-        "ollama": f"ollama create {shlex.quote(name)} -f {folder} && ollama run {shlex.quote(name)}",
+        "ollama": f"ollama create {name} -f {shlex.quote(str(out / 'Modelfile'))} && ollama run {name}",
         "llama.cpp": f"llama-server -m {shlex.quote(str(out / file))} --jinja",
     }
 

@@ -126,9 +126,10 @@ def export(options: ExportOptions) -> ExportReport | MergeReport:
     return report
 
 
-def _write(options: ExportOptions) -> ExportReport | MergeReport:
+def _write(options: ExportOptions, copies: int = 1) -> ExportReport | MergeReport:
+    """Write what `options` say; the disk needs room for this many `copies` of a model."""
     if (found := _packed_run(options)) is not None:
-        return _write_packed(*found)
+        return _write_packed(*found, copies)
     if options.to is None or options.step is not None:
         raise ConfigError(
             f"{options.adapter} was not trained through the quantizer: write --to {', '.join(TARGETS)}, and instead of "
@@ -139,7 +140,9 @@ def _write(options: ExportOptions) -> ExportReport | MergeReport:
     folder = adapter_folder(options.adapter)
     adapter = Adapter(folder, *read_adapter(folder))
     out = options.folder()
-    return _write_adapter(options, adapter, out) if options.to == "adapter" else _write_model(options, adapter, out)
+    if options.to == "adapter":
+        return _write_adapter(options, adapter, out)
+    return _write_model(options, adapter, out, copies)
 
 
 def _write_gguf(options: ExportOptions) -> ExportReport | MergeReport:
@@ -161,9 +164,8 @@ def _write_gguf(options: ExportOptions) -> ExportReport | MergeReport:
         check_target(out, source, options.overwrite, options.force)
     check_convertible(converter, base)
     with staged_folder(out) as staging:
-        whole, file = staging / formats.BF16.name, f"{out.name.removesuffix(f'-{GGUF}')}.gguf"
-        report = _write(replace(options, to=formats.BF16.name, out=whole, converter=None))
-        check_space(out, report.bytes)
+        whole, file = staging / formats.BF16.name, f"{out.name.removesuffix(f'-{GGUF}') or out.name}.gguf"
+        report = _write(replace(options, to=formats.BF16.name, out=whole, converter=None), copies=2)
         logger.info("converting to %s", file)
         convert(converter, whole, staging / file, out.name, "--model-name", out.name)
         text = modelfile(whole, file, switches_for(run, None))
@@ -208,7 +210,7 @@ def _step_of(adapter: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def _write_packed(options: ExportOptions, run: Path) -> ExportReport:
+def _write_packed(options: ExportOptions, run: Path, copies: int) -> ExportReport:
     """Write the model that `run` trained through the quantizer."""
     from quantize.export.weights import check_written
 
@@ -217,7 +219,7 @@ def _write_packed(options: ExportOptions, run: Path) -> ExportReport:
     out, dense = options.folder(), not formats.get(options.to).quantized
     check_target(out, run / BASE, options.overwrite, options.force)
     check_target(out, run / "checkpoints", options.overwrite, options.force)
-    check_space(out, masters.output_bytes(dense))
+    check_space(out, copies * masters.output_bytes(dense))
     device = resolve_device(options.device)
     logger.info("exporting step %d of %s to %s", step, run, out)
     report = _packed_report(run, out, step, masters, options)
@@ -332,7 +334,7 @@ def _adapter_notes(options: ExportOptions, adapter: Adapter, origin: TrainedOn) 
     return tuple(notes)
 
 
-def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeReport:
+def _write_model(options: ExportOptions, adapter: Adapter, out: Path, copies: int) -> MergeReport:
     from quantize.export.base import check_original, choose_base, read_base
     from quantize.export.weights import check_merged, plan_merge, total, write_merged
 
@@ -351,7 +353,7 @@ def _write_model(options: ExportOptions, adapter: Adapter, out: Path) -> MergeRe
     # A quantized model replaces the base that was trained on; a 16-bit one replaces what it was merged onto.
     plan = plan_merge(base, trained if to.quantized else base, start.change(adapter) if start else adapter, to)
     check_target(out, base.folder, options.overwrite, options.force)
-    check_space(out, plan.source.output_bytes())
+    check_space(out, copies * plan.source.output_bytes())
     device = resolve_device(options.device)
     alone = to.quantized and trained.format.is_kind_of(to) and only_qerl_reads(trained.folder)
     if alone:

@@ -20,7 +20,7 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.shards import read_json
 from quantize.export import gguf
 from quantize.export.gguf import check_convertible, convert, find_converter, modelfile, turns_of
-from quantize.export.options import ExportOptions
+from quantize.export.options import ExportOptions, gguf_lines
 from quantize.export.run import export
 from tests.helpers.real import made, real
 from tests.helpers.small_run import small_config
@@ -153,9 +153,7 @@ def renderer(template):
     return render
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3", "gemma", "phi3", "deepseek_r1_distill"]
-)
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "gemma", "phi3"])
 def test_the_turns_of_chat_templates_of_released_models(name):
     render = renderer((TEMPLATES / f"{name}.jinja").read_text())
     turns = turns_of(render)
@@ -166,6 +164,22 @@ def test_the_turns_of_chat_templates_of_released_models(name):
         assert turns.text(asked[:6]) == render(asked[:6])
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "deepseek_r1_distill"])
+def test_a_template_that_leaves_out_earlier_thoughts_is_not_said(name):
+    assert turns_of(renderer((TEMPLATES / f"{name}.jinja").read_text())) is None
+
+
+def test_a_template_with_the_day_in_it_and_an_end_without_a_text_are_left_out(tmp_path, caplog):
+    folder = Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
+    said = "{% if no %}{{ strftime_now('%d') }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(said)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [999999, 0]}')
+    text = modelfile(folder, "x.gguf", {})
+    assert "TEMPLATE" not in text
+    assert 'stop ""' not in text
+    assert "lacks the end token 999999" in caplog.text
+
+
 def test_a_template_that_go_cannot_say_is_left_out(tmp_path, caplog):
     assert turns_of(renderer("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")) is None
     assert turns_of(renderer("{{ raise_exception('no') }}")) is None
@@ -173,6 +187,37 @@ def test_a_template_that_go_cannot_say_is_left_out(tmp_path, caplog):
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages | length }}{{ messages[-1].content }}")
     assert modelfile(tmp_path / "model", "x.gguf", {}) == 'FROM ./x.gguf\nPARAMETER stop "<|im_end|>"\n'
     assert "has no TEMPLATE" in caplog.text
+
+
+def test_a_brace_before_a_content_is_quoted():
+    turns = turns_of(renderer("{% for m in messages %}{{ m.role }} {{ '{' }}{{ m.content }};{% endfor %}ok:"))
+    assert '{{ "user {" }}{{ end }}{{ .Content }}' in turns.in_go()
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("my run (1)", "my-run-1"), (".hidden", "hidden"), ("Müller", "m-ller"), ("a" * 99, "a" * 80), ("++", "model")],
+)
+def test_ollama_gets_a_name_that_it_takes(file, name):
+    assert (
+        gguf_lines(Path("o"), f"{file}.gguf")["ollama"] == f"ollama create {name} -f o/Modelfile && ollama run {name}"
+    )
+
+
+@pytest.mark.parametrize("out", ["mine.gguf", "a/b.GGUF", "model.safetensors"])
+def test_the_name_of_a_file_is_refused_as_the_folder(out):
+    with pytest.raises(ConfigError, match=rf"write --out {Path(out).with_suffix('')}$"):
+        ExportOptions("x", "gguf", Path(out)).check()
+
+
+def test_the_disk_has_to_take_the_merge_and_the_file_before_anything_is_merged(
+    adapter, converter, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr("quantize.export.run.check_space", lambda out, needed: asked.append(needed))
+    for to, extra in (("bf16", {}), ("gguf", {"converter": converter})):
+        export(ExportOptions(str(adapter), to, tmp_path / to, prompt_count=0, **extra))
+    assert asked == [asked[0], 2 * asked[0]]
 
 
 def test_the_template_says_texts_in_go_s_way():
