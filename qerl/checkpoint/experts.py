@@ -444,7 +444,7 @@ COMPUTED = {  # what of these, and which kinds of layers, we compute in a family
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
-    computed, kinds = COMPUTED.get(config.get("model_type"), ((), ATTENTIONS))
+    computed, kinds = COMPUTED.get(str(config.get("model_type")), ((), ATTENTIONS))
     found = [(key, config[key]) for key in UNLIKE if config.get(key) and key not in computed]
     found += [("use_bidirectional_attention", "all")] * (config.get("use_bidirectional_attention") == "all")
     found += [("layer_types", kind) for kind in config.get("layer_types") or () if kind not in kinds]

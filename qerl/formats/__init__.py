@@ -101,13 +101,16 @@ def of_modelopt(folder: Path, quantization: Mapping[str, Any]) -> dict[str, Any]
         layers = own.get("quantized_layers") or {"": own}
         named = {name: layer["quant_algo"].upper() for name, layer in layers.items()}
         sizes = {layer.get("group_size") for name, layer in layers.items() if "NVFP4" in named[name]}
-        if "MIXED_PRECISION" in named.values():
-            raise KeyError("quantized_layers")
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{folder} has a quantization_config of ModelOpt that cannot be read ({error!r}): copy "
             "or download its files again"
         ) from error
+    if "MIXED_PRECISION" in named.values():
+        raise CheckpointError(
+            f"{folder} is quantized by ModelOpt as MIXED_PRECISION, and does not say how each linear is "
+            "(quantized_layers): copy or download its files again"
+        )
     if unknown := sorted(set(named.values()) - MODELOPT.keys()):
         raise CheckpointError(
             f"{folder} is quantized by ModelOpt as {', '.join(unknown)}, and qerl reads {', '.join(MODELOPT)}: give "

@@ -54,7 +54,7 @@ def groups(**named):
         ({"quant_method": "gptq", "bits": 4}, "already quantized as gptq"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "by ModelOpt as NVFP4_AWQ, and qerl reads NVFP4, "),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "as MIXED_PRECISION, and"),
-        ({"quant_method": "modelopt", "quant_algo": "fp8_per_channel_per_token"}, r"per channel \(fp8_channel\)"),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_per_channel_per_token"}, "_PER_TOKEN, and qerl reads"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "quantized_layers": [1]}, "cannot be read"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
         (groups(g={"input_activations": {"num_bits": 4}}), f"quantizes activations {ROUNDS}"),

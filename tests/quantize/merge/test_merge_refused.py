@@ -51,7 +51,7 @@ def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
 REFUSALS = {
     "no such adapter": ({"adapter": "./nowhere"}, "there is no folder ./nowhere"),
     "a model": ({"adapter": "tiny"}, "is a model, not an adapter"),
-    "format": ({"to": "gguf"}, "write adapter, bf16, nvfp4"),
+    "format": ({"to": "int4"}, "write adapter, bf16, nvfp4"),
     "dtype of a model": ({"dtype": "float32"}, "go with --to adapter"),
     "onto of an adapter": ({"to": "adapter", "onto": "original"}, "exact copy"),
     "onto what": ({"onto": "base"}, "write auto, trained, original"),
