@@ -220,7 +220,7 @@ def test_rows_go_through_a_text_part_as_through_the_text_model(options, tmp_path
 def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
     whole = with_pictures(family)
     quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed", ROUNDING)
-    with pytest.raises(EngineError, match="pictures and text, which vLLM would build as another one"):
+    with pytest.raises(EngineError, match="pictures and text, which vLLM would build as another"):
         Settings(str(tmp_path / "model"), "bf16", EngineOptions())
     base = resolve_model(str(tmp_path / "packed"))
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))

@@ -59,8 +59,7 @@ MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
 UNTRIED = (  # remove it after the batches `hybrid` and `hybrid9` of scripts/bench/on_card.sh
-    "linear attention with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write "
-    "rollout.engine: transformers"
+    "linear attention with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write %s"
 )
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
@@ -92,8 +91,8 @@ class Settings:
         if "text_config" in read_json(folder / "config.json"):
             step = "" if packed else "run `qerl quantize` on it, which writes its text part, or "
             raise EngineError(
-                f"{base} is a model for pictures and text, which vLLM would build as another one than the trainer: "
-                f"{step}write rollout.engine: transformers"
+                "%s is a model for pictures and text, which vLLM would build as another than the trainer: %swrite %s",
+                *(base, step, ENGINE.set_to("transformers")),
             )
         self.decoder = decoder_of(config, base)
         check_experts_served(folder, own, self.decoder)
@@ -122,7 +121,7 @@ class Settings:
         prompts, of which vLLM would find whole blocks of 500 to 800 tokens only."""
         if not self.decoder.linear:
             return {}
-        logger.warning(UNTRIED)
+        logger.warning(UNTRIED, ENGINE.set_to("transformers"))
         return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
 
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -96,9 +96,10 @@ def test_a_symbolic_link_is_followed(tmp_path):
 
 
 WRITER = """
-    import sys, time
+    import signal, sys, time
     from pathlib import Path
     from qerl.checkpoint.output import staged_folder
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests under nohup would inherit as ignored
     with staged_folder(Path(sys.argv[1])) as staging:
         (staging / "half").write_text("half")
         print("ready", flush=True)

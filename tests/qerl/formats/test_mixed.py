@@ -270,7 +270,7 @@ def test_vllm_is_told_of_each_linear_and_gets_our_tensors(mixed, tmp_path, monke
     write(mixed.parent / "base", tmp_path / "own", where(W4A16), "compressed-tensors")
     assert Settings(str(tmp_path / "own"), "nvfp4", EngineOptions()).overrides() == {}
     with_pictures(shutil.copytree(mixed, tmp_path / "whole"), "qwen3_vl")
-    with pytest.raises(EngineError, match=r"pictures and text, .* trainer: write rollout\.engine: transformers"):
+    with pytest.raises(EngineError, match=r"pictures and text, .* trainer: write rollout\.engine=transformers"):
         Settings(str(tmp_path / "whole"), "mixed", EngineOptions())
 
 

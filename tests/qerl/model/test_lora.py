@@ -369,7 +369,9 @@ def test_an_adapter_that_would_count_twice_is_an_error():
         model(TOKENS)
 
 
-@pytest.mark.parametrize("format", [each for each in all_formats() if each.quantized], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "format", [each for each in all_formats() if each.quantized and each.writable], ids=lambda each: each.name
+)
 def test_the_sum_does_not_depend_on_how_many_rows_are_added_at_once(format, monkeypatch):
     torch.manual_seed(1)
     start, a, b = torch.randn(400, 64).bfloat16(), torch.randn(32, 64), torch.randn(400, 32)
