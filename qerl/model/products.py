@@ -57,23 +57,23 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
 class Upstream:
     """dy (T, out of all `bases`), the gradient of what linears with one input have computed.
 
-    Where one recipe rounds both the gradient to the input and the masters' gradients (`trains`), dy is rounded once for
-    all of them, under one scale, and so is the input. `largest`: the largest magnitude of dy where it is known, as
-    `qerl.formats.fp8.kernels.round_matrix` takes it.
+    A recipe with one scale for a matrix rounds dy once, for the gradient to the input and, if there are such
+    (`trains`), for the masters' gradients, and then the input too. `largest`: the largest magnitude of dy where it is
+    known, as `qerl.formats.fp8.kernels.round_matrix` takes it.
     """
 
     def __init__(
         self, grad: torch.Tensor, bases: Sequence[nn.Linear], trains: bool, largest: torch.Tensor | None = None
     ) -> None:
-        self.grad, self.largest, recipe = grad, largest, recipe_of(bases[0])
-        shares = trains and recipe is not None and recipe.one_scale
-        self.recipe = recipe if shares and all(recipe_of(base) == recipe for base in bases) else None
+        self.grad, self.largest, self.trains = grad, largest, trains
+        recipe = _shared_recipe(bases)
+        self.recipe = recipe if recipe is not None and recipe.one_scale else None
         self._rounded: Both | None = None
 
     def rounded(self) -> Both | None:
         """None if nothing is shared."""
         if self.recipe is not None and self._rounded is None:
-            self._rounded = self.recipe.upstream(self.grad, self.largest)
+            self._rounded = self.recipe.upstream(self.grad, self.largest, self.trains)
         return self._rounded
 
     def input_is_done(self) -> None:
@@ -107,9 +107,7 @@ def input_gradient(
 
 def one_weight(bases: Sequence[nn.Linear]) -> bool:
     """Whether one product gives the gradient to the input of all: their weights are rows of one tensor."""
-    if followed(bases):
-        return True
-    return recipe_of(bases[0]) is not None and _codes_of(bases) is not None
+    return followed(bases) or (_shared_recipe(bases) is not None and _kept_of(bases) is not None)
 
 
 def followed(bases: Sequence[nn.Linear]) -> bool:
@@ -155,15 +153,35 @@ def decoded(base: PackedLinear) -> torch.Tensor:
     return matrix.float() * factor
 
 
-def _codes_of(bases: Sequence[nn.Linear]) -> FP8Tensor | None:
-    """The weight of all `bases` in FP8, if it is kept so and they follow one another."""
-    return bases[0].codes_in_blocks(bases[1:]) if isinstance(bases[0], PackedLinear) else None
+def _shared_recipe(bases: Sequence[nn.Linear]) -> Recipe | None:
+    """The recipe by which the products of all `bases` are rounded now, if it is one."""
+    recipe = recipe_of(bases[0])
+    return recipe if all(recipe_of(base) == recipe for base in bases) else None
+
+
+def _kept_of(bases: Sequence[nn.Linear]) -> FP8Tensor | torch.Tensor | None:
+    """The weight of all `bases` if it is kept in FP8 or dense, and they follow one another, as in an engine."""
+    base, *others = bases
+    if isinstance(base, PackedLinear):
+        return base.codes_in_blocks(others)
+    if any(isinstance(other, PackedLinear) for other in others):
+        return None
+    weights = [linear.weight.detach() for linear in bases]
+    rows = sum(map(len, weights))
+    end, columns = weights[0].data_ptr(), weights[0].shape[1]
+    for weight in weights:
+        alike = weight.is_contiguous() and (weight.shape[1], weight.dtype) == (columns, weights[0].dtype)
+        same = weight.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
+        if not (alike and same and weight.data_ptr() == end):
+            return None
+        end += weight.nbytes
+    return weights[0].as_strided((rows, columns), (columns, 1))
 
 
 def _weight_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[FP8Tensor | torch.Tensor, float] | None:
     """The weight of all `bases` for a recipe, up to a scalar factor, and that factor."""
-    if (codes := _codes_of(bases)) is not None:
-        return codes, 1.0
+    if (kept := _kept_of(bases)) is not None:
+        return kept.to(dtype) if isinstance(kept, torch.Tensor) else kept, 1.0
     return matrix_of(bases, dtype) if len(bases) == 1 or followed(bases) else None
 
 

@@ -223,10 +223,11 @@ STILL = ("noise.enabled=false", "loss.mismatch_gate=null")
     [
         (("model.format=bf16", "train.fp8_recipe=tensorwise"), False),
         (MASTERS, False),
+        (("model.format=bf16", "train.fp8_recipe=tensorwise_gradients", "run.gradient_checkpointing=true"), True),
         ((*MASTERS, "train.fp8_recipe=tensorwise"), True),
         (("qat.mode=weights", "train.fp8_recipe=tensorwise_gradients"), True),
     ],
-    ids=["adapter", "masters", "both", "gradients through NVFP4"],
+    ids=["adapter", "its gradients", "masters", "both", "gradients through NVFP4"],
 )
 def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, overrides, agrees):
     """Random weights show the rounding to 8 bits as 0.02 to 0.04. Under powers of two one scale rounds as many do."""

@@ -50,10 +50,10 @@ def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3, turned: bool = F
 
 class Both(NamedTuple):
     """A matrix (rows, columns) in 8 bits and its transpose, whose rows are filled up by zeros to what a card's products
-    take; they have the same codes and scale."""
+    take; they have the same codes and scale. None: not asked for, or freed."""
 
-    plain: Scaled
-    turned: Scaled
+    plain: Scaled | None
+    turned: Scaled | None
 
 
 def round_matrix(
@@ -132,10 +132,11 @@ class Tensorwise:
         """dW (out, in) in `dtype`."""
         return scaled_product(self.upstream(grad).turned, self.summed(x), dtype)
 
-    def upstream(self, grad: torch.Tensor, largest: torch.Tensor | None = None) -> Both:
-        """dy (T, out) as both products take it. `largest` as in `round_matrix`."""
-        codes, turned, scale = round_matrix(grad, self.gradients, plain=True, turned=ALIGNED, largest=largest)
-        return Both(Scaled(codes, scale), Scaled(turned, scale))
+    def upstream(self, grad: torch.Tensor, largest: torch.Tensor | None = None, trains: bool = True) -> Both:
+        """dy (T, out) as the product for dx takes it, and if W `trains`, for dW. `largest` as in `round_matrix`."""
+        aligned = ALIGNED if trains else 0
+        codes, turned, scale = round_matrix(grad, self.gradients, plain=True, turned=aligned, largest=largest)
+        return Both(Scaled(codes, scale), Scaled(turned, scale) if trains else None)
 
     def summed(self, x: torch.Tensor, largest: torch.Tensor | None = None) -> Scaled:
         """x (T, in) as the product for dW takes it: transposed, for all weights that read x."""

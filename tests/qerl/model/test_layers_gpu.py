@@ -8,10 +8,13 @@ import functools
 import pytest
 import torch
 
+from qerl.formats.fp8.reference import E4M3
+from qerl.formats.fp8.training import E5M2, quantize_tensor, recipe_of
 from qerl.formats.nvfp4 import kernel_layout, slab_layout
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, QERL, KernelLinear, KernelWeight
 from qerl.model import elementwise, twins
 from qerl.model.lora import Part, lora_linear
+from qerl.model.products import set_recipe_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -177,3 +180,46 @@ def test_a_fused_linear_with_its_adapters(rows, layout):
     for value, other in zip((out, *grads), right, strict=True):
         assert (value.float() - other.float()).norm() / other.float().norm() < 1e-2
     assert {grad.dtype for grad in grads[1:]} == {torch.float32}
+
+
+def rounded(x, kind):
+    """x under the least power of two as a scale, in float64."""
+    codes, scale = quantize_tensor(x, kind)
+    return codes.double() * scale.double()
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["nvfp4", "bf16"])
+@pytest.mark.parametrize(("rows", "columns"), [((3584, 512, 512), 512), ((576, 192, 192), 576)], ids=str)
+def test_gradients_in_fp8_round_one_product_of_an_adapter_alone(rows, columns, packs):
+    """As qerl/model/test_products.py has it on a CPU. The bases are rows of one tensor, as an engine has them."""
+    weight = random_weight(QERL, sum(rows), columns)
+    matrix, alpha = KernelLinear(weight, 0, sum(rows), None).unscaled(torch.float32)
+    matrix = matrix.clone() if packs else (matrix * alpha).bfloat16()  # alpha is beside the codes, not in them
+    starts = [sum(rows[:index]) for index in range(len(rows))]
+    draw = functools.partial(torch.randn, device="cuda")
+    pairs = [(draw(32, columns) / 20, draw(size, 32) / 5) for size in rows]
+    x = torch.randn(700, columns, device="cuda").bfloat16()
+    upstream = 1e-4 * torch.randn(700, sum(rows), device="cuda").bfloat16()
+    leaves, found = [x, *(factor for pair in pairs for factor in pair)], []
+    for leaf in leaves:
+        leaf.requires_grad_()
+    for recipe in (None, recipe_of("tensorwise", products="gradients")):
+        linears = [KernelLinear(weight, start, size, None) for start, size in zip(starts, rows, strict=True)]
+        if not packs:
+            linears = [torch.nn.Linear(columns, size, bias=False) for size in rows]
+            for linear, part in zip(linears, matrix.split(rows), strict=True):
+                linear.weight = torch.nn.Parameter(part, requires_grad=False)
+        for linear in linears if packs else ():
+            linear.compute_dtype = torch.bfloat16
+        if recipe is not None:
+            set_recipe_(torch.nn.ModuleList(linears), linears, recipe)
+        y = lora_linear(x, [Part(linear, *pair, 0.7) for linear, pair in zip(linears, pairs, strict=True)])
+        found.append((y, *torch.autograd.grad(y, leaves, upstream)))
+    for place in {*range(len(found[0]))} - {1}:
+        assert torch.equal(found[0][place], found[1][place])
+    dx = rounded(upstream, E5M2) @ rounded(matrix, E4M3) * (alpha if packs else 1.0)
+    for (a, b), grad in zip(pairs, upstream.double().split(rows, 1), strict=True):
+        dx += 0.7 * grad @ b.detach().bfloat16().double() @ a.detach().bfloat16().double()
+    plain, value = found[0][1].double(), found[1][1].double()
+    assert (value - dx).norm() / dx.norm() < 0.006
+    assert 0.01 < (value - plain).norm() / plain.norm() < 0.1

@@ -1,11 +1,14 @@
 """Products of linears by an FP8 recipe: forward and gradients, beside adapters and masters, on every kind of weight."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from qerl.formats.fp8 import reference, training
 from qerl.formats.fp8.linear import FP8Linear
-from qerl.formats.fp8.training import recipe_of
+from qerl.formats.fp8.reference import E4M3
+from qerl.formats.fp8.training import E5M2, recipe_of
 from qerl.formats.nvfp4 import decode, slab_layout
 from qerl.formats.nvfp4 import reference as nvfp4
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelLinear, KernelWeight
@@ -70,6 +73,34 @@ def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
     torch.testing.assert_close(a.grad, 0.5 * (grad[0] @ b.detach()).t() @ x.detach(), rtol=1e-4, atol=1e-4)
     exact = sum(g @ dense(linear) for g, linear in zip(grad, model, strict=True))
     assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 1.0
+
+
+def rounded(x, kind):
+    """x under the least power of two as a scale, in float64."""
+    scale = 2.0 ** torch.log2(x.double().abs().amax() / torch.finfo(kind).max).ceil()
+    return (x.double() / scale).to(kind).double() * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_s_gradients_are_exact_but_for_the_product_that_goes_on_to_the_input(kind):
+    """Against float64: y, dA and dB are those without the recipe, to the bit, and one product of dx is rounded."""
+    pairs = [[each.requires_grad_() for each in factors(rows)] for rows in (256, 128)]
+    x, upstream, found = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384), []
+    for recipe in (None, GRADIENTS):
+        model = model_of(kind)
+        if recipe is not None:
+            set_recipe_(model, [*model], recipe)
+        y = lora_linear(x, [Part(linear, *pair, 0.5) for linear, pair in zip(model, pairs, strict=True)])
+        found.append((y, *torch.autograd.grad(y, [*pairs[0], *pairs[1], x], upstream)))
+    *exact, plain = found[0]
+    assert all(torch.equal(one, other) for one, other in zip(exact, found[1], strict=False))
+    given = zip(model, pairs, upstream.split([256, 128], 1), rounded(upstream, E5M2).split([256, 128], 1), strict=True)
+    dx = sum(
+        codes @ rounded(dense(linear), E4M3) + 0.5 * grad.double() @ b.double() @ a.double()
+        for linear, (a, b), grad, codes in given
+    )
+    torch.testing.assert_close(found[1][-1].double(), dx, rtol=1e-5, atol=1e-5)
+    assert 0.01 < ((dx - plain).norm() / plain.norm()).item() < 0.1
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -148,7 +179,8 @@ def test_a_card_s_weights_are_turned_from_their_codes_to_the_same_gradient(monke
     assert asked == [2]
 
 
-def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_are_rounded_by(monkeypatch):
+@pytest.mark.parametrize("trained", ["masters", "adapters"])
+def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_are_rounded_by(monkeypatch, trained):
     seen, own = [], training.round_matrix
 
     def spy(x, *given, largest=None, **named):
@@ -161,12 +193,17 @@ def test_the_mlp_s_own_kernel_finds_the_largest_magnitudes_that_its_gradients_ar
     torch.manual_seed(3)
     mlp = torch.nn.Module()
     for name, shape in {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}.items():
-        setattr(mlp, name, torch.nn.Linear(*shape, bias=False).requires_grad_(False))
-        set_master_(getattr(mlp, name), getattr(mlp, name).weight.detach().clone())
+        setattr(mlp, name, linear := torch.nn.Linear(*shape, bias=False).requires_grad_(False))
+        if trained == "masters":
+            set_master_(linear, linear.weight.detach().clone())
+        else:
+            pair = torch.randn(4, shape[0]).requires_grad_(), torch.randn(shape[1], 4).requires_grad_()
+            linear.lora_part = partial(Part, linear, *pair)
     set_recipe_(mlp, [*mlp.children()], GRADIENTS)
     x = torch.randn(9, 64, requires_grad=True)
     mlp_forward(mlp, x).backward(torch.randn(9, 64))
-    assert seen.count(((9, 192), True)) == seen.count(((9, 96), True)) == 1  # the gradient of gate and up; down's input
+    known = [shape for shape, known in seen if known]
+    assert known == ([(9, 96), (9, 192)] if trained == "masters" else [(9, 192)])  # down's input; dy of gate and up
     assert {shape for shape, known in seen if not known} == {(9, 64), (64, 96), (96, 64)}
     assert x.grad.isfinite().all()
 
@@ -235,17 +272,29 @@ def test_a_recipe_of_gradients_leaves_the_forward_pass_to_the_bit(kind, name):
     assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 0.1
 
 
+def in_fp8(rows, apart):
+    codes, scale = reference.quantize(rows)
+    parts = [(codes[i:j], scale[i // 128 : j // 128]) for i, j in ((0, 256), (256, 384))]
+    return [FP8Linear.from_tensors(*(each.clone() for each in part) if apart else part) for part in parts]
+
+
+def in_16_bits(rows, apart):
+    linears = [torch.nn.Linear(256, count, bias=False).requires_grad_(False) for count in (256, 128)]
+    for linear, part in zip(linears, rows.split([256, 128]), strict=True):
+        linear.weight = torch.nn.Parameter(part.clone() if apart else part, requires_grad=False)
+    return linears
+
+
+@pytest.mark.parametrize("linears_of", [in_fp8, in_16_bits])
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_gradient_to_the_input_of_rows_of_one_weight_is_one_product(name, monkeypatch):
+def test_the_gradient_to_the_input_of_rows_of_one_weight_is_one_product(name, linears_of, monkeypatch):
     """Gate and up in an engine. It is the sum of what each gives alone, the adapters' terms included."""
     torch.manual_seed(0)
-    codes, scale = reference.quantize(torch.randn(384, 256))
-    together = [FP8Linear.from_tensors(codes[i:j], scale[i // 128 : j // 128]) for i, j in ((0, 256), (256, 384))]
-    apart = [FP8Linear.from_tensors(each.weight_codes.clone(), each.weight_scale.clone()) for each in together]
-    recipe, found = recipe_of(name), {}
-    asked = []
-    to_input = type(recipe).to_input
-    monkeypatch.setattr(type(recipe), "to_input", lambda *given: asked.append(1) or to_input(*given))
+    rows, recipe, found, asked = torch.randn(384, 256), recipe_of(name, products="gradients"), {}, []
+    together, apart = linears_of(rows, apart=False), linears_of(rows, apart=True)
+    asks = "product" if name == "tensorwise" else "to_input"
+    own = getattr(recipe, asks)
+    monkeypatch.setattr(type(recipe), asks, lambda self, *given: asked.append(1) or own(*given))
     upstream, given = torch.randn(9, 384), torch.randn(9, 256)
     for which, linears in {"together": together, "apart": apart}.items():
         set_recipe_(torch.nn.ModuleList(linears), linears, recipe)

@@ -165,8 +165,8 @@ def test_blockwise_gradients_to_the_input_are_those_of_groups_and_transposed_blo
     assert relative(recipe.to_input(grad, recipe.turned(tensors)), right) < 0.004
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
-def test_a_recipe_takes_what_the_plan_counts_for_it(name):
+@pytest.mark.parametrize(("name", "trains"), [("tensorwise", True), ("tensorwise", False), ("blockwise", True)])
+def test_a_recipe_takes_what_the_plan_counts_for_it(name, trains):
     """The plan counts from where the activation's gradient is gone."""
     import qerl.engine.vllm.fp8  # noqa: F401  it brings the card's product
 
@@ -178,12 +178,12 @@ def test_a_recipe_takes_what_the_plan_counts_for_it(name):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         if name == "tensorwise":  # with masters dy is rounded for both of its products
-            rounded = recipe.upstream(grad)
+            rounded = recipe.upstream(grad, trains=trains)
             scaled_product(rounded.plain, recipe.turned(dense), grad.dtype)
             del rounded
         else:
             recipe.to_input(grad, recipe.turned(dense))
         peak = torch.cuda.max_memory_allocated() - before
-    work = rounding_work(name, hidden, intermediate, masters=True)
+    work = rounding_work(name, hidden, intermediate, masters=trains)
     counted = (work.token + 2 * intermediate) * tokens + work.weight
     assert 0.5 * counted < peak < 1.02 * counted
