@@ -14,6 +14,7 @@ from qerl.base.parallel import Parallel
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.cli.launch import launch, without_option
 from qerl.config.recipe import load_recipe, save_config
+from qerl.report.read import state_of
 from tests.helpers.ranks import alone, command, ranks, rows_of, run, train
 from tests.helpers.run_process import ended, forked, go, hold_in, wait_for
 from tests.helpers.small_run import numbers, small_config
@@ -87,7 +88,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_ba
     assert time.monotonic() - started < 60
     assert "error: another rank is gone" in (tmp_path / "rank-0.log").read_text()
     run_dir = tmp_path / "killed" / "run"
-    assert len(rows_of(run_dir)) == 3
+    assert (len(rows_of(run_dir)), state_of(run_dir).partition(",")[0]) == (3, "failed: another rank is gone")
     alone(killed, resumed=run_dir)
     for row, other in zip(numbers(tmp_path / "whole"), numbers(run_dir), strict=True):
         assert all(close(name, row[name], other[name]) for name in row)

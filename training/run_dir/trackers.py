@@ -27,6 +27,7 @@ from transformers.integrations import (
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.config.data import without_secrets
+from qerl.report.read import FINISHED, STOPPED, has_result
 from qerl.report.sections import flatten
 from training.run_dir.folder import IDS
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROWS, TEXT = 32, 4000  # of a table: rows, and characters of a cell
+FAILED = "failed"  # beside FINISHED and STOPPED, how a run ended
 PARAMETERS = 100  # that MLflow takes at once
 CLOSE_S = 60.0  # that wandb may go on uploading at the end
 COLUMNS = ("step", "prompt", "completion", "advantage")
@@ -46,35 +48,41 @@ AT_WORK = ("on_log", "on_save", "on_predict", "on_train_end")  # the events at w
 
 @contextmanager
 def open_trackers(config: RunConfig, run_dir: Path, start_step: int) -> Iterator[list[TrainerCallback]]:
-    """The callbacks of the trackers that the recipe names, which are closed at the end.
+    """The callbacks of the trackers that the recipe names, which are told at the end how the run ended.
 
     Raises ConfigError for one that cannot be opened.
     """
-    names, failed = config.logging.report_to, True
+    names, end = config.logging.report_to, FAILED
     try:
         yield [droppable_(name, _callback(name, config, run_dir, start_step)) for name in names]
-        failed = False
+        end = FINISHED if has_result(run_dir) else STOPPED
+    except (KeyboardInterrupt, SystemExit):
+        end = STOPPED
+        raise
     finally:  # transformers closes them only where its loop comes to its end
         for name in names:
             try:
-                _close(name, sys.modules.get(name), failed, run_dir)
+                _close(name, sys.modules.get(name), end, run_dir)
             except Exception as error:  # of the tracker or of its HTTP library; the run's own error counts
                 logger.warning("%s could not be closed (%s); metrics.jsonl is complete", name, error)
 
 
-def _close(name: str, tracker: Any, failed: bool, run_dir: Path) -> None:
+def _close(name: str, tracker: Any, end: str, run_dir: Path) -> None:
+    """End the run at a tracker, unless it is the caller's, by the tracker's word for how it ended."""
     if tracker is None:
         return
+    own = _ids(run_dir).get(name)
     if name == "wandb":
-        tracker.finish(exit_code=int(failed))
+        if tracker.run is not None and tracker.run.id == own:
+            tracker.finish(exit_code={FINISHED: 0, STOPPED: 255, FAILED: 1}[end])  # 255: killed, as after Ctrl-C
     elif name == "mlflow":
         active = tracker.active_run()
-        if active is not None and active.info.run_id == _ids(run_dir).get(name):  # else it is the caller's
+        if active is not None and active.info.run_id == own:
             tracker.flush_async_logging()
-            tracker.end_run("FAILED" if failed else "FINISHED")
+            tracker.end_run({FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}[end])
     elif name == "swanlab":
-        if tracker.has_run():
-            tracker.finish("crashed" if failed else "success")
+        if tracker.has_run() and tracker.get_run().id == own:
+            tracker.finish({FINISHED: "success", STOPPED: "aborted", FAILED: "crashed"}[end])
     elif name == "trackio":
         with suppress(RuntimeError):  # it is closed already
             tracker.finish()
@@ -106,9 +114,13 @@ def _callback(name: str, config: RunConfig, run_dir: Path, start_step: int) -> T
 
 
 def _open_wandb(config: RunConfig, run_dir: Path) -> None:
-    """Open the run that transformers' callback then takes."""
+    """Open the run that transformers' callback then takes, or take the one that the caller has open, as in a sweep."""
     import wandb
 
+    if wandb.run is not None:
+        wandb.run.config.update(_recipe(config), allow_val_change=True)
+        logger.warning("wandb: this program has run %s open, which gets the numbers and stays open", wandb.run.id)
+        return
     wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "qerl",
         name=run_dir.name,
@@ -122,7 +134,7 @@ def _open_wandb(config: RunConfig, run_dir: Path) -> None:
 
 
 def _open_swanlab(config: RunConfig, run_dir: Path) -> None:
-    """Open the run that transformers' callback then takes."""
+    """Open the run that transformers' callback then takes. SwanLab refuses if the caller has one open."""
     import swanlab
 
     folder = run_dir / "swanlab"

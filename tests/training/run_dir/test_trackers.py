@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 from transformers import TrainerCallback
@@ -193,25 +194,57 @@ def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_blocks_the_next_try
     assert new_run_dir(str(run_dir), "tiny") == run_dir
 
 
-def test_trackers_are_closed_one_by_one_and_a_run_of_the_caller_s_is_left_alone(tmp_path, monkeypatch, caplog):
-    closed = []
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (None, [0, "FINISHED", "success"]),
+        (SystemExit(143), [255, "KILLED", "aborted"]),
+        (OSError("no room"), [1, "FAILED", "crashed"]),
+        ("a signal", [255, "KILLED", "aborted"]),  # the loop ends, and there is no result
+    ],
+)
+def test_trackers_are_told_how_the_run_ended_one_by_one(tmp_path, monkeypatch, caplog, error, ends):
+    opened, closed = [], []
+    stand_in(monkeypatch, "wandb", run=None, Settings=dict)
+    stand_in(monkeypatch, "swanlab", init=lambda **given: opened.append(given["id"]), Settings=dict)
+    stand_in(monkeypatch, "mlflow", MlflowException=OSError, set_experiment=str, log_params=dict)
+    wandb, swanlab, mlflow = (sys.modules[name] for name in ("wandb", "swanlab", "mlflow"))
+    wandb.init = lambda **given: setattr(wandb, "run", mock.Mock(id=given["id"]))
+    wandb.finish = mock.Mock(side_effect=lambda exit_code: closed.append(exit_code) or 1 / 0)
+    swanlab.has_run, swanlab.get_run = lambda: True, lambda: mock.Mock(id=opened[0])
+    mlflow.start_run, mlflow.log_dict, mlflow.utils = mock.Mock(), mock.Mock(), mock.MagicMock()
+    mlflow.active_run = lambda: mlflow.start_run.return_value if mlflow.start_run.called else None
+    mlflow.start_run.return_value.info.run_id = "ours"
+    swanlab.finish, mlflow.end_run, mlflow.flush_async_logging = closed.append, closed.append, list
+    config = load_recipe("tiny", ["logging.report_to=[wandb, mlflow, swanlab]"])
+    raised = isinstance(error, BaseException)
+    with pytest.raises(type(error)) if raised else nullcontext(), open_trackers(config, tmp_path, 0):
+        if raised:
+            raise error
+        if error is None:
+            (tmp_path / "adapter").mkdir()
+    assert closed == ends
+    assert "wandb could not be closed (division by zero)" in caplog.text
 
-    def finish(exit_code):
-        closed.append(exit_code)
-        raise OSError("no network")
 
-    stand_in(monkeypatch, "wandb", finish=finish)
-    stand_in(monkeypatch, "swanlab", finish=closed.append, has_run=lambda: True)
-    theirs = types.SimpleNamespace(info=types.SimpleNamespace(run_id="theirs"))
-    stand_in(monkeypatch, "mlflow", active_run=lambda: theirs, end_run=closed.append)
-    config = load_recipe("tiny", ["logging.report_to=[mlflow, wandb, swanlab]"])
-    with (
-        pytest.raises(ConfigError, match=r"mlflow, which cannot be opened \(.* has run theirs open: end it"),
-        open_trackers(config, tmp_path, 0),
-    ):
+def test_a_run_that_the_caller_has_open_is_joined_at_wandb_and_refused_elsewhere(tmp_path, monkeypatch, caplog):
+    theirs, ended = mock.Mock(id="theirs"), mock.Mock()
+    theirs.info.run_id = "theirs"
+    stand_in(monkeypatch, "wandb", run=theirs, finish=ended)
+    with open_trackers(load_recipe("tiny", ["logging.report_to=[wandb]"]), tmp_path, 0):
         pass
-    assert closed == [1, "crashed"]
-    assert "wandb could not be closed (no network)" in caplog.text
+    assert "run theirs open, which gets the numbers and stays open" in caplog.text
+    (recipe,), _ = theirs.config.update.call_args
+    assert (recipe["run"]["steps"], (tmp_path / ".trackers.json").exists()) == (40, False)
+    stand_in(monkeypatch, "mlflow", active_run=lambda: theirs, end_run=ended)
+    open_ = {"has_run": lambda: True, "get_run": lambda: theirs, "finish": ended}
+    stand_in(monkeypatch, "swanlab", init=mock.Mock(side_effect=RuntimeError("one is active")), Settings=dict, **open_)
+    for name, said in ("mlflow", ".* has run theirs open: end it"), ("swanlab", "one is active"):
+        config = load_recipe("tiny", [f"logging.report_to=[{name}]"])
+        refused = pytest.raises(ConfigError, match=rf"{name}, which cannot be opened \({said}")
+        with refused, open_trackers(config, tmp_path, 0):
+            pass
+    assert not ended.called
 
 
 def test_tables_are_bounded_and_have_the_rewards_of_all_sources_as_columns():
