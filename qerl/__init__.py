@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qerl.api.recipe import Recipe as Recipe
     from qerl.api.run import Run as Run
     from qerl.api.run import plot as plot
+    from qerl.api.run import runs as runs
     from qerl.api.training import compare as compare
     from qerl.api.training import distill as distill
     from qerl.api.training import evaluate as evaluate
@@ -47,6 +48,7 @@ _PLACES = {  # name -> the module that defines it
     "merge": "qerl.api.training",
     "plot": "qerl.api.run",
     "quantize": "qerl.api.training",
+    "runs": "qerl.api.run",
     "sft": "qerl.api.training",
     "train": "qerl.api.training",
 }

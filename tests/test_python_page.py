@@ -14,7 +14,7 @@ def test_the_examples_of_the_python_page_run_as_they_stand(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     text = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("python-api.md", "python-results.md"))
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     space = {}
     for block in blocks:  # the base is rounded to nearest, in a second
         block = block.replace('quantize("tiny")', 'quantize("tiny", method="rtn", calibration="none")')

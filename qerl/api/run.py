@@ -13,10 +13,13 @@ from qerl.api.recipe import Recipe
 from qerl.base.errors import ConfigError
 from qerl.base.files import expanded, no_folder
 from qerl.base.read_back import Shape, read_rows
+from qerl.checkpoint.folder import RUNS, run_folder
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
+
+    from qerl.report.read import Runs
 
 
 def plot(runs: Sequence[str | os.PathLike | Run] | str | os.PathLike | Run, *metrics: str | Sequence[str]) -> Figure:
@@ -39,6 +42,18 @@ def plot(runs: Sequence[str | os.PathLike | Run] | str | os.PathLike | Run, *met
             has = "it has" if len(read) == 1 else "they have"
             raise ConfigError(f"{who}: no metric {name!r}; {has} {', '.join(known)}")
     return curves(read, [Panel(name, {name: name}) for name in names] if names else None)
+
+
+def runs(folder: str | os.PathLike = RUNS) -> Runs:
+    """The runs in a folder, the newest first, as a list that prints as the table of `qerl runs`.
+
+    Each has `folder`, `model`, `kind`, `steps`, `steps_in_all`, `measure` and `value` (the last reward or loss),
+    `state`, `written` (seconds since 1970) and `note`, and can be given where a run is asked for. Raises ConfigError
+    for a folder without runs.
+    """
+    from qerl.report.read import list_runs
+
+    return list_runs(run_folder(os.fspath(folder)))
 
 
 def _listed(given: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -46,8 +47,8 @@ def in_comment(text: str) -> str:
 class SafeConsole(Console):
     """A console that reads no markup in what it prints, and shows control characters as replacement characters."""
 
-    def __init__(self, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, markup=False, emoji=False)
+    def __init__(self, stderr: bool = False, file: IO[str] | None = None) -> None:
+        super().__init__(stderr=stderr, file=file, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):

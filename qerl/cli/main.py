@@ -103,13 +103,13 @@ def runs(
 ) -> None:
     """List runs, the newest first: model, kind, steps, the last reward or loss, and how each of them ended."""
     from qerl.base.printable import SafeConsole
-    from qerl.report.read import list_runs, show_runs
+    from qerl.report.read import list_runs
 
     found = list_runs(run_folder(str(folder)))
     if as_json:
         typer.echo(json.dumps(list(map(asdict, found)), indent=1, default=str))
     else:
-        show_runs(found, SafeConsole())
+        found.show(SafeConsole())
 
 
 def doctor(

@@ -6,6 +6,8 @@ Only metrics.jsonl is required; everything else is shown if it exists.
 from __future__ import annotations
 
 import fcntl
+import html
+import io
 import logging
 import os
 import re
@@ -23,6 +25,7 @@ from pydantic import FiniteFloat, PlainValidator, model_validator
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.files import no_folder, parse_json, read_lines
+from qerl.base.printable import SafeConsole
 from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_rows
 from qerl.checkpoint.folder import LOCK, MODEL, adapter_damage, adapters_of_run, is_begun
 from qerl.config.objectives import RunKind
@@ -169,6 +172,7 @@ class ComparedResult(Result):
 logger = logging.getLogger(__name__)
 
 RUNNING, STOPPED, FINISHED = "running", "stopped", "finished"
+HELD: set[Path] = set()  # locks of this process, which would be given up if one of the files was opened and closed
 LEARNED_FROM = (
     ("kl_to_teacher/forward", "KL to the teacher"),
     ("nll", "loss"),
@@ -326,8 +330,40 @@ class Listed:
     written: float
     note: str
 
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
-def list_runs(folder: Path) -> list[Listed]:
+
+class Runs(list[Listed]):
+    """Runs, which print as a table, and below it a line for each that failed or is damaged."""
+
+    def show(self, console: Console) -> None:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in ("run", "model", "kind", "steps", "last", "state", "age"):
+            table.add_column(heading, overflow="fold")
+        for run in self:
+            steps = str(run.steps) if run.steps_in_all is None else f"{run.steps} of {run.steps_in_all}"
+            last = f"{run.measure} {'nan' if run.value is None else format(run.value, '.3g')}" if run.measure else ""
+            cells = run.folder.name, run.model, run.kind, steps, last, run.state, _age(time.time() - run.written)
+            table.add_row(*map(Text, cells))
+        console.print(table)
+        for run in self:
+            if run.note:
+                console.print(f"{run.folder}: {run.note}", soft_wrap=True, highlight=False, markup=False)
+
+    def __repr__(self) -> str:
+        self.show(SafeConsole(file=(text := io.StringIO())))
+        return text.getvalue().strip("\n")
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def list_runs(folder: Path) -> Runs:
     """The runs in a folder, or the run that it is, the newest first. Raises ConfigError if there is none."""
     try:
         inside = [folder] if is_begun(folder) else [path for path in folder.iterdir() if is_begun(path)]
@@ -336,7 +372,7 @@ def list_runs(folder: Path) -> list[Listed]:
         raise ConfigError(f"{where}: give the folder that holds your runs") from error
     if not inside:
         raise ConfigError(f"{folder} holds no run: give the folder that holds your runs")
-    return sorted([_listed(run) for run in inside], key=lambda run: run.written, reverse=True)
+    return Runs(sorted([_listed(run) for run in inside], key=lambda run: run.written, reverse=True))
 
 
 def _listed(folder: Path) -> Listed:
@@ -399,9 +435,10 @@ def state_of(run: Path) -> str:
     for a run of another host, whose lock may not be seen from here, or a copy of one; `not finished` for a run of an
     earlier version, which did not say how it ended.
 
-    The lock is asked, not taken: a run that begins at this moment is not kept from it. This process must not itself
-    write to a run: closing the file would give up its lock.
+    The lock is asked, not taken: a run that begins at this moment is not kept from it.
     """
+    if (run / LOCK).resolve() in HELD:
+        return RUNNING
     try:
         with (run / LOCK).open("rb") as file:
             if _is_locked(file):
@@ -430,26 +467,6 @@ def _is_locked(file: BinaryIO) -> bool:
     asked = (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0) if linux else (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
     found = struct.unpack(form, fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(form, *asked)))
     return found[0 if linux else 3] != fcntl.F_UNLCK
-
-
-def show_runs(found: Sequence[Listed], console: Console) -> None:
-    """A table, and below it a line for each run that failed or is damaged."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("run", "model", "kind", "steps", "last", "state", "age"):
-        table.add_column(heading, overflow="fold")
-    for run in found:
-        steps = str(run.steps) if run.steps_in_all is None else f"{run.steps} of {run.steps_in_all}"
-        last = f"{run.measure} {'nan' if run.value is None else format(run.value, '.3g')}" if run.measure else ""
-        cells = run.folder.name, run.model, run.kind, steps, last, run.state, _age(time.time() - run.written)
-        table.add_row(*map(Text, cells))
-    console.print(table)
-    for run in found:
-        if run.note:
-            console.print(f"{run.folder}: {run.note}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _age(seconds: float) -> str:

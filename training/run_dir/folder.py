@@ -21,7 +21,7 @@ from qerl.base.files import expanded
 from qerl.base.program import ROWS
 from qerl.base.read_back import read_object
 from qerl.checkpoint.folder import BASE
-from qerl.report.read import FINISHED, LOCK, RUNNING, STOPPED, About, has_result
+from qerl.report.read import FINISHED, HELD, LOCK, RUNNING, STOPPED, About, has_result
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 
@@ -126,6 +126,7 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
                 f"{run_dir}`; or give another --out"
             )
         _note(handle, f"{RUNNING} {socket.gethostname()}")
+        HELD.add(held := (run_dir / LOCK).resolve())
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -134,6 +135,8 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
         except BaseException as error:
             _note(handle, f"failed: {str(error) or type(error).__name__}")
             raise
+        finally:
+            HELD.discard(held)
         _note(handle, FINISHED if has_result(run_dir) else STOPPED)
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+import qerl
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.folder import run_folder, run_named
 from qerl.cli.evaluate import evaluation_of
@@ -47,7 +48,10 @@ def test_every_run_has_a_line_the_newest_first(here, runs):
     assert notes[1].endswith("; 1 damaged lines in metrics.jsonl")
     code, shown, _ = here("runs")
     assert (code, shown.count("runs/torn: config.yaml"), "runs/whole:" in shown) == (0, 1, False)
-    assert [run.steps for run in list_runs(runs / "whole")] == [5]
+    same = qerl.runs()
+    assert ([str(run.folder) for run in same], qerl.Run(same[3]).steps) == ([run["folder"] for run in found], 5)
+    assert repr(same) == shown.strip("\n")
+    assert [run.steps for run in qerl.runs("whole")] == [5]
     write_run(runs / "whole", [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}, {"step": 3, "entropy": 1.0}])
     (run,) = list_runs(runs / "whole")
     assert (run.steps, run.measure, run.value, run.note) == (3, "reward", None, "reward was not finite at step 2")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import qerl
 import training.run
 from qerl.base.errors import ConfigError, EngineError
 from qerl.config.recipe import save_config
@@ -101,6 +102,14 @@ def test_a_run_that_is_being_opened_is_running_and_says_why_it_failed_there(nvfp
         with pytest.raises(EngineError):
             start(small_config(nvfp4_base, tmp_path), "tiny")
     assert (seen, state_of(run_dir)) == (["running"] * 2, "failed: out of memory")
+
+
+def test_whoever_asks_in_the_process_of_a_run_leaves_its_lock(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with only_writer(tmp_path / "run", []):
+        assert [run.state for run in (*qerl.runs("."), *qerl.runs(tmp_path / "run"))] == ["running"] * 2
+        seen = subprocess.check_output([sys.executable, "-c", SEEN_FROM_OUTSIDE, str(tmp_path / "run")], text=True)
+    assert (seen, state_of(tmp_path / "run")) == ("running\n", "stopped")
 
 
 def test_two_runs_that_begin_at_once_do_not_share_a_directory(tmp_path):
