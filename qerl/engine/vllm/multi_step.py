@@ -9,22 +9,75 @@ vLLM takes over several tokens of a speculative step.
 A sequence that meets its end between two calls runs on to the end of the call. Its further tokens are thrown away, and
 its place is free a few steps later. Tokens do not depend on the number of steps: the noise of a token is drawn by its
 request's seed and its position.
+
+In a call in which all sequences only decode, vLLM would do the same again for each of them: look for room, make an
+object per output, and append one token at a time to five lists. Here only the sequences that need a block, or of which
+a token may be the last, go through vLLM's code. The others' tokens are appended a row at a time where vLLM would put
+them, so whatever reads them (`requests.py`) finds them as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 MOST_STEPS = 4  # the host's time is a quarter then; a sequence that ended costs 6 steps of its row on average
+
+
+@dataclass(slots=True)
+class Plain:
+    """A request that nobody streams, with the logprob of each token and nothing else that vLLM would look at."""
+
+    stops: frozenset[int | None]
+    end: int  # tokens of prompt and completion at its limit
+    tokens: tuple[list[int], ...]  # the lists in which vLLM keeps the tokens
+    logprobs: FlatLogprobs
+
+    def take_(self, tokens: list[int], logprobs: list[float], ranks: list[int]) -> None:
+        """Append the tokens of several steps."""
+        for known in self.tokens:
+            known.extend(tokens)
+        flat, count = self.logprobs, len(tokens)
+        begun = len(flat.logprobs)
+        flat.start_indices.extend(range(begun, begun + count))
+        flat.end_indices.extend(range(begun + 1, begun + count + 1))
+        flat.logprobs.extend(logprobs)
+        flat.ranks.extend(ranks)
+        flat.decoded_tokens.extend([None] * count)
+
+
+def plain(request: Any, state: Any, model_len: int) -> Plain | None:
+    """The request of vLLM's scheduler with its `state` in vLLM's output processor as a plain one; None if it is not."""
+    params = request.sampling_params
+    if state is None or params is None or request.resumable or request.mm_features or request.use_structured_output:
+        return None
+    flat, detokenizer = state.logprobs_processor.logprobs, state.detokenizer
+    if type(flat) is not FlatLogprobs or params.num_logprobs or type(detokenizer) is not IncrementalDetokenizer:
+        return None
+    if state.output_kind is not RequestOutputKind.FINAL_ONLY or params.repetition_detection or state.stats is not None:
+        return None
+    return Plain(
+        stops=frozenset((params.eos_token_id, *(params.stop_token_ids or ()))),
+        end=min(request.num_prompt_tokens + request.max_tokens, model_len),
+        tokens=(request._output_token_ids, request._all_token_ids, detokenizer.token_ids, flat.token_ids),
+        logprobs=flat,
+    )
 
 
 class MultiStepScheduler(AsyncScheduler):
@@ -32,26 +85,138 @@ class MultiStepScheduler(AsyncScheduler):
 
     `most_batch` is the largest batch for which there is a CUDA graph of a decode step; larger ones, and any with a
     sequence that is not decoding, are for one step as in vLLM. It is 0, so nothing changes, until `allow_steps_` is
-    called.
+    called. `states` are those of vLLM's output processor, by the names of requests.
     """
 
     most_steps, most_batch = 1, 0
+    states: Mapping[str, Any] = {}
+    groups: tuple[Any, ...] = ()  # of the KV cache; none if the shorter way does not hold for them
 
-    def allow_steps_(self, most_steps: int, most_batch: int) -> None:
-        self.most_steps, self.most_batch = most_steps, most_batch
+    def allow_steps_(self, most_steps: int, most_batch: int, states: Mapping[str, Any] = states) -> None:
+        self.most_steps, self.most_batch, self.states = most_steps, most_batch, states
         self.num_lookahead_tokens = most_steps - 1  # vLLM reserves room in the KV cache for so many more
+        groups = self.kv_cache_manager.coordinator.single_type_managers
+        # A block of a state is for the whole sequence. A window would give blocks back meanwhile.
+        whole = [type(each) is FullAttentionManager or each.block_size >= self.max_model_len for each in groups]
+        other = (self.connector, self.ec_connector, self.lora_config, self.num_spec_tokens)
+        caching = self.cache_config.enable_prefix_caching
+        self.groups = groups if all(whole) and not any(other) and not (caching and len(groups) > 1) else ()
+
+    def add_request(self, request: Any) -> None:
+        request.plain = plain(request, self.states.get(request.request_id), self.max_model_len)
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if self.most_batch:
-            self._hold_back_ending()
-        output = super().schedule(throttle_prefills)
-        if (steps := self._steps(output)) > 1:
-            for name in output.num_scheduled_tokens:
+        output = self.decode_again() if self.groups else None
+        if output is None:
+            if self.most_batch:
+                self._hold_back_ending()
+            output = super().schedule(throttle_prefills)
+        if steps := self._steps(output):
+            for name in output.num_scheduled_tokens if steps > 1 else ():
                 request = self.requests[name]
                 request.num_computed_tokens += steps - 1
                 request.num_output_placeholders += steps - 1
             output.decode_steps = steps
         return output
+
+    def decode_again(self) -> SchedulerOutput | None:
+        """What vLLM's own method returns, and does, if all sequences only go on; None if it has to decide something."""
+        if self.waiting or self.skipped_waiting or self._pause_state is not PauseState.UNPAUSED:
+            return None
+        requests, grown, blocks = [], {}, 0
+        caches = self.cache_config.enable_prefix_caching
+        for request in self.running:
+            own, computed = request.plain, request.num_computed_tokens
+            if own is None or request.is_prefill_chunk:
+                return None
+            if computed + 1 >= own.end:  # it reaches its limit with what is under way
+                continue
+            known, name = len(request._all_token_ids), request.request_id
+            if known + request.num_output_placeholders != computed + 1:
+                return None
+            needed = min(computed + 1 + self.num_lookahead_tokens, self.max_model_len)
+            for group in self.groups:
+                missing = needed - len(group.req_to_blocks[name]) * group.block_size
+                if missing > 0:
+                    grown[name] = request
+                    blocks += -(-missing // group.block_size)
+                elif caches and known // group.block_size > group.num_cached_block.get(name, 0):
+                    grown[name] = request
+            requests.append(request)
+        most = min(self.most_batch, self.max_num_scheduled_tokens)
+        if not 0 < len(requests) <= most or blocks > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        return self._for(requests, grown)
+
+    def _for(self, requests: list[Any], grown: Mapping[str, Any]) -> SchedulerOutput:
+        """vLLM's output for one step of decoding `requests`, of which `grown` need blocks or fill one."""
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        for name, request in grown.items():
+            allocated = self.kv_cache_manager.allocate_slots(request, 1, num_lookahead_tokens=self.num_lookahead_tokens)
+            grown[name] = allocated.get_block_ids(allow_none=True)
+        names = [request.request_id for request in requests]
+        output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[grown.get(name) for name in names],
+                num_computed_tokens=[request.num_computed_tokens for request in requests],
+                num_output_tokens=[request.num_computed_tokens + 1 - request.num_prompt_tokens for request in requests],
+            ),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=[0] * len(self.groups),  # for cascade attention, which this runner does not have
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=self.reset_preempted_req_ids,
+            new_block_ids_to_zero=(self.needs_kv_cache_zeroing and self.kv_cache_manager.take_new_block_ids()) or None,
+        )
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_output_placeholders += 1
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        left = self._take_over(scheduler_output, model_runner_output)
+        if not left and scheduler_output.num_scheduled_tokens:
+            return {}
+        scheduler_output = copy(scheduler_output)
+        scheduler_output.num_scheduled_tokens = left
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_over(self, scheduled: SchedulerOutput, sampled: ModelRunnerOutput) -> dict[str, int]:
+        """Take over the tokens of sequences that go on; returns what is left for vLLM, which looks at each token."""
+        steps, lists = getattr(scheduled, "decode_steps", 0), sampled.logprobs
+        if not steps or not self.groups or lists is None or len(lists.logprobs) != len(sampled.req_ids) * steps:
+            return scheduled.num_scheduled_tokens
+        if lists.logprobs.shape[1] != 1 or sampled.prompt_logprobs_dict or sampled.num_nans_in_logits:
+            return scheduled.num_scheduled_tokens
+        left, group = {}, self.groups[0] if self.cache_config.enable_prefix_caching else None
+        logprobs, ranks = (each.reshape(-1, steps).tolist() for each in (lists.logprobs, lists.sampled_token_ranks))
+        for row, (name, tokens) in enumerate(zip(sampled.req_ids, sampled.sampled_token_ids, strict=True)):
+            request = self.requests.get(name)
+            runs = request is not None and request.status is RequestStatus.RUNNING
+            own = request.plain if runs and not request.async_tokens_to_discard else None
+            known = 0 if own is None else len(request._all_token_ids) + steps
+            if own is None or known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
+                left[name] = 1
+                continue
+            own.take_(tokens, logprobs[row], ranks[row])
+            request.num_output_placeholders -= steps
+            if group is not None and known // group.block_size > group.num_cached_block.get(name, 0):
+                request.update_block_hashes()
+                self.kv_cache_manager.cache_blocks(
+                    request, request.num_computed_tokens - request.num_output_placeholders
+                )
+        return left
 
     def _hold_back_ending(self) -> None:
         """Leave out the sequences that reach their limit with what is under way.
@@ -63,13 +228,15 @@ class MultiStepScheduler(AsyncScheduler):
                 request.next_decode_eligible_step = self.current_step + 2
 
     def _steps(self, output: SchedulerOutput) -> int:
-        """For how many steps this batch can be."""
+        """For how many steps this batch can be; 0 if not all of its sequences decode."""
         count = len(output.num_scheduled_tokens)
         decodes = output.total_num_scheduled_tokens == count and not output.scheduled_new_reqs
-        if not decodes or not 0 < count <= self.most_batch or output.has_structured_output_requests:
-            return 1
+        if not decodes or not count or output.has_structured_output_requests:
+            return 0
         requests = [self.requests[name] for name in output.num_scheduled_tokens]
         if any(request.is_prefill_chunk for request in requests):
+            return 0
+        if count > self.most_batch:
             return 1
         left = max(each.num_prompt_tokens + each.max_tokens - each.num_computed_tokens for each in requests)
         room = self.max_model_len - max(each.num_computed_tokens for each in requests)
@@ -84,7 +251,8 @@ def steps_of(output: SchedulerOutput) -> int:
 def allow_steps_(llm: Any, most_steps: int = MOST_STEPS) -> None:
     """Let the batches of vLLM's LLM be for several steps, up to the largest that has a CUDA graph."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
-    llm.llm_engine.engine_core.engine_core.scheduler.allow_steps_(most_steps, largest_decode_graph(runner))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler.allow_steps_(most_steps, largest_decode_graph(runner), llm.llm_engine.output_processor.request_states)
 
 
 def largest_decode_graph(runner: Any) -> int:
