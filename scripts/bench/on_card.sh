@@ -421,7 +421,7 @@ batch_moe() {
 }
 
 batch_hybrid() {
-    run gdn 120 "$python" scripts/bench/bench_gdn.py --out "$out/gdn.json"
+    run gdn 300 "$python" scripts/bench/bench_gdn.py --out "$out/gdn.json"
     tests hybrid 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "qwen3.5"
     run gdn-tilelang 150 "$python" scripts/bench/bench_gdn.py --tilelang --tokens 16384 --out "$out/gdn-tilelang.json"
 }

