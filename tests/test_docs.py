@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from io import StringIO
@@ -21,6 +22,7 @@ from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import read_sizes
+from quantize.export.options import serve_adapter_line, serve_model_line
 from tests.helpers.parsed import check_parses
 from training.preflight.advice import largest_completion, likely
 from training.preflight.seconds import step_seconds
@@ -143,6 +145,23 @@ def test_each_key_that_a_page_names_exists(page):
         keys |= {part for key in REMOVED for part in (key, key.replace(".N.", "."))}
     sections = {key.rpartition(".")[0].removesuffix(".N") for key in keys}
     assert {name for name in named if name not in keys | sections} == set()
+
+
+def test_each_line_for_vllm_is_of_options_that_it_takes():
+    """Those of 0.25.1 (its entrypoints/openai/cli_args.py and engine/arg_utils.py); where vllm is here, it reads them."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (*RECORDINGS, *TEXTS))
+    lines = re.findall(r"^(?:or: | {4})?(vllm serve .*)$", pages, re.MULTILINE)
+    lines += [serve_model_line(Path("a b")), *(serve_adapter_line(Path(name), "b", 5, False) for name in ("x", "a=b"))]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert len(commands) > 8
+    takes = {"--served-model-name", "--enable-lora", "--max-lora-rank", "--lora-modules"}
+    assert {word for words in commands for word in words if word.startswith("-")} <= takes
+    if importlib.util.find_spec("vllm"):
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = make_arg_parser(FlexibleArgumentParser())
+        assert [parser.parse_args(words[2:]).model_tag for words in commands] == [words[2] for words in commands]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=page_name)
