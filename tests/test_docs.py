@@ -148,7 +148,7 @@ def test_each_key_that_a_page_names_exists(page):
 
 
 def test_each_line_for_vllm_is_of_options_that_it_takes():
-    """Those of 0.25.1 (its entrypoints/openai/cli_args.py and engine/arg_utils.py); where vllm is here, it reads them."""
+    """Of 0.25.1 (its entrypoints/openai/cli_args.py and engine/arg_utils.py); where vllm is installed it reads them."""
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (*RECORDINGS, *TEXTS))
     lines = re.findall(r"^(?:or: | {4})?(vllm serve .*)$", pages, re.MULTILINE)
     lines += [serve_model_line(Path("a b")), *(serve_adapter_line(Path(name), "b", 5, False) for name in ("x", "a=b"))]
