@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -86,20 +87,57 @@ def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
     if message.startswith("Usage:"):  # a command without arguments shows its help
         sys.stderr.write(f"{message}\n")
         sys.exit(2)
-    message = message.rstrip(".?").replace("Value error, ", "").replace("Input should", "should")  # pydantic's words
-    if options:
-        message += f". Did you mean {' or '.join(sorted(options))}"
+    message = message.partition(". Did you mean")[0].rstrip(".?")
+    message = message.replace("Value error, ", "").replace("Input should", "should")  # pydantic's words
+    if (advice := _advice(error, message, arguments)) is not None:
+        message += f"; {advice}"
     value = _value_of(getattr(error, "param", None), arguments)
     got = "" if value is None or repr(value) in message else f" (got {value!r})"
     command = context.command_path if context is not None else "qerl"
     _refuse(f"{message[0].lower()}{message[1:]}{got}: see `{command} --help`")
 
 
+def _advice(error: Any, message: str, arguments: Sequence[str]) -> str | None:
+    """What to write instead, as the command's own options and arguments and the keys of a recipe tell it."""
+    from qerl.config.keys import nearest, nearest_key
+
+    if (context := getattr(error, "ctx", None)) is None:
+        return None
+    parameters = context.command.params
+    keyed = any("--set" in each.opts for each in parameters)
+    if (option := getattr(error, "option_name", None)) is not None:
+        close = nearest(option, list(error.possibilities or ()), 0.8)
+        key = nearest_key((option.lstrip("-").replace("-", "_"),)) if keyed and close is None else None
+        if key is not None and "." in key:
+            return f"write --set {key}={next((value for name, value in _pairs(arguments) if name == option), 'VALUE')}"
+        close = close or nearest(option, list(error.possibilities or ()), 0.7)
+        return close and f"did you mean {close}"
+    if extra := re.search(r"unexpected extra arguments? \((\S+).*\)", message.replace("(s)", "")):
+        name, equals, value = extra[1].partition("=")
+        if keyed and equals:
+            return f"write --set {nearest_key(tuple(name.split('.'))) or name}={value}"
+        valued = [each for each in parameters if each.opts[0].startswith("-") and not getattr(each, "is_flag", False)]
+        if valued and not {"--out", *arguments} & set(valued[0].opts):
+            return f"did you mean {valued[0].opts[0]} {extra[1]}"
+    if unknown := re.search(r"such command '(.*)'", message):
+        close = nearest(unknown[1], list(context.command.commands), 0.65)
+        return f"did you mean '{close}'" if close else f"there are {', '.join(context.command.commands)}"
+    if message.startswith("Missing"):
+        names = [each.opts[0] for each in parameters if each.required]
+        words = [f"{name} {name[2:].upper()}" if name.startswith("-") else name.upper() for name in names]
+        return f"write `{' '.join([context.command_path, *words])}`"
+    return None
+
+
+def _pairs(arguments: Sequence[str]) -> list[Sequence[str]]:
+    """Each typed word with what follows it, behind `=` or as the next word."""
+    return [*(word.split("=", 1) for word in arguments if "=" in word), *pairwise(arguments)]
+
+
 def _value_of(parameter: Any, arguments: Sequence[str]) -> str | None:
     """The value that was typed last for an option; None if the option was not typed."""
     options = [option for option in getattr(parameter, "opts", ()) if option.startswith("-")]
-    pairs = [*(word.split("=", 1) for word in arguments if "=" in word), *pairwise(arguments)]
-    return next((value for option, value in reversed(pairs) if option in options), None)
+    return next((value for option, value in reversed(_pairs(arguments)) if option in options), None)
 
 
 def quiet_libraries_() -> None:
