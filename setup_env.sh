@@ -77,7 +77,6 @@ case $(.venv/bin/python -m uv --version 2>/dev/null) in
     *) install_uv .venv/bin/python || fail "$pinned could not be installed: is the package index reachable?" ;;
 esac
 uv() { .venv/bin/python -m uv "$@"; }
-export UV_COMPILE_BYTECODE=1 # once now instead of at every start: torch and transformers are large
 # uv does not read pip's settings, so pass on a package mirror that is configured for pip.
 [ -n "${PIP_INDEX_URL:-}" ] && export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
 [ -n "${PIP_FIND_LINKS:-}" ] && export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS// /,}}"
