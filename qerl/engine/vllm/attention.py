@@ -41,21 +41,21 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         sequences = self.vllm_config.scheduler_config.max_num_seqs
-        self._space = None
+        self.space = None
         # Layers with a window are left to FlashAttention, whose builder must then see the first step unchanged.
         whole = getattr(self.kv_cache_spec, "sliding_window", None) is None and sequences <= MAX_SEQUENCES
         self._in_8_bits = self.cache_config.cache_dtype in EIGHT_BITS
         if whole and takes(self.num_heads_q, self.num_heads_kv, self.headdim):
             bits = 8 if self._in_8_bits else 16
-            self._space = Space(sequences, self.num_heads_kv, self.headdim, self.device, bits)
+            self.space = Space(sequences, self.num_heads_kv, self.headdim, self.device, bits)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        decode = common_attn_metadata.max_query_len == 1 and common_prefix_len == 0 and self._space is not None
-        unplanned = fast_build or decode or (self._in_8_bits and self._space is not None)
+        decode = common_attn_metadata.max_query_len == 1 and common_prefix_len == 0 and self.space is not None
+        unplanned = fast_build or decode or (self._in_8_bits and self.space is not None)
         metadata = super().build(common_prefix_len, common_attn_metadata, unplanned)
-        metadata.decode_space = self._space if decode else None
+        metadata.decode_space = self.space if decode else None
         if decode:
-            self._space.plan_(metadata.seq_lens[: metadata.num_actual_tokens])
+            self.space.plan_(metadata.seq_lens[: metadata.num_actual_tokens])
         return metadata
 
 

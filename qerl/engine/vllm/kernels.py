@@ -267,14 +267,16 @@ def draw(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the twin. `logits` may have any floating dtype, and any stride between its rows."""
+    """See the twin. `logits` may have any floating dtype, and any stride between its rows. `out` is filled if given."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     partial = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)  # maximum, sum of exp, best
     best = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = best.new_empty(rows, dtype=torch.int64), partial.new_empty(rows)
+    tokens, logprobs = out
     common = (logits, logits.stride(0), request, temperature)
     _block_kernel[(rows, blocks)](
         *common, seeds, positions.contiguous(), partial, best, rows, vocabulary, QUARTER=QUARTER, num_warps=8

@@ -27,6 +27,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
+from vllm.triton_utils import tl, triton
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -251,8 +252,10 @@ def steps_of(output: SchedulerOutput) -> int:
 def allow_steps_(llm: Any, most_steps: int = MOST_STEPS) -> None:
     """Let the batches of vLLM's LLM be for several steps, up to the largest that has a CUDA graph."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    if (most_batch := largest_decode_graph(runner)) and _plans(runner):
+        advance_(*torch.empty(2, 0, dtype=torch.int32, device=runner.device), runner)  # compiles the kernel
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    scheduler.allow_steps_(most_steps, largest_decode_graph(runner), llm.llm_engine.output_processor.request_states)
+    scheduler.allow_steps_(most_steps, most_batch, llm.llm_engine.output_processor.request_states)
 
 
 def largest_decode_graph(runner: Any) -> int:
@@ -270,19 +273,144 @@ def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) 
     """
     state, runner.execute_model_state = runner.execute_model_state, None
     batch, hidden = state.input_batch, state.hidden_states
-    sampled = [_sample_(runner, batch, hidden)]
-    for _ in range(steps - 1):
-        hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
-        after_forward(batch.num_tokens)
-        sampled.append(_sample_(runner, batch, hidden))
+    if (spaces := _plans(runner)) and getattr(runner.sampler, "covers", lambda rows: False)(batch.idx_mapping_np):
+        joined = _draw_steps(runner, batch, hidden, steps, spaces, after_forward)
+    else:
+        sampled = [_sample_(runner, batch, hidden)]
+        for _ in range(steps - 1):
+            hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
+            after_forward(batch.num_tokens)
+            sampled.append(_sample_(runner, batch, hidden))
+        joined = joined_steps(sampled)
     output = ModelRunnerOutput(
         req_ids=batch.req_ids,
         req_id_to_index={name: row for row, name in enumerate(batch.req_ids)},
         sampled_token_ids=None,  # AsyncOutput fills it in
         prompt_logprobs_dict={},
     )
-    joined = joined_steps(sampled)
     return AsyncOutput(output, joined, joined.num_sampled, runner.main_stream, runner.output_copy_stream)
+
+
+def _plans(runner: Any) -> list[Any]:
+    """What plans the work of attention, if it is all that vLLM would prepare anew for each further step; else none."""
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    if type(runner.model_state) is not DefaultModelState or runner.model_state.rope_state is not None:
+        return []
+    builders = [group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups]
+    spaces = [getattr(builder, "space", None) for builder in builders]
+    return [] if None in spaces or runner.block_tables.cp_size != 1 else spaces
+
+
+def _draw_steps(
+    runner: Any, batch: Any, hidden: torch.Tensor, steps: int, spaces: list[Any], after_forward: Callable[[int], None]
+) -> SamplerOutput:
+    """What `_sample_`, `_forward_again_` and `joined_steps` do, for our sampler and our attention.
+
+    In a batch that only decodes, each row of hidden states is one that is sampled from, and one token is sampled per
+    row. So nothing is gathered or counted, and what vLLM would prepare anew for each step is one launch.
+    """
+    from qerl.engine.vllm.kernels import draw
+
+    count, rows = batch.num_reqs, batch.idx_mapping
+    of_sampling, buffers = runner.sampler.sampling_states, runner.input_buffers
+    given = rows, of_sampling.temperature.gpu, of_sampling.seeds.gpu, buffers.positions[:count]
+    lengths = buffers.seq_lens[: batch.num_reqs_after_padding]
+    graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
+    shape = (steps, -(-count // 16) * 16)  # whatever the number of sequences, each step's part is aligned for Triton
+    tokens = torch.empty(shape, dtype=torch.int64, device=rows.device)[:, :count]
+    logprobs = torch.empty(shape, dtype=torch.float32, device=rows.device)[:, :count]
+    one, none = torch.ones_like(rows), torch.zeros_like(rows)
+    for step in range(steps):
+        draw(runner.model.compute_logits(hidden[:count]), *given, out=(tokens[step], logprobs[step]))
+        if step + 1 == steps:
+            break
+        advance_(rows, tokens[step], runner)
+        for space in spaces:
+            space.plan_(lengths)
+        hidden = runner.cudagraph_manager.run_fullgraph(graph)
+        after_forward(count)
+    runner.postprocess_sampled(rows, tokens[-1].view(-1, 1), one, none, batch.query_start_loc)
+    runner.req_states.num_computed_tokens_np[batch.idx_mapping_np] += steps - 1
+    by_sequence = tokens.t().contiguous()
+    return SamplerOutput(
+        sampled_token_ids=by_sequence,
+        logprobs_tensors=LogprobsTensors(
+            logprob_token_ids=by_sequence.view(-1, 1),
+            logprobs=logprobs.t().reshape(-1, 1),
+            selected_token_ranks=torch.zeros_like(by_sequence).view(-1),
+            cu_num_generated_tokens=[*range(0, count * steps + 1, steps)],
+        ),
+        num_nans=None,
+        num_sampled=one * steps,
+        num_rejected=none,
+    )
+
+
+@triton.jit
+def _advance_kernel(
+    rows_ptr,
+    tokens_ptr,
+    computed_ptr,
+    last_ptr,
+    known_ptr,
+    known_stride,
+    total_ptr,
+    ids_ptr,
+    positions_ptr,
+    lengths_ptr,
+    slots_ptr,
+    slots_stride,
+    tables_ptr,
+    strides_ptr,
+    sizes_ptr,
+    GROUPS: tl.constexpr,
+):
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    token = tl.load(tokens_ptr + place)
+    total = tl.load(total_ptr + row)
+    tl.store(last_ptr + row, token)
+    tl.store(known_ptr + row * known_stride + total, token.to(tl.int32))
+    tl.store(total_ptr + row, total + 1)
+    position = tl.load(computed_ptr + row) + 1
+    tl.store(computed_ptr + row, position)
+    tl.store(ids_ptr + place, token.to(tl.int32))
+    tl.store(positions_ptr + place, position.to(tl.int64))
+    tl.store(lengths_ptr + place, position + 1)
+    for group in tl.static_range(GROUPS):
+        size = tl.load(sizes_ptr + group)
+        table = tl.cast(tl.load(tables_ptr + group), tl.pointer_type(tl.int32)) + row * tl.load(strides_ptr + group)
+        slot = tl.load(table + position // size) * size + position % size
+        tl.store(slots_ptr + group * slots_stride + place, slot.to(tl.int64))
+
+
+def advance_(rows: torch.Tensor, tokens: torch.Tensor, runner: Any) -> None:
+    """Note sampled tokens in the state of vLLM's model runner, and make them the input of its next step.
+
+    `rows` (sequences,) int32 are their places in that state, `tokens` (sequences,) int64. It is in one launch what
+    vLLM's `post_update` and `compute_slot_mappings` do in two, and the three copies between them.
+    """
+    state, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
+    _advance_kernel[(len(rows),)](
+        rows,
+        tokens.long(),
+        state.num_computed_tokens.gpu,
+        state.last_sampled_tokens,
+        state.all_token_ids.gpu,
+        state.all_token_ids.gpu.stride(0),
+        state.total_len.gpu,
+        buffers.input_ids,
+        buffers.positions,
+        buffers.seq_lens,
+        tables.slot_mappings,
+        tables.slot_mappings.stride(0),
+        tables.block_table_ptrs,
+        tables.block_table_strides,
+        tables.block_sizes_tensor,
+        GROUPS=tables.num_kv_cache_groups,
+        num_warps=1,
+    )
 
 
 def _sample_(runner: Any, batch: Any, hidden: torch.Tensor) -> SamplerOutput:

@@ -209,7 +209,7 @@ class FusedSampler(Sampler):
         self.__dict__.update(replaced.__dict__)
 
     def __call__(self, logits: torch.Tensor, input_batch) -> SamplerOutput:
-        if not self._covers(input_batch.idx_mapping_np, logits.shape[0]):
+        if logits.shape[0] != input_batch.num_reqs or not self.covers(input_batch.idx_mapping_np):
             return super().__call__(logits, input_batch)
         states = self.sampling_states
         positions = input_batch.positions[input_batch.logits_indices]
@@ -236,12 +236,11 @@ class FusedSampler(Sampler):
             num_rejected=counts[1],
         )
 
-    def _covers(self, rows: np.ndarray, logits: int) -> bool:
+    def covers(self, rows: np.ndarray) -> bool:
         """Whether no request of the batch asks for more than a temperature, a seed and the token's own logprob."""
         states = self.sampling_states
         return (
-            logits == len(rows)
-            and self.logprobs_mode == "processed_logprobs"
+            self.logprobs_mode == "processed_logprobs"
             and not self.compute_nans
             and bool((states.num_logprobs[rows] == 0).all())
             and bool((states.top_k.np[rows] == states.vocab_size).all())

@@ -4,6 +4,7 @@ Scheduler, KV cache, output processor and requests are vLLM's; the card draws a 
 """
 
 import importlib.util
+import os
 import random
 import zlib
 from collections import deque
@@ -16,6 +17,7 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.vllm import requests
 
 END, SEQUENCES, CONTEXT, BLOCK = 0, 6, 96, 4
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="needs vllm")
 
@@ -218,3 +220,44 @@ def test_the_shorter_way_gives_the_plans_blocks_and_completions_of_vllm_s(cachin
         assert not theirs[3]
         taken += ours[3]
     assert taken > 50
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [[16], [16, 8]])
+def test_an_advance_is_vllm_s_update_copies_and_slots(sizes):
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.input_batch import InputBuffers, post_update
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from qerl.engine.vllm.multi_step import advance_
+
+    device, most, length, count = torch.device(DEVICE), 8, 100, 5
+    rows = torch.tensor([6, 0, 3, 7, 2], dtype=torch.int32, device=device)
+    tokens, computed = (
+        torch.arange(count, device=device) * 11 + 7,
+        torch.tensor([4, 15, 31, 60, 8], device=device).int(),
+    )
+    found = []
+    for ours in (False, True):
+        state, buffers = RequestState(most, length, 64, 0, 100, device), InputBuffers(most, 64, device)
+        tables = BlockTables(sizes, most, 64, [-(-length // size) for size in sizes], device, sizes)
+        for table in tables.block_tables:
+            table.gpu.copy_(torch.arange(table.gpu.numel()).view_as(table.gpu) % 50)
+        state.num_computed_tokens.gpu[rows.long()], state.total_len.gpu[rows.long()] = computed, computed + 1
+        buffers.positions[:count], buffers.seq_lens[:count] = computed.long(), computed + 1
+        buffers.query_start_loc.copy_(torch.arange(most + 1).clamp(max=count))
+        starts, positions = buffers.query_start_loc, buffers.positions
+        tables.compute_slot_mappings(rows, starts, positions, most)
+        known = (state.num_computed_tokens.gpu, state.last_sampled_tokens, state.all_token_ids.gpu, state.total_len.gpu)
+        if ours:
+            advance_(rows, tokens, SimpleNamespace(req_states=state, input_buffers=buffers, block_tables=tables))
+        else:
+            one = torch.ones_like(rows)
+            post_update(rows, *known[:2], None, tokens.view(-1, 1), one, one - 1, starts, *known[2:])
+            buffers.input_ids[:count] = tokens
+            positions[:count] += 1
+            buffers.seq_lens[:count] += 1
+            tables.compute_slot_mappings(rows, starts, positions, most)
+        found.append([*known, buffers.input_ids, positions, buffers.seq_lens, tables.slot_mappings])
+    for theirs, own in zip(*found, strict=True):
+        assert torch.equal(theirs, own)
