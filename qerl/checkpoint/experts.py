@@ -165,11 +165,6 @@ class Decoder:
         return bool(self.sparse)
 
     @property
-    def unserved(self) -> str:
-        """What the vllm engine and its plan do not know yet, for messages; empty for a model that they know."""
-        return f"other head sizes in {len(self.full)} layers" if self.full else ""
-
-    @property
     def share(self) -> float:
         """Of a layer's experts that a token gets; 0 without experts."""
         return self.chosen / self.experts if self.experts else 0.0
@@ -416,6 +411,7 @@ class ModelShapes:
     norms: int = 2  # of each layer, with a number per feature
     full_heads: tuple[int, int] | None = None  # of keys and values in `decoder.full`: how many, and their size
     of_full: dict[str, tuple[int, int]] = field(default_factory=dict)  # linears that have other shapes there
+    window: int | None = None  # tokens that each of the other layers attends to at most, in Gemma 4
 
     def shape_of(self, linear: str) -> tuple[int, int] | None:
         """(out, in) of a linear, by its full name, that is not an expert's; None if the model has none of that name."""
@@ -511,6 +507,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         norms=4 if str(config.get("model_type")).startswith(FOUR_NORMS) else 2,
         full_heads=full,
         of_full={} if full is None else _attention_linears(hidden, heads, full),
+        window=None if full is None else config.get("sliding_window") or 512,
     )
 
 

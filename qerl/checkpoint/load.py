@@ -41,18 +41,8 @@ SERVED = ("Qwen3-MoE",)  # the families that the plugin of vLLM knows
 PARTS = {FUSED_GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
 
 
-def refuse_unserved(decoder: Decoder, name: str | Path) -> None:
-    """Raise CheckpointError for a model that the vllm engine and its plan do not know yet."""
-    if decoder.unserved:
-        raise CheckpointError(
-            f"{name} has {decoder.unserved}, which qerl does not serve with vLLM yet: write rollout.engine: "
-            "transformers"
-        )
-
-
 def check_served_family(decoder: Decoder, folder: Path) -> None:
     """Raise CheckpointError for a family that the transformers engine opens, and vLLM does not."""
-    refuse_unserved(decoder, folder)
     if decoder.has_experts and decoder.family.title not in SERVED:
         raise CheckpointError(
             f"{folder} is a mixture of experts of the family {decoder.family.title}, and qerl serves "
@@ -61,11 +51,12 @@ def check_served_family(decoder: Decoder, folder: Path) -> None:
 
 
 def check_kv_cache(decoder: Decoder, name: str | Path, kv_cache_dtype: str) -> None:
-    """Raise CheckpointError for a type of keys and values that vLLM does not serve beside states."""
-    if decoder.linear and kv_cache_dtype != "auto":
+    """Raise CheckpointError for a type of keys and values that vLLM does not serve where layers attend differently."""
+    if (decoder.linear or decoder.full) and kv_cache_dtype != "auto":
+        what = "linear attention, beside whose states" if decoder.linear else "layers with other head sizes, for which"
         raise CheckpointError(
-            f"{name} has linear attention, beside whose states the vllm engine keeps keys and values in 16 bits: write "
-            f"rollout.kv_cache_dtype: auto in place of {kv_cache_dtype}"
+            f"{name} has {what} the vllm engine keeps keys and values in 16 bits: write rollout.kv_cache_dtype: auto "
+            f"in place of {kv_cache_dtype}"
         )
 
 

@@ -208,9 +208,18 @@ class ModelSizes(ModelShapes):
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of one token, while it is in the window of each layer that has one."""
-        full = len(self.decoder.full)
-        kinds = (self._layers_with("k_proj") - full, self.kv_heads, self.head_dim), (full, *(self.full_heads or (0, 0)))
-        return 2 * sum(layers * heads * kv_head_bytes(kv_cache_dtype, size) for layers, heads, size in kinds)
+        windowed = self._layers_with("k_proj") - len(self.decoder.full)
+        return 2 * windowed * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim) + self._full_kv_bytes
+
+    @property
+    def _full_kv_bytes(self) -> int:
+        """Of it, what layers have whose attention has head sizes of its own; they keep 16 bits, and all tokens."""
+        return 2 * len(self.decoder.full) * 2 * math.prod(self.full_heads or (0,))
+
+    def seen_tokens(self, tokens: float) -> float:
+        """As many tokens of `kv_bytes` as a sequence of so many attends to: layers with a window see its last ones."""
+        beyond = 0 if self.window is None else max(0.0, tokens - self.window)
+        return tokens - beyond * (1 - self._full_kv_bytes / self.kv_bytes()) if beyond else tokens
 
     @property
     def state_bytes(self) -> int:
@@ -221,10 +230,11 @@ class ModelSizes(ModelShapes):
         """The tokens whose keys and values take as much of vLLM's cache as a sequence of so many does with its states.
 
         vLLM 0.25.1 divides the cache into blocks of tokens (a multiple of 16) that are as large as one layer's states,
-        which take a block each (`Platform.update_block_size_for_backend`).
+        which take a block each (`Platform.update_block_size_for_backend`). Layers with a window give back what is not
+        in it, block by block.
         """
         if self.states is None:
-            return tokens
+            return tokens if self.window is None else math.ceil(self.seen_tokens(tokens + BLOCK))
         linear, attending = len(self.decoder.linear), max(1, self._layers_with("k_proj"))
         block = BLOCK * -(-self.states.bytes * attending // (BLOCK * self.kv_bytes()))
         return block * -(-tokens // block) + -(-block * linear // attending)
@@ -244,8 +254,11 @@ class ModelSizes(ModelShapes):
         padded = padded_rank(rank)
         numbers = 0
         for parts in (*FUSED, *((QKVZ, ("out_proj",)) if self.states else ())):
-            rows = sum(self.projections[name][0] for name in parts)
-            numbers += self._layers_with(parts[0]) * padded * len(parts) * (rows + self.projections[parts[0]][1])
+            having = [self.decoder.layers_with(leaf) for leaf in parts]
+            for layer in having[0]:
+                leaves = [leaf for leaf, layers in zip(parts, having, strict=True) if layer in layers]
+                shapes = [self.shape_of(f"{layer}.{leaf}") for leaf in leaves]
+                numbers += padded * len(shapes) * (sum(rows for rows, _ in shapes) + shapes[0][1])
         return 2 * numbers
 
     def _layers_with(self, projection: str) -> int:

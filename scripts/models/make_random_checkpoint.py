@@ -56,6 +56,7 @@ SHAPES = {
     **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # with Llama 3's context
     "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
     "qwen3-30b-a3b": {**QWEN3, **KNOWN["qwen3-30b-a3b"]},
+    **{f"gemma4-{size}": {**KNOWN[f"gemma-4-{size}"], "hidden_size_per_layer_input": 0} for size in ("12b", "31b")},
     "qwen3.5-9b": {**QWEN3_5, **_sizes(4096, 12288, 32, 16, 4)},
     "qwen3.5-27b": {**QWEN3_5, **_sizes(5120, 17408, 64, 24, 4), "linear_num_value_heads": 48},
     # For tests: sizes that are not multiples of the kernels' tiles.
@@ -68,6 +69,11 @@ SHAPES = {
         **{**QWEN3_5, "vocab_size": 1000, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
         **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
         **_sizes(256, 496, 4, 4, 2),
+    },
+    "tiny-gemma4": {  # with the head sizes of real ones, and pages of keys and values that differ as theirs do
+        **{**KNOWN["gemma-4-31b"], "vocab_size": 1000, "hidden_size_per_layer_input": 0, "sliding_window": 48},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_global_key_value_heads": 1},
+        **_sizes(256, 496, 4, 8, 4),
     },
     "small-qwen3-moe": {
         **QWEN3,
@@ -205,16 +211,13 @@ def _layer(
     shapes, prefix = shapes_of(sizes, "the shape"), f"model.layers.{number}"
     decoder, hidden, groups = shapes.decoder, shapes.hidden, []
     for modules in fused(decoder.linears_of(number)):
-        leaves = {name: name.rpartition(".")[2] for name in modules}
         group = {
-            name.removeprefix(f"{prefix}."): decoder.shape_of(leaf) if ".experts." in name else shapes.projections[leaf]
-            for name, leaf in leaves.items()
+            name: decoder.shape_of(name.rpartition(".")[2]) if ".experts." in name else shapes.shape_of(name)
+            for name in modules
         }
-        groups.append(group)
-    tensors = {
-        f"{prefix}.{name}.weight": _norm(hidden, generator, sizes["model_type"])
-        for name in ("input_layernorm", "post_attention_layernorm")
-    }
+        groups.append({name.removeprefix(f"{prefix}."): shape for name, shape in group.items()})
+    norms, kind = ("input", "post_attention", "pre_feedforward", "post_feedforward"), sizes["model_type"]
+    tensors = {f"{prefix}.{name}_layernorm.weight": _norm(hidden, generator, kind) for name in norms[: shapes.norms]}
     for group in groups:
         weights = {name: _normal(shape, generator) for name, shape in group.items()}
         if format == BF16.name or {f"{prefix}.{name}" for name in group} & {*kept}:
@@ -230,10 +233,11 @@ def _layer(
         tensors[f"{prefix}.mlp.gate.weight"] = _normal((decoder.experts, hidden), generator)
     if number in decoder.linear:
         return tensors | _small_parts(f"{prefix}.linear_attn", shapes, generator)
-    if sizes["model_type"].startswith("qwen3"):
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            tensors[f"{prefix}.{name}.weight"] = _norm(shapes.head_dim, generator, sizes["model_type"])
-    return tensors
+    if shapes.head_norms:
+        size = shapes.full_heads[1] if number in decoder.full else shapes.head_dim
+        scale = size**-0.25 if decoder.full else 1  # Gemma 4 multiplies queries and keys as they are
+        tensors |= {f"{prefix}.self_attn.{name}_norm.weight": _norm(size, generator, kind) * scale for name in "qk"}
+    return tensors | ({f"{prefix}.layer_scalar": _norm(1, generator)} if decoder.full else {})
 
 
 def _small_parts(prefix: str, shapes: ModelShapes, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -272,14 +276,9 @@ def _write_config(sizes: dict, format: str, out: Path, kept: Sequence[str]) -> N
 
     unquantized = ["lm_head", *decoder_of(sizes, "the shape").kept(), *kept]
     sizes = dict(sizes)
-    theta = sizes.pop("rope_theta")
-    config = AutoConfig.for_model(
-        **sizes,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-        dtype="bfloat16",
-        eos_token_id=0,
-        bos_token_id=1,
-    )
+    if theta := sizes.pop("rope_theta", None):
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    config = AutoConfig.for_model(**sizes, dtype="bfloat16", eos_token_id=0, bos_token_id=1)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[sizes["model_type"]]]
     text = json.loads(config.to_json_string(use_diff=False))
     if formats.get(format).quantized:

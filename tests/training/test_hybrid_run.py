@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import training.trainer
-from qerl import formats
-from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.errors import ConfigError
 from qerl.checkpoint.adapter import attach_lora, save_adapter
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.experts import decoder_of
@@ -25,7 +24,6 @@ from qerl.config.recipe import load_recipe
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
-from qerl.engine.vllm.opening import check_experts_served
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import read_sizes
 from quantize.export.options import ExportOptions
@@ -259,13 +257,13 @@ def test_runs_with_vllm_are_planned_with_their_states_and_8_bit_keys_beside_them
     assert stdout.startswith("Fits")
 
 
-def test_gemma_is_refused_by_the_engine_vllm_and_planned_on_given_rows(gemma):
-    folder = packed_beside(gemma)
-    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
-    with pytest.raises(CheckpointError, match=r"other head sizes in 1 layers.*rollout.engine: transformers"):
-        check_experts_served(folder, formats.get("nvfp4"), decoder)
+def test_gemma_is_planned_with_windows(gemma):
+    """31B: 800 KiB per token in layers with a window of 1,024 tokens, and 80 KiB in the others."""
     gemma31, card = read_sizes("google/gemma-4-31B-it"), card_of("h100")
-    with pytest.raises(ConfigError, match=r"other head sizes in 10 layers.*which does not serve it yet"):
-        plan(load_recipe("dapo_7b"), gemma31, card)
+    assert gemma31.seen_tokens(1000) == 1000
+    assert gemma31.seen_tokens(1024 + 1100) == 1024 + 1100 * 80 / 880
+    assert gemma31.cached_tokens(1024 + 1084) == 1024 + 1100 * 80 / 880
+    found = plan(load_recipe("dapo_7b", ["model.base=google/gemma-4-31B-it"]), gemma31, card)
+    assert found.cache_tokens == int(found.memory["rollout"]["KV cache"] / 880 / 1024)
     found = plan(load_recipe("sft_tiny", ["model.base=google/gemma-4-31B-it"]), gemma31, card)
     assert not found.problems

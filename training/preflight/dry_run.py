@@ -13,7 +13,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.base.isolate import closed_at_end
-from qerl.checkpoint.load import local_folder, refuse_unserved
+from qerl.checkpoint.load import local_folder
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
 from qerl.data.tasks import task_of
@@ -80,12 +80,6 @@ def dry_run(config: RunConfig, console: Console, show_plan: ShowPlan) -> bool:
     finally:
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
-    decoder = sizes_at(base).decoder
-    if decoder.unserved:
-        if config.rollout.engine == "vllm":
-            refuse_unserved(decoder, base.base)
-        say(f"no plan: only runs that sample with vLLM are planned, which does not serve {decoder.unserved} yet")
-        return True
     return show_plan(config, str(local_folder(base.base)), console, likely(config, prompts=lengths))
 
 

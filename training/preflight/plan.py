@@ -122,12 +122,6 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     config = settled_for(config, sizes, card)
     if not config.kind.samples:
         return _plan_of_rows(config, sizes, card)
-    if sizes.decoder.unserved:
-        raise ConfigError(
-            f"{config.model.base} has {sizes.decoder.unserved}, and only runs that sample with vLLM are planned, which "
-            "does not serve it yet: start the run with rollout.engine: transformers; `qerl train --dry-run` shows its "
-            "data"
-        )
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks), card.has_fp8)
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
@@ -359,7 +353,7 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
         other += chosen_bytes(allowed, room.weights, per_token, _chosen_bytes(config, sizes))
     cache = wanted if wanted is not None else budget - other
     if cache < held * per_token:
-        has_smaller = kind == "auto" and room.has_fp8 and not sizes.states
+        has_smaller = kind == "auto" and room.has_fp8 and not sizes.states and not sizes.decoder.full
         smaller = "set rollout.kv_cache_dtype: fp8, " if has_smaller else ""
         text = (
             f"one sequence of {context} tokens needs {held * per_token / GIB:.1f} GiB of KV cache and "
@@ -431,7 +425,7 @@ def validation_seconds(config: RunConfig, made: Plan) -> float | None:
     completions = questions * this.samples
     prompt, new = config.data.max_prompt_tokens, this.max_new_tokens or config.rollout.max_new_tokens
     at_once = min(completions, MAX_SEQUENCES)
-    cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
+    cached = at_once * sizes.seen_tokens(prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
     step = decode_seconds(sizes, card, config.model.format, at_once, cached)
     prompts = completions if sizes.states else questions
     prefill = 2 * sizes.active * prompt * prompts / (TRAIN_RATE * card.tflops * 1e12)

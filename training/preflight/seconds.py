@@ -141,7 +141,7 @@ def _decoding(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths
     for part in range(SLICES):
         middle = (part + 0.5) / SLICES
         share = math.exp(-middle / scale)  # of the sequences, which has not ended
-        cached = started * share * (lengths.prompt + middle * rollout.max_new_tokens) * kv_bytes
+        cached = started * share * sizes.seen_tokens(lengths.prompt + middle * rollout.max_new_tokens) * kv_bytes
         step = _decode_step(config, sizes, card, started * share, cached)
         seconds += step - (1 - share) ** started * idle  # no step at all if every sequence has ended
     return seconds * rollout.max_new_tokens / SLICES
@@ -164,7 +164,7 @@ def _carried_over(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Len
     middles = [(part + 0.5) / SLICES for part in range(SLICES)]
     running = [math.exp(-middle / scale) for middle in middles]  # the share of the sequences that get so far
     mean_tokens = rollout.max_new_tokens * sum(map(math.prod, zip(middles, running, strict=True))) / sum(running)
-    cached = at_once * (lengths.prompt + mean_tokens) * kv_bytes
+    cached = at_once * sizes.seen_tokens(lengths.prompt + mean_tokens) * kv_bytes
     step = _decode_step(config, sizes, card, at_once, cached)
     carried = 0.0 if math.isinf(scale) else at_once * mean_tokens  # equal lengths end together
     return carried, lengths.new * sequences / at_once * step

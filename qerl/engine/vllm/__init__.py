@@ -3,7 +3,7 @@
 1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
    LoRA, updated in place (`linear.py`), and the experts of a mixture with another (`experts.py`).
 2. `register_oot` of RMSNorm and GemmaRMSNorm: norm gains in float32, noise included; of SiluAndMul and of two rotary
-   embeddings: the same in one launch each, as nothing is compiled; for Qwen3.5 a text model (`layers.py`).
+   embeddings: the same in one launch each, as nothing is compiled (`layers.py`); for Qwen3.5 and Gemma 4 text models.
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
    allocator that replaces it from the first engine on (`worker.py`).
 4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
@@ -23,6 +23,8 @@ brings them itself: an in-memory update of a single LoRA adapter (without the mu
 from __future__ import annotations
 
 import os
+from types import MethodType
+from typing import ClassVar
 
 from qerl.base.errors import EngineError
 
@@ -85,6 +87,58 @@ def register_hybrid() -> None:
 
     QwenGatedDeltaNetAttention.register_oot(StoppingGatedDeltaNet)
     ModelRegistry.register_model(name, type(name, (Qwen3_5ForCausalLM, IsHybrid), methods))
+
+
+def register_gemma() -> None:
+    """Register Gemma 4's text model in place of vLLM 0.25.1's, which holds the rows of keys twice where values are the
+    keys: here such layers have `qk_proj`, the linears of the checkpoint."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+    from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
+
+    from qerl.engine.vllm.sync import FUSED
+
+    leaves = FUSED["qk_proj"]
+
+    class Gemma4Text(Gemma4ForCausalLM):
+        packed_modules_mapping: ClassVar = {**Gemma4ForCausalLM.packed_modules_mapping, "qk_proj": [*leaves]}
+
+        def __init__(self, *, vllm_config, prefix=""):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            for attention in (layer.self_attn for layer in self.model.layers if layer.self_attn.use_k_eq_v):
+                options = {"bias": attention.config.attention_bias, "quant_config": self.quant_config}
+                options["prefix"] = attention.qkv_proj.prefix.replace("qkv_proj", "qk_proj")
+                del attention.qkv_proj
+                rows = [attention.q_size, attention.kv_size]
+                attention.qk_proj = MergedColumnParallelLinear(attention.hidden_size, rows, **options)
+                attention.forward = MethodType(_attend_keys, attention)
+
+        def load_weights(self, weights):
+            own, loaded = dict(self.named_parameters()), set()
+
+            def others():
+                for name, tensor in weights:
+                    parent, _, leaf = name.rpartition(".")
+                    parent, _, linear = parent.rpartition(".")
+                    place = f"{parent}.qk_proj.{leaf}"
+                    if linear in leaves and place in own:
+                        own[place].weight_loader(own[place], tensor, leaves.index(linear))
+                        loaded.add(place)
+                    else:
+                        yield name, tensor
+
+            return super().load_weights(others()) | loaded
+
+    ModelRegistry.register_model(Gemma4ForCausalLM.__name__, Gemma4Text)
+
+
+def _attend_keys(self, positions, hidden_states, **kwargs):
+    """Replaces the forward of vLLM's attention of Gemma 4 in layers whose values are the keys, normed otherwise."""
+    qk, _ = self.qk_proj(hidden_states)
+    query, key = (heads.unflatten(-1, (-1, self.head_dim)) for heads in qk.split([self.q_size, self.kv_size], dim=-1))
+    value = self.v_norm(key).flatten(-2)
+    query, key = self.rotary_emb(positions, self.q_norm(query).flatten(-2), self.k_norm(key).flatten(-2))
+    return self.o_proj(self.attn(query, key, value))[0]
 
 
 def linears_of(model) -> dict:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,7 @@ class VLLMEngine(Engine):
     llm: Any = None  # vLLM's own LLM; None once the engine is closed
     found: Found | None = None  # what the engine uses of vLLM's model
     _reader: Reader | None = None  # of the experts that were chosen; None if they are not recorded
+    _held: Callable[[int], int] | None = None  # tokens of the cache that a sequence takes, where it is not its own
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
         """Open the weights in folder `base`.
@@ -264,12 +265,17 @@ class VLLMEngine(Engine):
         config = self.llm.llm_engine.vllm_config
         cache = config.cache_config
         tokens = cache.num_gpu_blocks * cache.block_size
-        if settings.decoder.linear:
-            from qerl.plan.sizes import sizes_of
+        if not (settings.decoder.linear or settings.decoder.full):
+            return tokens
+        from qerl.plan.sizes import sizes_of
 
-            of_states = sizes_of(settings.config.to_dict(), settings.base).cached_tokens(0)
-            tokens = max(0, tokens - config.scheduler_config.max_num_seqs * of_states)
-        return tokens
+        sizes = sizes_of(settings.config.to_dict(), settings.base)
+        if settings.decoder.linear:
+            return max(0, tokens - config.scheduler_config.max_num_seqs * sizes.cached_tokens(0))
+        from qerl.engine.vllm.worker import kv_cache_bytes
+
+        self._held = sizes.cached_tokens
+        return kv_cache_bytes() // sizes.kv_bytes()
 
     def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Put the base's start beside its weights; returns where its factors lie, by base linear."""
@@ -289,7 +295,8 @@ class VLLMEngine(Engine):
 
     def _check_cache(self, lengths: Sequence[int]) -> None:
         """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
-        found = outgrown(lengths, self.options.max_sequences, self.cache_tokens)
+        held = lengths if self._held is None else [self._held(length) for length in lengths]
+        found = outgrown(held, self.options.max_sequences, self.cache_tokens)
         if found is not None and not self._cache_warned:
             self._cache_warned = True
             logger.warning(*found)

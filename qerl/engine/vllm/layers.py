@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -29,9 +30,11 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.utils import extract_layer_index
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
+from qerl.checkpoint.experts import FULL
 from qerl.checkpoint.folder import format_of as format_of_folder
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.engine.vllm import LOADER, kernels, twins
@@ -305,3 +308,32 @@ class OneLaunchRotaryEmbedding(_OneLaunch):
 @Llama3RotaryEmbedding.register_oot
 class OneLaunchLlama3RotaryEmbedding(_OneLaunch, Llama3RotaryEmbedding):
     """Replaces vLLM's rotation with the frequencies of Llama 3, which are in its table."""
+
+
+@LogitsProcessor.register_oot
+class CappedLogits(LogitsProcessor):
+    """A cap on logits, as in Gemma 4, is computed in float32 as in the trainer; vLLM rounds to 16 bits at each step."""
+
+    def forward(
+        self, lm_head: torch.nn.Module, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.soft_cap is None:
+            return super().forward(lm_head, hidden_states, embedding_bias)
+        logits = self._get_logits(hidden_states, lm_head, embedding_bias).float()
+        return logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap * self.scale)
+
+
+@QKVParallelLinear.register_oot
+class OwnQKVParallelLinear(QKVParallelLinear):  # vLLM finds the target "Linear" in the name
+    """Stays empty where values are keys, as in some layers of Gemma 4: `register_gemma` puts another in its place.
+
+    In a folder whose other linears are ignored, the rows of values would have no format.
+    """
+
+    def __init__(self, *sizes: Any, prefix: str = "", **options: Any) -> None:
+        config = get_current_vllm_config().model_config.hf_text_config
+        if getattr(config, "attention_k_eq_v", False) and config.layer_types[extract_layer_index(prefix)] == FULL:
+            torch.nn.Module.__init__(self)
+            self.prefix = prefix
+        else:
+            super().__init__(*sizes, prefix=prefix, **options)

@@ -35,7 +35,7 @@ from qerl.base.errors import (
     MissingExtraError,
 )
 from qerl.checkpoint.activations import check_shared
-from qerl.checkpoint.experts import Decoder, decoder_of, fused
+from qerl.checkpoint.experts import PER_LAYER, Decoder, decoder_of, fused
 from qerl.checkpoint.load import check_complete, check_kv_cache, check_served_family
 from qerl.checkpoint.shards import KEY, OF_PICTURES, has_own_head, read_config, read_json, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
@@ -59,7 +59,7 @@ MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
 UNTRIED = (  # remove it after the batches `hybrid` and `hybrid9` of scripts/bench/on_card.sh
-    "linear attention with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write %s"
+    "%s with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write %s"
 )
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
@@ -114,6 +114,10 @@ class Settings:
         rope = config.get("rope_parameters") or {}
         if self.decoder.linear and not rope.keys().isdisjoint(OF_PICTURES):  # vLLM would ask for a model of pictures
             found["rope_parameters"] = {key: value for key, value in rope.items() if key not in OF_PICTURES}
+        if self.decoder.full:  # vLLM 0.25.1 reads the hub's names, for which transformers 5.17 has PER_LAYER
+            heads, size = sizes_of(self.config.to_dict(), self.base).full_heads
+            found |= {PER_LAYER: None, "global_head_dim": size, "num_global_key_value_heads": heads}
+            found |= {"architectures": ["Gemma4ForCausalLM"], "use_bidirectional_attention": None}  # no pictures
         return found if self.served is None else {**found, "quantization_config": self.served}
 
     def for_states(self) -> dict[str, Any]:
@@ -121,7 +125,7 @@ class Settings:
         prompts, of which vLLM would find whole blocks of 500 to 800 tokens only."""
         if not self.decoder.linear:
             return {}
-        logger.warning(UNTRIED, ENGINE.set_to("transformers"))
+        logger.warning(UNTRIED, "linear attention", ENGINE.set_to("transformers"))
         return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
 
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -136,32 +140,27 @@ class Settings:
         The KV cache gets at most what `max_sequences` full contexts can fill; there are no more sequences at once than
         have room for their states, without which vLLM would not start.
         """
-        from qerl.plan.engine_memory import (
-            chosen_bytes,
-            engine_bytes,
-            kv_bytes_per_token,
-            kv_cache_bytes,
-            least_bytes,
-            outside_bytes,
-            plan_memory,
-        )
+        from qerl.plan import engine_memory as plans
 
         options = self.options
-        outside = outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
-        plan = plan_memory(
+        outside = plans.outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
+        plan = plans.plan_memory(
             total - others, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
         )
         sequences, tokens = options.max_sequences, self.model_len
-        per_token = kv_bytes_per_token(self.config, options.kv_cache_dtype)
-        if self.decoder.linear:
+        if self.decoder.linear or self.decoder.full:
             sizes = sizes_of(self.config.to_dict(), self.base)
-            tokens = sizes.cached_tokens(tokens)
-            room = (plan.budget - least_bytes(self.weights)) // (sizes.cached_tokens(1) * per_token)
+            tokens, per_token = sizes.cached_tokens(tokens), sizes.kv_bytes()
+        else:
+            per_token = plans.kv_bytes_per_token(self.config, options.kv_cache_dtype)
+        if self.decoder.linear:
+            room = (plan.budget - plans.least_bytes(self.weights)) // (sizes.cached_tokens(1) * per_token)
             sequences = max(1, min(sequences, room))
-        wanted = kv_cache_bytes(plan, self.weights, sequences * tokens, per_token)
+        # While a prompt is read, also layers with a window keep all of it: vLLM asks for room for one such.
+        wanted = plans.kv_cache_bytes(plan, self.weights, max(sequences * tokens, self.model_len), per_token)
         chosen = self.decoder.choice_bytes if options.records_experts else 0
-        left = plan.budget - chosen_bytes(plan, self.weights, per_token, chosen)
-        needed = left if wanted is None else engine_bytes(self.weights, wanted)
+        left = plan.budget - plans.chosen_bytes(plan, self.weights, per_token, chosen)
+        needed = left if wanted is None else plans.engine_bytes(self.weights, wanted)
         return {
             "gpu_memory_utilization": plan.utilization(total, needed),
             "kv_cache_memory_bytes": wanted,
@@ -189,10 +188,14 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     from qerl.engine import vllm as vllm_plugin
 
     import_vllm()
-    if settings.decoder.has_experts or settings.decoder.linear:
+    decoder = settings.decoder
+    if decoder.has_experts or decoder.linear or decoder.full:
         _take_new_runner_()
-    if settings.decoder.linear:
+    if decoder.linear:
         vllm_plugin.register_hybrid()
+    if decoder.full:
+        logger.warning(UNTRIED, "Gemma 4", ENGINE.set_to("transformers"))
+        vllm_plugin.register_gemma()
     options = settings.options
     arguments = {
         **_arguments(settings, kernel),
@@ -331,13 +334,13 @@ def vllm_method(format: str) -> str:
 
 
 def _takes_our_attention(settings: Settings) -> bool:
-    """Whether our kernel computes attention in decode steps. Beside states, whose pages vLLM pads keys and values to,
-    it does not."""
+    """Whether our kernel computes attention in decode steps. Not beside states, whose pages vLLM pads keys and values
+    to, nor for the head sizes of Gemma 4: vLLM takes FlashAttention 4 or Triton's kernel in all of its layers."""
     import torch
 
     from qerl.formats.cuda.nvrtc import has_kernels
 
-    if settings.decoder.linear or settings.options.kv_cache_dtype not in ("auto", "fp8"):
+    if settings.decoder.linear or settings.decoder.full or settings.options.kv_cache_dtype not in ("auto", "fp8"):
         return False
     return has_kernels(torch.device("cuda", torch.cuda.current_device()))
 
@@ -442,14 +445,13 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
         sizes = sizes_of(settings.config.to_dict(), settings.base)
     except CheckpointError:
         return
-    projections, head_dim = sizes.projections, sizes.head_dim
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
-    ours = head_dim in decode_attention.HEAD_DIMS and sizes.states is None
-    attention = decode_attention.variants(head_dim, bits) if ours else []
+    ours = sizes.head_dim in decode_attention.HEAD_DIMS and sizes.states is None and not sizes.decoder.full
+    attention = decode_attention.variants(sizes.head_dim, bits) if ours else []
     needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
     if not nvrtc.has_kernels(torch.device("cuda", torch.cuda.current_device())):
         needed, attention = [portable.variants], []
-    widths = {columns for _, columns in projections.values()}
+    widths = {columns for _, columns in [*sizes.projections.values(), *sizes.of_full.values()]}
     nvrtc.compile_ahead(
         [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]
     )

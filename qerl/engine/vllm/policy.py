@@ -43,7 +43,7 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
     _place_experts_(model, engine_model, decoder)
     linears = _place_linears_(model, engine_model)
     _place_tensors_(model, engine_model, linears)
-    _fill_rotary_(model, next(engine_model.parameters()).device)
+    _place_buffers_(model, engine_model)
     empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if empty:
         raise EngineError(
@@ -153,9 +153,16 @@ def _place_tensors_(model: PreTrainedModel, engine_model: nn.Module, linears: se
     model.tie_weights()
 
 
-def _fill_rotary_(model: PreTrainedModel, device: torch.device) -> None:
-    """Build the tables of the rotary embeddings on the device; no checkpoint contains them."""
+def _place_buffers_(model: PreTrainedModel, engine_model: nn.Module) -> None:
+    """Share the buffers that the engine has too, and build the others, which no checkpoint contains: the scale of
+    embeddings and the tables of the rotary embeddings."""
+    device, own = next(engine_model.parameters()).device, dict(engine_model.named_buffers())
     for name, module in list(model.named_modules()):
+        for leaf, _ in [*module.named_buffers(recurse=False)]:
+            if (source := own.get(f"{name}.{leaf}")) is not None:
+                setattr(module, leaf, source)
+            elif leaf == "embed_scale":
+                setattr(module, leaf, torch.tensor(module.scalar_embed_scale, device=device))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             parent, _, leaf = name.rpartition(".")
             fresh = type(module)(config=model.config).to(device)

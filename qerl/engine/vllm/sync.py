@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 # vLLM's name -> the checkpoint's
-FUSED = {"qkv_proj": QKV, "gate_up_proj": GATE_UP, "in_proj_qkvz": QKVZ, "in_proj_ba": KEPT_PAIR}
+FUSED = {"qkv_proj": QKV, "qk_proj": QKV[:2], "gate_up_proj": GATE_UP, "in_proj_qkvz": QKVZ, "in_proj_ba": KEPT_PAIR}
 PARTITIONS = {QKVZ[0]: 3}  # of a fused linear that are one linear of the checkpoint; 1 of any other
 
 

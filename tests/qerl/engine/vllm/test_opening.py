@@ -23,6 +23,7 @@ from qerl.engine.vllm.engine import VLLMEngine
 from qerl.engine.vllm.opening import Parts, cannot_open, capture_sizes, check_folder, line, whole
 from qerl.formats import NVFP4
 from qerl.formats.cuda import nvrtc
+from qerl.plan.sizes import KNOWN
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -266,4 +267,22 @@ def test_beside_states_fewer_sequences_run_at_once_with_16_bit_keys_and_without_
     assert arguments["kv_cache_memory_bytes"] == int(64 * 5 * 784 * 64 * 2**10 * 1.02) + 2**26
     assert settings.for_states() == {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
     with pytest.raises(CheckpointError, match=r"in 16 bits: write rollout\.kv_cache_dtype: auto in place of fp8"):
+        opening.Settings(str(tmp_path), "bf16", EngineOptions(kv_cache_dtype="fp8"))
+
+
+def test_gemma_is_opened_by_the_hubs_names_of_its_sizes_with_room_for_windows_and_16_bit_keys(tmp_path):
+    """31B: of 2,000 tokens layers with a window of 1,024 keep that and a block, 800 KiB each, and the others 80 KiB."""
+    config = {**KNOWN["gemma-4-31b"], "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors")
+    settings = opening.Settings(str(tmp_path), "bf16", EngineOptions(memory=70, max_context=1999, max_sequences=32))
+    found = settings.overrides()
+    assert (found["global_head_dim"], found["num_global_key_value_heads"]) == (512, 4)
+    assert found["per_layer_config"] is found["use_bidirectional_attention"] is None
+    kept = 1024 * 880 + (2000 + 16 - 1024) * 80  # KiB
+    wanted = 32 * -(-kept // 880) * 880 * 1024
+    assert settings.memory_arguments(80 * 2**30)["kv_cache_memory_bytes"] == int(wanted * 1.02) + 2**26
+    one = opening.Settings(str(tmp_path), "bf16", EngineOptions(memory=70, max_context=1999, max_sequences=1))
+    assert one.memory_arguments(80 * 2**30)["kv_cache_memory_bytes"] > 2000 * 880 * 1024  # while its prompt is read
+    with pytest.raises(CheckpointError, match=r"other head sizes.*write rollout\.kv_cache_dtype: auto in place of fp8"):
         opening.Settings(str(tmp_path), "bf16", EngineOptions(kv_cache_dtype="fp8"))
