@@ -123,7 +123,9 @@ class MultiStepScheduler(AsyncScheduler):
 
     def decode_again(self) -> SchedulerOutput | None:
         """What vLLM's own method returns, and does, if all sequences only go on; None if it has to decide something."""
-        if self.waiting or self.skipped_waiting or self._pause_state is not PauseState.UNPAUSED:
+        if (self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs:
+            return None
+        if self._pause_state is not PauseState.UNPAUSED:
             return None
         requests, grown, blocks = [], {}, 0
         caches = self.cache_config.enable_prefix_caching
@@ -195,20 +197,21 @@ class MultiStepScheduler(AsyncScheduler):
 
     def _take_over(self, scheduled: SchedulerOutput, sampled: ModelRunnerOutput) -> dict[str, int]:
         """Take over the tokens of sequences that go on; returns what is left for vLLM, which looks at each token."""
-        steps, lists = getattr(scheduled, "decode_steps", 0), sampled.logprobs
-        if not steps or not self.groups or lists is None or len(lists.logprobs) != len(sampled.req_ids) * steps:
-            return scheduled.num_scheduled_tokens
-        if lists.logprobs.shape[1] != 1 or sampled.prompt_logprobs_dict or sampled.num_nans_in_logits:
+        steps, lists, others = steps_of(scheduled), sampled.logprobs, sampled.prompt_logprobs_dict
+        if not self.groups or lists is None or lists.logprobs.shape != (len(sampled.req_ids) * steps, 1):
             return scheduled.num_scheduled_tokens
         left, group = {}, self.groups[0] if self.cache_config.enable_prefix_caching else None
         logprobs, ranks = (each.reshape(-1, steps).tolist() for each in (lists.logprobs, lists.sampled_token_ranks))
-        for row, (name, tokens) in enumerate(zip(sampled.req_ids, sampled.sampled_token_ids, strict=True)):
-            request = self.requests.get(name)
-            runs = request is not None and request.status is RequestStatus.RUNNING
-            own = request.plain if runs and not request.async_tokens_to_discard else None
-            known = 0 if own is None else len(request._all_token_ids) + steps
-            if own is None or known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
-                left[name] = 1
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request, row = self.requests.get(name), sampled.req_id_to_index[name]
+            tokens = sampled.sampled_token_ids[row]
+            own = None if request is None or name in others or request.async_tokens_to_discard else request.plain
+            if own is None or request.status is not RequestStatus.RUNNING or not request._output_token_ids:
+                left[name] = count
+                continue
+            known = len(request._all_token_ids) + steps
+            if known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
+                left[name] = count
                 continue
             own.take_(tokens, logprobs[row], ranks[row])
             request.num_output_placeholders -= steps

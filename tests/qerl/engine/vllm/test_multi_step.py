@@ -142,17 +142,16 @@ class StandIn:
             self.computed[new.req_id], self.known[new.req_id] = new.num_computed_tokens, len(new.prefill_token_ids)
         cached = plan.scheduled_cached_reqs
         assert [self.computed[name] for name in cached.req_ids] == cached.num_computed_tokens
-        rows = []
-        for name, count in plan.num_scheduled_tokens.items():
-            ends = [self.computed[name] + count + step for step in range(steps_of(plan))]
+        scheduled, steps, drawn, rows = plan.num_scheduled_tokens, steps_of(plan), [], []
+        names = sorted(scheduled, key=scheduled.get)
+        for name in names:
+            ends = [self.computed[name] + scheduled[name] + step for step in range(steps)]
             self.computed[name] = ends[-1]
+            drawn += [token(name, end) for end in ends]
             rows.append([token(name, end) for end in ends if end >= self.known[name]])
-        flat = torch.tensor([each for row in rows for each in row], dtype=torch.int64).numpy().reshape(-1, 1)
-        ends = [0]
-        for row in rows:
-            ends.append(ends[-1] + len(row))
-        lists = LogprobsLists(flat, -flat / 8, flat[:, 0] * 0, ends)
-        names = list(plan.num_scheduled_tokens)
+        flat = torch.tensor(drawn, dtype=torch.int64).numpy().reshape(-1, 1)
+        starts = None if steps == 1 else [*range(0, len(flat) + 1, steps)]
+        lists = LogprobsLists(flat, -flat / 8, flat[:, 0] * 0, starts)
         numbers = {name: row for row, name in enumerate(names)}
         return ModelRunnerOutput(names, numbers, rows, logprobs=lists, prompt_logprobs_dict={})
 
