@@ -119,6 +119,7 @@ def _gb(card: Card) -> int:
 
 GIB = 2**30
 MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in turn
+MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 DEFAULT_SHARE = 0.85  # of the limit; less if the rest would be too small for what lies outside the budget
 GRAPH_RESERVE = GIB  # for CUDA graphs and the context, which vLLM does not count (0.5 to 0.8 GiB for a 7B)
 CONTEXT = int(0.5 * GIB)  # a CUDA context before anything has been computed

@@ -23,7 +23,7 @@ from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKVZ, ModelShapes, shapes_of
 from qerl.checkpoint.shards import TensorInfo, read_config
 from qerl.formats.nvfp4.ways import padded_rank
-from qerl.plan.engine_memory import CONTEXT, KERNELS, kv_head_bytes
+from qerl.plan.engine_memory import CONTEXT, KERNELS, MAX_BATCHED_TOKENS, kv_head_bytes
 
 if TYPE_CHECKING:
     from qerl.config.objectives import DistillConfig
@@ -215,6 +215,20 @@ class ModelSizes(ModelShapes):
     def _full_kv_bytes(self) -> int:
         """Of it, what layers have whose attention has head sizes of its own; they keep 16 bits, and all tokens."""
         return 2 * len(self.decoder.full) * 2 * math.prod(self.full_heads or (0,))
+
+    def at_once(self, room: int, most: int) -> tuple[int, int]:
+        """(how many of `most` sequences have room for their states, what their prefill takes beside the cache); `room`
+        are the bytes of a rollout for both.
+
+        vLLM 0.25.1 copies the states of the sequences that a batch begins in one layer, before and after, in float32;
+        fla's kernel has more in 16 bits, between chunks of 64 tokens. vLLM's profile run does without.
+        """
+        if self.states is None:
+            return most, 0
+        chunk = 2 * self.states.values * self.states.key_dim
+        each, chunks = (4 + 1) * chunk, MAX_BATCHED_TOKENS // 64 * chunk
+        sequences = max(1, min(most, (room - chunks) // (each + self.cached_tokens(1) * self.kv_bytes())))
+        return sequences, chunks + sequences * each
 
     def seen_tokens(self, tokens: float) -> float:
         """As many tokens of `kv_bytes` as a sequence of so many attends to: layers with a window see its last ones."""

@@ -141,7 +141,10 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         common[CHOSEN] = chosen
     micro_batches, training = _trained(config, sizes, card.ranks, limit, common, problems)
     lengths = full_lengths(config)
-    memory = {"rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK}, "training": training}
+    memory = {
+        "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK + room.prefill(config, sizes)},
+        "training": training,
+    }
     if calibrates(config.qat):
         memory = {CALIBRATING: calibration_memory(config.qat, config.data.max_prompt_tokens, sizes), **memory}
         problems += _calibration_problems(memory[CALIBRATING], limit)
@@ -327,6 +330,10 @@ class _Room:
     def limit_and_budget(self, config: RunConfig) -> tuple[int, int]:
         return budget_bytes(self.total, config.rollout.memory, config.memory.cap_gib, self.outside)
 
+    def prefill(self, config: RunConfig, sizes: ModelSizes) -> int:
+        """Bytes that the prefill of linear attention takes beside the engine's other work."""
+        return sizes.at_once(self.limit_and_budget(config)[1] - least_bytes(self.weights), MAX_SEQUENCES)[1]
+
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
     what = trainee_of(config)
@@ -347,8 +354,9 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
         return 0
     kind = config.rollout.kv_cache_dtype
     per_token, held = sizes.kv_bytes(kind), sizes.cached_tokens(context)
-    wanted = kv_cache_bytes(allowed, room.weights, MAX_SEQUENCES * held, per_token)
-    other = room.weights + GRAPH_RESERVE + ENGINE_WORK
+    prefill = room.prefill(config, sizes)
+    wanted = kv_cache_bytes(allowed, room.weights + prefill, MAX_SEQUENCES * held, per_token)
+    other = room.weights + GRAPH_RESERVE + ENGINE_WORK + prefill
     if wanted is None:
         other += chosen_bytes(allowed, room.weights, per_token, _chosen_bytes(config, sizes))
     cache = wanted if wanted is not None else budget - other

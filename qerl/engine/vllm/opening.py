@@ -47,6 +47,7 @@ from qerl.formats.fp8.layout import BLOCK as FP8_BLOCK
 from qerl.formats.fp8.layout import CODES
 from qerl.formats.fp8.layout import KERNEL_ROWS as FP8_ROWS
 from qerl.formats.nvfp4.layout import PACKED
+from qerl.plan import engine_memory as plans
 from qerl.plan.sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,6 @@ BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
 UNTRIED = (  # remove it after the batches `hybrid` and `hybrid9` of scripts/bench/on_card.sh
     "%s with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write %s"
 )
-MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
 class Settings:
@@ -140,27 +140,24 @@ class Settings:
         The KV cache gets at most what `max_sequences` full contexts can fill; there are no more sequences at once than
         have room for their states, without which vLLM would not start.
         """
-        from qerl.plan import engine_memory as plans
-
         options = self.options
         outside = plans.outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
         plan = plans.plan_memory(
             total - others, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
         )
-        sequences, tokens = options.max_sequences, self.model_len
+        sequences, tokens, prefill = options.max_sequences, self.model_len, 0
         if self.decoder.linear or self.decoder.full:
             sizes = sizes_of(self.config.to_dict(), self.base)
             tokens, per_token = sizes.cached_tokens(tokens), sizes.kv_bytes()
+            sequences, prefill = sizes.at_once(plan.budget - plans.least_bytes(self.weights), sequences)
         else:
             per_token = plans.kv_bytes_per_token(self.config, options.kv_cache_dtype)
-        if self.decoder.linear:
-            room = (plan.budget - plans.least_bytes(self.weights)) // (sizes.cached_tokens(1) * per_token)
-            sequences = max(1, min(sequences, room))
         # While a prompt is read, also layers with a window keep all of it: vLLM asks for room for one such.
-        wanted = plans.kv_cache_bytes(plan, self.weights, max(sequences * tokens, self.model_len), per_token)
+        held = self.weights + prefill
+        wanted = plans.kv_cache_bytes(plan, held, max(sequences * tokens, self.model_len), per_token)
         chosen = self.decoder.choice_bytes if options.records_experts else 0
-        left = plan.budget - plans.chosen_bytes(plan, self.weights, per_token, chosen)
-        needed = left if wanted is None else plans.engine_bytes(self.weights, wanted)
+        left = plan.budget - prefill - plans.chosen_bytes(plan, self.weights, per_token, chosen)
+        needed = left if wanted is None else plans.engine_bytes(held, wanted)
         return {
             "gpu_memory_utilization": plan.utilization(total, needed),
             "kv_cache_memory_bytes": wanted,
@@ -308,7 +305,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "quantization": vllm_method(settings.format),
         "trust_remote_code": options.trust_remote_code,
         "max_model_len": settings.model_len,
-        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "max_num_batched_tokens": plans.MAX_BATCHED_TOKENS,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
         "kv_cache_dtype": options.kv_cache_dtype,

@@ -251,7 +251,10 @@ def test_a_shape_that_our_kernel_does_not_support_is_refused_for_that_kernel_onl
 
 
 def test_beside_states_fewer_sequences_run_at_once_with_16_bit_keys_and_without_a_prefix_cache(tmp_path):
-    """27B shape: a block is 784 tokens of 64 KiB, and a sequence has four at least, three of which are its states."""
+    """27B shape: a block is 784 tokens of 64 KiB, and a sequence has four at least, three of which are its states.
+
+    A layer's states of one sequence are 1.5 MiB in 16 bits; a prefill has them twice in float32 and once or more as a
+    chunk."""
     sizes = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
     states = {"linear_num_value_heads": 48, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "head_dim": 256}
     config = AutoConfig.for_model("qwen3_5_text", **sizes, **states, linear_value_head_dim=128, intermediate_size=17408)
@@ -259,7 +262,11 @@ def test_beside_states_fewer_sequences_run_at_once_with_16_bit_keys_and_without_
     save_file({"lm_head.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors")
     settings = opening.Settings(str(tmp_path), "bf16", EngineOptions(memory=30, max_context=1000))
     arguments = settings.memory_arguments(80 * 2**30)
-    assert arguments["max_num_seqs"] == 27 * 2**30 // (4 * 784 * 64 * 2**10)  # of 30 GiB 3 are for work and graphs
+    chunk = 3 * 2**19
+    each = 4 * 784 * 64 * 2**10 + (2 * 2 + 1) * chunk
+    assert arguments["max_num_seqs"] == (27 * 2**30 - 128 * chunk) // each  # of 30 GiB 3 are for work and graphs
+    kept = (128 + 5 * arguments["max_num_seqs"]) * chunk
+    assert arguments["gpu_memory_utilization"] == pytest.approx((29 * 2**30 - kept) / (80 * 2**30))
     assert arguments["kv_cache_memory_bytes"] is None  # those of 1,001 tokens need five blocks each
     few = opening.Settings(str(tmp_path), "bf16", EngineOptions(memory=30, max_context=1000, max_sequences=64))
     arguments = few.memory_arguments(80 * 2**30)
