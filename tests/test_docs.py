@@ -245,6 +245,15 @@ def test_the_readme_s_figures_are_those_of_the_benchmarks():
     assert table == {"qerl": (f"{least}-{ours[1]}", ours[12]), "qerl, held under 24 GiB": (held[1], held[12])}
 
 
+def test_the_first_pictures_show_figures_that_were_measured():
+    measured = README.read_text(encoding="utf-8") + (DOCS / "lab" / "study.md").read_text(encoding="utf-8")
+    for name, count in (("learns", 6), ("speed", 17)):
+        drawn = re.findall(r">([^<]+)</text>", (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8"))
+        figures = re.findall(r"\d+\.\d+(?:\.\d+)?", " ".join(drawn))
+        assert len(figures) == count
+        assert set(figures) <= set(re.findall(r"\d+\.\d+(?:\.\d+)?", measured))
+
+
 def test_the_architecture_names_functions_and_files_that_exist():
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`(?:\w+\.)?(\w+)` in \[[^\]]*\]\(\.\./([\w/]+\.py)\)", text)

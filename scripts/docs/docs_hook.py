@@ -38,11 +38,7 @@ from qerl.data.tasks import TASKS  # noqa: E402
 from training.preflight import seconds  # noqa: E402
 
 # Pages of the site that lie elsewhere in the repository.
-PAGES = {
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks.md",
-}
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cu": "cpp", ".cuh": "cpp", ".toml": "toml"}
 NO_PLACE = ("none: your rows, `--data FILE`", "generated, no download")  # of rows: whether a task generates them
 EMBEDDED = re.compile(r"^( *)\[[^\]\n]*\]\(([^)#\n]+\.(?:txt|py))\)$", re.MULTILINE)
@@ -214,6 +210,7 @@ def seconds_model() -> str:
 
 
 MADE = {
+    "cards": lambda: re.findall(r"(?:^\|.*\n)+", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)[1],
     "commands": commands_page,
     "keys": keys_table,
     "errors": errors_list,
