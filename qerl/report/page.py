@@ -163,7 +163,7 @@ def render_page(
     shown = [_run(run, compared if len(runs) == 1 else None, judged) for run in runs]
     return environment.get_template("page.html.j2").render(
         completions=any(each["writes"] or each["samples"] for each in shown) or bool(compared),
-        title=f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}",
+        title=_title(runs),
         runs=shown,
         changes=change_table(runs),
         fifths=sorted({fifth(run.rows) for run in runs}),
@@ -260,9 +260,7 @@ def _duration(seconds: float) -> str:
 
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
     """The report in Markdown; `compared` and `judged` are as in `render_page`."""
-    sections = [f"# {run.name}", f"**{verdict(run, compared, judged)}**"]
-    if warnings := [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]:
-        sections += ["Warnings while it ran:", "\n".join(warnings)]
+    sections = [f"# {run.name}", f"**{verdict(run, compared, judged)}**", *_warnings(run)]
     sections += [_markdown(change_table([run]))]
     sections += [f"{len(run.rows)} steps; each column is the mean of {fifth(run.rows)}."]
     if sampling := sampling_text(run.rows):
@@ -281,6 +279,26 @@ def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None,
         sections += [_markdown(([both[0]["task"], "before", "after"], cells))]
         sections += [*([judged.text] if judged else []), *(_pair(pair) for pair in pairs(*compared))]
     return printable("\n\n".join(sections)) + "\n"
+
+
+def render_texts(runs: Sequence[Run], judged: Judged | None = None) -> str:
+    """What the terminal shows of several runs, in Markdown: where they differ, the verdicts, the means side by side."""
+    sections = [f"# {_title(runs)}"]
+    if found := [[key, *(value and f"`{value}`" for value in values)] for key, *values in differences(runs)]:
+        sections += ["Where the runs differ:", _markdown((["key", *(run.name for run in runs)], found))]
+    for run in runs:
+        sections += [f"**{run.name}**: {verdict(run)}", *_warnings(run)]
+    sections += [_markdown(change_table(runs)), *([judged.text] if judged else [])]
+    return printable("\n\n".join(sections)) + "\n"
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}"
+
+
+def _warnings(run: Run) -> list[str]:
+    found = [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]
+    return ["Warnings while it ran:", "\n".join(found)] if found else []
 
 
 def _markdown(table: Table) -> str:
@@ -339,15 +357,14 @@ def write_report(
     read = partial(read_evaluation, shape=ComparedResult)
     compared = (read(before), read(after)) if before and after else None
     page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
-    texts = [render_text(run, compared, judged) for run in runs]
-    for text in texts:
-        SafeConsole().print(Markdown(text))
+    text = render_text(runs[0], compared, judged) if len(runs) == 1 else render_texts(runs, judged)
+    SafeConsole().print(Markdown(text))
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(render_page(runs, compared, judged), encoding="utf-8")
         if len(runs) == 1 and out is None:
             report, drawn = (page.with_name(name) for name in ("report.md", "curves.png"))
-            report.write_text(texts[0], encoding="utf-8")
+            report.write_text(text, encoding="utf-8")
             curves(runs).savefig(drawn, dpi=110)
             logger.info("report: %s, curves: %s", report, drawn)
     except OSError as error:

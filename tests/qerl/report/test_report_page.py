@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.report.curves import DRAWN, LINES, PANELS, TEXT, draw_panel
-from qerl.report.page import LONGEST, extremes, render_page, shorten, write_report
+from qerl.report.page import LONGEST, extremes, render_page, render_texts, shorten, write_report
 from qerl.report.read import read_evaluation, read_run, read_runs
 from qerl.report.sections import Judged, changes, differences, held_out, memory, phases
 from tests.helpers.report_factory import CONFIG, ROWS, full_run, sample, write_evaluation, write_run
@@ -183,6 +183,11 @@ def test_several_runs_side_by_side(tmp_path):
     page = Page(render_page(runs))
     assert "mean: first steps to last steps" in page.text
     assert page.text.index("run.seed") < page.text.index("The reward")  # what differs comes first
+    text = render_texts(runs)
+    assert (
+        text.index("| run.seed | `0` | `1` |") < text.index("**one**: The reward") < text.index("**two**: The reward")
+    )
+    assert text.count("| reward |") == 1  # means stand side by side
     alike = read_runs([tmp_path / "one", write_run(tmp_path / "deep" / "one", ROWS)])
     assert [run.name for run in alike] == [str(tmp_path / "one"), str(tmp_path / "deep" / "one")]
 
