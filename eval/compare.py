@@ -232,7 +232,8 @@ def _no_evaluation(folder: Path) -> CheckpointError:
     inner = [file.parent for depth in ("*", "*/*") for file in sorted(folder.glob(f"{depth}/{RESULT}"))]
     if inner:
         return CheckpointError(f"{what}, but {inner[-1]} does: give that")
-    return CheckpointError(f"{what}: give a folder in which `qerl eval` ended")
+    first = f"write `qerl eval TASK --model {folder}` first, or " if (folder / "config.yaml").is_file() else ""
+    return CheckpointError(f"{what}: {first}give a folder in which `qerl eval` ended")
 
 
 class _Result(Shape):

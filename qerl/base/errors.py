@@ -44,6 +44,11 @@ MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = Key("rollout.max_new_tokens"), Key("data.max
 SYSTEM_PROMPT, PROMPT_TEMPLATE = Key("data.system_prompt"), Key("data.prompt_template")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def first_line(error: object) -> str:
     """What an error says, with the second line of one that begins with a heading; one word alone says too little."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [""]

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.base.errors import counted
 from qerl.base.isolate import OwnFunctionError, Workers, serve
 
 if TYPE_CHECKING:
@@ -142,8 +143,8 @@ def said_of(rows: Sequence[str], names: set[str]) -> str:
     """What is said of rows whose texts hold special tokens."""
     held = ", ".join(sorted(names)[:3])
     return (
-        f"{len(rows)} rows (e.g. {', '.join(rows[:3])}) hold {held}, special tokens of the tokenizer: there they are "
-        f"read as text; data.chat_template_kwargs: {{{SWITCH}: true}} makes them tokens"
+        f"{counted(len(rows), 'row')} (e.g. {', '.join(rows[:3])}) with {held}, special tokens of the tokenizer: there "
+        f"they are read as text; data.chat_template_kwargs: {{{SWITCH}: true}} makes them tokens"
     )
 
 

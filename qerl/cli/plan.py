@@ -188,7 +188,7 @@ def micro_batch_sentences(made: Plan) -> list[str]:
     return [
         f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
         "layers recompute their activations"
-        f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
+        f"{f', {more} for a sequence of {longest} tokens' if more > recomputed else ''}."
     ]
 
 

@@ -125,8 +125,8 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
     if prompt is None or (answer is None and not listed):
         raise DataError(
             f"{name} has no column of conversations (its columns: {names_of(there)}): give `messages`, or `prompt` "
-            "and `completion`, or map yours with --columns question=THEIR_PROMPT,answer=THEIR_COMPLETION (a recipe: "
-            "data.columns)"
+            f"and `completion`, or map yours with --columns question={prompt or 'THEIR_PROMPT'},"
+            "answer=THEIR_COMPLETION (a recipe: data.columns)"
         )
     return prompt, None if prompt in LISTS and "answer" not in asked else answer
 

@@ -149,7 +149,13 @@ def read_message(value: Any, number: int) -> Spoken:
     text = "" if nothing and calls else text_of(content)
     wrong = f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content"
     if role not in ROLES:
-        raise UnusableError("a message without a role", wrong)
+        said = next((key for key in ("role", "from") if not is_empty(given.get(key))), None)
+        if said is None:
+            raise UnusableError("a message without a role", wrong)
+        known = ", ".join(ROLES if said == "role" else (*SHAREGPT,))
+        raise UnusableError(
+            "a message of an unknown role", f"its message {number} has {said!r} {given[said]!r}: write one of {known}"
+        )
     if text is None:
         raise UnusableError("a message without a text", wrong)
     if other := next((key for key in NO_TEXT if not is_empty(given.get(key))), None):

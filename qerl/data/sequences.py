@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from qerl.base.errors import CheckpointError, DataError
+from qerl.base.errors import CheckpointError, DataError, counted
 from qerl.base.sandbox import SandboxError, named, render_chat, render_text, said_of
 from qerl.data.examples import open_rows
 from qerl.data.messages import INPUT, INSTRUCTION, Written, as_messages
@@ -74,7 +74,8 @@ class Renderer:
                 quoting.append(example.id)
                 quoted |= names
         said = [
-            f"{len(ids)} rows are left out (e.g. {', '.join(ids[:3])}): {why}" for why, ids in self.left_out.items()
+            f"{counted(len(ids), 'row')} left out (e.g. {', '.join(ids[:3])}): {why}"
+            for why, ids in self.left_out.items()
         ]
         if asked and not rows:
             raise DataError(f"no row can be asked: {'; '.join(said)}")

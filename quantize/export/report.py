@@ -98,7 +98,7 @@ class ExportReport(_Written):
             "weights": f"{self.linears} trained linears, {how}",
         }
         if self.lowest_sqnr_db is not None:
-            rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
+            rows["SQNR"] = f"lowest {self.lowest_sqnr_db:.1f} dB, against the {self.trained}"
         return rows
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qerl.base.errors import CheckpointError
+from qerl.base.errors import CheckpointError, counted
 from qerl.checkpoint.base_start import start_of_adapter
 from qerl.checkpoint.folder import (
     ADAPTER_FILES,
@@ -201,7 +201,7 @@ def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
     final = settle_model(run_dir, steps) if config.kind.packs else None
     adapter = settle_result(run_dir, steps) if config.kind.has_adapter else None
     what = f"model in {final}" if final else f"adapter in {adapter}"
-    logger.info("finished %d steps: %s; %s", steps, _reward_text(rows, run_dir), what)
+    logger.info("finished %s: %s; %s", counted(steps, "step"), _reward_text(rows, run_dir), what)
     if sampling := sampling_text(rows):
         logger.info("dynamic sampling: %s", sampling)
     _say_best(run_dir, rows, config)
@@ -227,5 +227,8 @@ def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
         if values := [row[key] for row in rows if row.get(key) is not None]:
             fifth, form = max(1, len(values) // 5), ".3f" if key == "reward" else ".2g"
             first, last = (sum(part) / fifth for part in (values[:fifth], values[-fifth:]))
-            return f"mean {what} {first:{form}} in the first {fifth}, {last:{form}} in the last"
+            if len(values) == 1:
+                return f"{what} {first:{form}}"
+            width = "step" if fifth == 1 else f"{fifth} steps"
+            return f"mean {what} {first:{form}} in the first {width}, {last:{form}} in the last"
     return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"

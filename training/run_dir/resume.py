@@ -212,16 +212,19 @@ def with_moved(config: RunConfig, run_dir: Path, moved: Sequence[str]) -> RunCon
 
 
 def check_files(config: RunConfig, run_dir: Path) -> None:
-    """Raise DataError for a file of rows, ConfigError for a grader, a reward or an environment that is not where it
-    was."""
+    """Raise an error that names every file of rows, grader, reward or environment that is not where it was."""
     options = {"data.source": "--data PATH", "data.grader": "--grader PATH", "environment.name": "--environment PATH"}
-    for name, place, key in _files(config.model_dump()):
-        path = _split(place[key])[0].expanduser()
-        if not path.exists():
-            raise (DataError if key == "source" else ConfigError)(
-                f"{run_dir} was begun with {name} {place[key]}, which is not here: write `qerl train --resume "
-                f"{run_dir} {options.get(name, f'--set {name}=PATH')}` with the place where it is now"
-            )
+    gone = [
+        (name, place[key])
+        for name, place, key in _files(config.model_dump())
+        if not _split(place[key])[0].expanduser().exists()
+    ]
+    if gone:
+        raise (DataError if gone[0][0].endswith("source") else ConfigError)(
+            f"{run_dir} was begun with {' and '.join(map(' '.join, gone))}, which {'is' if len(gone) == 1 else 'are'} "
+            f"not here: add {' '.join(options.get(name, f'--set {name}=PATH') for name, _ in gone)} to `qerl train "
+            f"--resume {run_dir}`, with the place where each is now"
+        )
 
 
 def _files(data: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig
 
-from qerl.base.errors import ConfigError, DataError
+from qerl.base.errors import ConfigError, DataError, counted
 from qerl.base.sandbox import said_of
 from qerl.checkpoint.load import end_token_ids, local_folder
 from qerl.data.conversations import Conversation, Source, held_out_source, load_conversations
@@ -145,7 +145,7 @@ def _rows(
             else:
                 rows.append(Row(each.id, row.ids, learned))
     for reason, count in left_out.items():
-        logger.warning("%s: %d rows are left out, %s (e.g. row %s)", where, count, reason, named[reason])
+        logger.warning("%s: %s left out, %s (e.g. row %s)", where, counted(count, "row"), reason, named[reason])
     if quoting:
         logger.warning("%s: %s", where, said_of(quoting, quoted))
     if parts:

@@ -120,7 +120,7 @@ def test_rows_that_hold_some_are_counted_and_named(tokenizer, caplog):
     asked = [(Example("q", "1", "a"), filled(SAID[0], FORGED)), (Example("q", "1", "b"), filled(SAID[0], "plain"))]
     with caplog.at_level(logging.WARNING):
         Renderer(tokenizer).rows(asked)
-        assert "1 rows (e.g. a) hold <|endoftext|>, <|im_end|>, <|im_start|>, special tokens" in caplog.text
+        assert "1 row (e.g. a) with <|endoftext|>, <|im_end|>, <|im_start|>, special tokens" in caplog.text
         caplog.clear()
         Renderer(tokenizer, {SWITCH: True}).rows(asked)
     assert caplog.text == ""

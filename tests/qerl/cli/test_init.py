@@ -45,7 +45,11 @@ def test_columns_and_kinds_of_answers_are_found(row, expected, tmp_path):
     [
         ({"id": 3}, "has no column that asks (its columns: id): rename one to prompt"),
         ({"messages": [{"content": "q"}]}, "its message 1 is no object with a role"),
-        ({"messages": [{"role": "usr", "content": "q"}]}, "its message 1 is no object with a role (system, "),
+        ({"messages": [{"role": "usr", "content": "q"}]}, "its message 1 has 'role' 'usr': write one of system, "),
+        (
+            {"conversations": [{"from": "narrator", "value": "q"}]},
+            "its message 1 has 'from' 'narrator': write one of human, ",
+        ),
         ({"messages": [{"role": "system", "content": "q"}]}, "its messages ask nothing"),
     ],
 )

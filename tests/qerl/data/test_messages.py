@@ -26,10 +26,10 @@ def test_a_chat_in_each_form_is_the_same(messages):
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "usr", "content": "q"},
+        {"content": "q"},
         {"role": "user", "content": []},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"from": "bard", "value": "q"},
+        {"value": "q"},
         "q",
     ],
 )

@@ -150,8 +150,8 @@ def test_rows_that_are_written_in_part_are_left_out_and_counted(tmp_path, caplog
     with caplog.at_level("WARNING"):
         rows, report, _ = rows_of(tmp_path, KNOWN, [developer, ROW, *good])
     assert (len(rows), report.kept, report.dropped) == (40, 40, 2)
-    assert "1 rows are left out (e.g. dev): the chat template writes nothing of a message of the role" in caplog.text
-    with pytest.raises(DataError, match=r"no row can be asked: 1 rows are left out .*role developer: give such"):
+    assert "1 row left out (e.g. dev): the chat template writes nothing of a message of the role" in caplog.text
+    with pytest.raises(DataError, match=r"no row can be asked: 1 row left out .*role developer: give such"):
         rows_of(tmp_path, KNOWN, [developer])
 
 

@@ -188,8 +188,11 @@ def test_files_that_have_moved_are_named_at_resume(moved, tmp_path):
     run, new = shutil.copytree(moved[0], tmp_path / "run"), moved[1]
     places = tuple(str(new / name) for name in ("grader.py", "rewards.py:short", "a.jsonl", "b.jsonl"))
     for files, said in (
-        ((), r"rewards\.1\.name .*rewards\.py:short, which is not here: .*--set rewards"),
-        (places[:3], r"data\.sources\.1\.source .*b\.jsonl, which is not here: write `qerl train"),
+        ((), r"rewards\.1\.name .*rewards\.py:short and data.*, which are not here: add --set rewards.* --set data"),
+        (
+            places[:3],
+            r"begun with data\.sources\.1\.source .*b\.jsonl, which is not here: add --set .*PATH to `qerl train",
+        ),
         (("other.py",), r"names no file other\.py \(its files: .*a\.jsonl.*: what has moved keeps"),
     ):
         with pytest.raises((ConfigError, DataError), match=said):
