@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -18,64 +18,11 @@ from pydantic.fields import FieldInfo
 
 from qerl.base.errors import ConfigError
 from qerl.base.http import may_hold_key
+from qerl.config.names import OTHER_NAMES
 from qerl.config.quant import expanded
 from qerl.config.schema import RunConfig
 from qerl.config.section import Conflict, OneOf, Section, yaml_word
 from qerl.config.yaml_text import Path, YamlError, parse
-
-OF_OTHERS = {  # key -> what TRL, PEFT, Unsloth, Axolotl, verl and NeMo RL call it (docs/coming-from.md)
-    "model.base": "model_name_or_path base_model",
-    "model.format": "load_in_4bit",
-    "adapter.rank": "r lora_r max_lora_rank",
-    "adapter.alpha": "lora_alpha",
-    "adapter.targets": "target_modules lora_target_modules",
-    "adapter.dropout": "lora_dropout",
-    "data.max_prompt_tokens": "max_prompt_length",
-    "data.task": "dataset",
-    "data.source": "dataset_name datasets train_files",
-    "data.held_out": "val_set_size",
-    "rewards": "reward_funcs",
-    "rollout.group_size": "num_generations num_generations_per_prompt rollout.n",
-    "rollout.max_new_tokens": "max_completion_length max_seq_length max_response_length",
-    "rollout.prompts_per_step": "gradient_accumulation_steps generation_batch_size train_batch_size",
-    "rollout.memory": "gpu_memory_utilization vllm_gpu_memory_utilization",
-    "rollout.engine": "use_vllm fast_inference",
-    "rollout.dynamic_sampling.enabled": "filter_groups use_dynamic_sampling",
-    "environment.name": "environment_factory",
-    "environment.max_turns": "max_tool_calling_iterations",
-    "loss.kl_coef": "beta kl_loss_coef reference_policy_kl_penalty",
-    "loss.clip_low": "epsilon clip_ratio_low ratio_clip_min",
-    "loss.clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
-    "loss.level": "importance_sampling_level",
-    "loss.advantage_scale": "scale_rewards",
-    "loss.mask_truncated": "mask_truncated_completions",
-    "loss.type": "loss_type",
-    "loss.kl_unbiased": "use_bias_correction_kl",
-    "loss.correction.mode": "vllm_importance_sampling_mode",
-    "loss.correction.cap": "vllm_importance_sampling_clip_max",
-    "loss.correction.floor": "vllm_importance_sampling_clip_min",
-    "distill.teacher": "teacher_model_name_or_path",
-    "sft.max_tokens": "max_length sequence_len",
-    "qat.quant_cfg": "quant_cfg",
-    "optim.learning_rate": "lr",
-    "optim.schedule": "lr_scheduler_type",
-    "optim.warmup_ratio": "warmup_steps",
-    "run.micro_batch_tokens": "per_device_train_batch_size micro_batch micro_batch_size train_micro_batch_size",
-    "run.steps": "max_steps num_train_epochs num_epochs total_training_steps max_num_steps",
-    "run.save_every": "save_steps save_freq save_period",
-    "run.keep_checkpoints": "save_total_limit",
-    "run.out": "output_dir default_local_dir checkpoint_dir",
-    "validation.every": "eval_steps test_freq val_period",
-    "validation.at_start": "eval_on_start",
-    "validation.source": "eval_dataset",
-    "validation.metric": "load_best_model_at_end metric_for_best_model",
-    "validation.stop_after": "early_stopping_patience",
-    "validation.limit": "validation.rows",
-    "validation.samples": "num_generations_eval",
-    "logging.completions_every": "log_completions",
-    "logging.completions_count": "num_completions_to_print",
-}
-OTHER_NAMES = {name: key for key, names in OF_OTHERS.items() for name in names.split()}
 
 
 class Removed(NamedTuple):
@@ -219,18 +166,19 @@ def nearest(word: str, words: list[str] | tuple[str, ...], cutoff: float = 0.6) 
 
 def nearest_key(path: Path) -> str | None:
     """The dotted key that an unknown one was probably meant to be: a sibling, another trainer's name, a namesake."""
-    if (dotted := ".".join(map(str, path))) in OTHER_NAMES:
-        return OTHER_NAMES[dotted]
-    *parent, word = path
-    word = str(word)
-    section = section_at(tuple(parent))
+    words = [str(part) for part in path]
+    ends = [".".join(words[at:]) for at in range(len(words))]  # others have them in sections of their own
+    if (name := next((end for end in ends[:-1] or ends if end in OTHER_NAMES), None)) is not None:
+        return OTHER_NAMES[name]
+    *parent, word = words
+    section = section_at(path[:-1])
     siblings = list(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in parent)
     leaves = {key.split(".")[-1]: key for key in reversed([row.key for row in describe_config()])}
     if (close := nearest(word, siblings, 0.8)) is not None:
         return prefix + close
-    if word in OTHER_NAMES:
-        return OTHER_NAMES[word]
+    if (name := next((each for each in reversed(words) if each in OTHER_NAMES), None)) is not None:
+        return OTHER_NAMES[name]
     if word in leaves:
         return leaves[word]
     if (close := nearest(word, siblings)) is not None:
@@ -350,6 +298,7 @@ def _bounds(field: FieldInfo) -> Iterator[str]:
                 yield f"{sign} {getattr(bound, name)}"
 
 
+MOST_INSIDE = 50  # keys of a section that does not exist which are looked at
 SHOWN = 60  # characters of a value that are shown
 
 
@@ -366,12 +315,16 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
     return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
 
 
-def unknown_key(path: Path) -> str:
-    """What an error says of a key that does not exist; it names the nearest one that does."""
-    dotted = ".".join(map(str, path))
+def unknown_key(path: Path, *inside: Path) -> str:
+    """What an error says of a key that does not exist; it names the nearest one that does, of a section that does not
+    exist for the first of the keys `inside` that another trainer has, or that is like one."""
     any_item = ".".join("N" if isinstance(part, int) else part for part in path)
     if any_item in REMOVED:
-        return f"{dotted}: this key is gone; {REMOVED[any_item].now}"
+        return f"{'.'.join(map(str, path))}: this key is gone; {REMOVED[any_item].now}"
+    like = [inner for inner in inside[:MOST_INSIDE] if nearest_key(inner) is not None]
+    theirs = [inner for inner in like if any(str(word) in OTHER_NAMES for word in inner)]
+    path = next(iter(theirs or (like if nearest_key(path) is None else ())), path)
+    dotted = ".".join(map(str, path))
     if (close := nearest_key(path)) is not None:
         return f"{dotted}: unknown key; did you mean {close}?"
     section = section_at(path[:-1])
@@ -410,7 +363,7 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
     path = detail["loc"]
     place = origin_of(path, origins) or source
     if detail["type"] == "extra_forbidden":
-        return f"{place}: {unknown_key(path)}"
+        return f"{place}: {unknown_key(path, *_inside(path, detail['input']))}"
     dotted = ".".join(map(str, path))
     field, given = field_at(path), detail["input"]
     if isinstance(given, dict) and (gone := next((key for key in given if f"{dotted}.{key}" in REMOVED), None)):
@@ -422,6 +375,15 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
             return f"{place}: {dotted}: missing; write {dotted}: and under it at least {', '.join(required)}"
         return f"{place}: {dotted}: missing; write {dotted} ({type_text(field)}: {field.description})"
     return f"{place}: {dotted}: got {shown(detail['input'])}, expected {_expected(path, field)}{_remedy(detail, field)}"
+
+
+def _inside(path: Path, value: object) -> Iterator[Path]:
+    """The paths of what is in a mapping, however deep; the path of another value."""
+    if not isinstance(value, dict) or not value:
+        yield path
+        return
+    for key, inner in value.items():
+        yield from _inside((*path, key), inner)
 
 
 def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | None:
@@ -500,16 +462,17 @@ class Draft:
     def put(self, key: str, value: object, origin: str) -> None:
         """Set one dotted key. Raises ConfigError if there is no such key or item."""
         path: Path = ()
+        inside = [*_inside(tuple(key.split(".")), value)]
         for part in key.split("."):
-            path = (*path, self._step(path, part, origin))
+            path = (*path, self._step(path, part, inside, origin))
         self._assign(path, value, lambda _: origin)
 
-    def _step(self, parent: Path, part: str, origin: str) -> str | int:
+    def _step(self, parent: Path, part: str, inside: Sequence[Path], origin: str) -> str | int:
         """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item."""
         holder = field_at(parent)
         of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
         if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
-            raise ConfigError(f"{origin}: {unknown_key((*parent, part))}")
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part), *inside)}")
         container = self._container((*parent, part))
         if isinstance(container, dict):
             return part

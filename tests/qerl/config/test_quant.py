@@ -88,7 +88,7 @@ def test_masters_that_the_trainer_multiplies_by_are_corrected_for_and_see_a_seco
             "activations before FP8 weights have dynamic scales only; write qat.quant_cfg.activations: dynamic",
         ),
         ("qat.targets=down_proj", "expected list of text or null; the default is null"),
-        ("policy={quant_cfg: nvfp4_w4a16}", "policy: unknown key; the keys here are model, adapter,"),
+        ("policy={quant_cfg: nvfp4_w4a16}", "policy.quant_cfg: unknown key; did you mean qat.quant_cfg?"),
         ("rollout.quant_cfg=nvfp4_w4a16", "rollout.quant_cfg: unknown key; did you mean qat.quant_cfg?"),
     ],
 )
