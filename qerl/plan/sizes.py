@@ -84,6 +84,11 @@ GEMMA4 = {
     **{"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True},
     **{"final_logit_softcapping": 30.0, "sliding_window": 1024, "max_position_embeddings": 262144, **TIED},
 }
+QWEN3_5 = {  # the text part
+    **{"model_type": "qwen3_5_text", "head_dim": 256, "full_attention_interval": 4, "max_position_embeddings": 262144},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
 A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
 
@@ -105,6 +110,8 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
     "qwen3-14b": _known(5120, 17408, 40, 40, 8, 151936, **QWEN3),
     "qwen3-32b": _known(5120, 25600, 64, 64, 8, 151936, **QWEN3),
     "qwen3-30b-a3b": _known(2048, 6144, 48, 32, 4, 151936, **{**QWEN3, "model_type": "qwen3_moe"}, **A3B),
+    "qwen3.5-9b": _known(4096, 12288, 32, 16, 4, 248320, **QWEN3_5),
+    "qwen3.5-27b": _known(5120, 17408, 64, 24, 4, 248320, **{**QWEN3_5, "linear_num_value_heads": 48}),
     "llama-3.2-1b": _known(2048, 8192, 16, 32, 8, 128256, **LLAMA3, **TIED, head_dim=64),
     "llama-3.2-3b": _known(3072, 8192, 28, 24, 8, 128256, **LLAMA3, **TIED, head_dim=128),
     "llama-3-8b": _known(4096, 14336, 32, 32, 8, 128256, **{**LLAMA3, "max_position_embeddings": 8192}),
@@ -125,6 +132,7 @@ SAME_AS = (  # the beginning of a name -> of a known model with the same sizes
     (r"deepseek-r1-distill-qwen-(\d+b)", r"qwen2.5-\1"),
     (r"deepseek-r1-distill-llama-(\d+b)", r"llama-3.1-\1"),
     (r"meta-llama-", "llama-"),
+    (r"qwen3\.[68]-27b", "qwen3.5-27b"),
     (r"qwen2\.5-coder-", "qwen2.5-"),
     (r"qwq-32b", "qwen2.5-32b"),
 )

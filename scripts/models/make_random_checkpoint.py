@@ -36,11 +36,7 @@ QWEN = {
     "max_position_embeddings": 32768,
 }
 QWEN3 = {**QWEN, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
-QWEN3_5 = {  # the text part; its norms have 1 + weight, so that random ones double a row
-    **{**QWEN, "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "full_attention_interval": 4},
-    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-}
+QWEN3_5 = {**QWEN, **KNOWN["qwen3.5-9b"], "max_position_embeddings": 32768}  # the text part
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 128256, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
     "max_position_embeddings": 8192,
@@ -57,8 +53,8 @@ SHAPES = {
     "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
     "qwen3-30b-a3b": {**QWEN3, **KNOWN["qwen3-30b-a3b"]},
     **{f"gemma4-{size}": {**KNOWN[f"gemma-4-{size}"], "hidden_size_per_layer_input": 0} for size in ("12b", "31b")},
-    "qwen3.5-9b": {**QWEN3_5, **_sizes(4096, 12288, 32, 16, 4)},
-    "qwen3.5-27b": {**QWEN3_5, **_sizes(5120, 17408, 64, 24, 4), "linear_num_value_heads": 48},
+    "qwen3.5-9b": QWEN3_5,
+    "qwen3.5-27b": {**QWEN3_5, **KNOWN["qwen3.5-27b"], "max_position_embeddings": 32768},
     # For tests: sizes that are not multiples of the kernels' tiles.
     "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
     "tiny-qwen3": {

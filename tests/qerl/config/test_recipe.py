@@ -16,7 +16,8 @@ NAMES = [
     *("calculator", "dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16", "dapo_7b_fp8"),
     *("dapo_14b", "dapo_14b_bf16", "dapo_30b_a3b", "dapo_32b", "dapo_32b_bf16", "first_evening", "grpo_gsm8k_7b"),
     *("grpo_gsm8k_7b_bf16", "llama3_8b", "qad_1_7b", "qad_tiny", "qat_3b", "qat_7b", "qat_7b_ffn", "qat_tiny"),
-    *("qwen3_8b", "qwen3_8b_fp8", "sft_7b", "sft_tiny", "tiny", "tiny_fp8", "tiny_moe", "word_game"),
+    *("qwen3_5_9b", "qwen3_8_27b", "qwen3_8b", "qwen3_8b_fp8", "sft_7b", "sft_tiny", "tiny", "tiny_fp8", "tiny_moe"),
+    "word_game",
 ]
 OF_OTHER_SIZES = ("tiny", "tiny_fp8", "tiny_moe", "evening", "calculator", "game", "1_7b", "sft_7b")
 SMALL = "model: {base: tiny}\ndata: {task: arith}\nrun: {steps: 40}\n"
