@@ -23,6 +23,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.logprobs import FlatLogprobs
@@ -33,9 +34,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np, stream
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 MOST_STEPS = 4  # the host's time is a quarter then; a sequence that ended costs 6 steps of its row on average
@@ -268,7 +269,7 @@ def largest_decode_graph(runner: Any) -> int:
 
 
 @torch.inference_mode()
-def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) -> AsyncOutput:
+def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) -> AsyncModelRunnerOutput:
     """Sample for the batch whose first forward pass is launched, and run and sample `steps - 1` further ones.
 
     `runner` is vLLM's. `after_forward(tokens)` is called after each further forward pass. Nothing here waits for the
@@ -277,21 +278,41 @@ def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) 
     state, runner.execute_model_state = runner.execute_model_state, None
     batch, hidden = state.input_batch, state.hidden_states
     if (spaces := _plans(runner)) and getattr(runner.sampler, "covers", lambda rows: False)(batch.idx_mapping_np):
-        joined = _draw_steps(runner, batch, hidden, steps, spaces, after_forward)
-    else:
-        sampled = [_sample_(runner, batch, hidden)]
-        for _ in range(steps - 1):
-            hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
-            after_forward(batch.num_tokens)
-            sampled.append(_sample_(runner, batch, hidden))
-        joined = joined_steps(sampled)
-    output = ModelRunnerOutput(
-        req_ids=batch.req_ids,
-        req_id_to_index={name: row for row, name in enumerate(batch.req_ids)},
-        sampled_token_ids=None,  # AsyncOutput fills it in
-        prompt_logprobs_dict={},
-    )
+        drawn = _draw_steps(runner, batch, hidden, steps, spaces, after_forward)
+        return DrawnTokens(batch.req_ids, *drawn, runner.main_stream, runner.output_copy_stream)
+    sampled = [_sample_(runner, batch, hidden)]
+    for _ in range(steps - 1):
+        hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
+        after_forward(batch.num_tokens)
+        sampled.append(_sample_(runner, batch, hidden))
+    joined = joined_steps(sampled)
+    output = _output(batch.req_ids, None)  # AsyncOutput fills it in
     return AsyncOutput(output, joined, joined.num_sampled, runner.main_stream, runner.output_copy_stream)
+
+
+def _output(names: list[str], tokens: list[list[int]] | None, logprobs: LogprobsLists | None = None) -> Any:
+    numbers = {name: row for row, name in enumerate(names)}
+    return ModelRunnerOutput(names, numbers, tokens, logprobs=logprobs, prompt_logprobs_dict={})
+
+
+class DrawnTokens(AsyncModelRunnerOutput):
+    """Tokens and logprobs of several steps on their way to the host, (steps, at least as many as `names`) each."""
+
+    def __init__(self, names: list[str], tokens: torch.Tensor, logprobs: torch.Tensor, main: Any, copying: Any) -> None:
+        self.names, self.on_card = names, (tokens, logprobs)  # they have to live until they are copied
+        self.copy_event = torch.cuda.Event(blocking=True)
+        with stream(copying, main):
+            copying.wait_stream(main)
+            self.on_host = [async_copy_to_np(each) for each in self.on_card]
+            self.copy_event.record(copying)
+
+    def get_output(self) -> ModelRunnerOutput:
+        self.copy_event.synchronize()
+        count = len(self.names)
+        tokens, logprobs = (each[:, :count].T for each in self.on_host)
+        flat, starts = tokens.reshape(-1, 1), [*range(0, tokens.size + 1, tokens.shape[1])]
+        lists = LogprobsLists(flat, logprobs.reshape(-1, 1), np.zeros_like(flat[:, 0]), starts)
+        return _output(self.names, tokens.tolist(), lists)
 
 
 def _plans(runner: Any) -> list[Any]:
@@ -307,8 +328,11 @@ def _plans(runner: Any) -> list[Any]:
 
 def _draw_steps(
     runner: Any, batch: Any, hidden: torch.Tensor, steps: int, spaces: list[Any], after_forward: Callable[[int], None]
-) -> SamplerOutput:
-    """What `_sample_`, `_forward_again_` and `joined_steps` do, for our sampler and our attention.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_sample_` and `_forward_again_` do, for our sampler and our attention.
+
+    Returns tokens, int64, and logprobs, float32, (steps, sequences up to a multiple of 16): so each step's part is
+    aligned, and Triton compiles one kernel for all numbers of sequences.
 
     In a batch that only decodes, each row of hidden states is one that is sampled from, and one token is sampled per
     row. So nothing is gathered or counted, and what vLLM would prepare anew for each step is one launch.
@@ -320,10 +344,9 @@ def _draw_steps(
     given = rows, of_sampling.temperature.gpu, of_sampling.seeds.gpu, buffers.positions[:count]
     lengths = buffers.seq_lens[: batch.num_reqs_after_padding]
     graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
-    shape = (steps, -(-count // 16) * 16)  # whatever the number of sequences, each step's part is aligned for Triton
-    tokens = torch.empty(shape, dtype=torch.int64, device=rows.device)[:, :count]
-    logprobs = torch.empty(shape, dtype=torch.float32, device=rows.device)[:, :count]
-    one, none = torch.ones_like(rows), torch.zeros_like(rows)
+    shape = (steps, -(-count // 16) * 16)
+    tokens = torch.empty(shape, dtype=torch.int64, device=rows.device)
+    logprobs = torch.empty(shape, dtype=torch.float32, device=rows.device)
     for step in range(steps):
         draw(runner.model.compute_logits(hidden[:count]), *given, out=(tokens[step], logprobs[step]))
         if step + 1 == steps:
@@ -333,21 +356,10 @@ def _draw_steps(
             space.plan_(lengths)
         hidden = runner.cudagraph_manager.run_fullgraph(graph)
         after_forward(count)
-    runner.postprocess_sampled(rows, tokens[-1].view(-1, 1), one, none, batch.query_start_loc)
+    one = torch.ones_like(rows)
+    runner.postprocess_sampled(rows, tokens[-1].view(-1, 1), one, torch.zeros_like(rows), batch.query_start_loc)
     runner.req_states.num_computed_tokens_np[batch.idx_mapping_np] += steps - 1
-    by_sequence = tokens.t().contiguous()
-    return SamplerOutput(
-        sampled_token_ids=by_sequence,
-        logprobs_tensors=LogprobsTensors(
-            logprob_token_ids=by_sequence.view(-1, 1),
-            logprobs=logprobs.t().reshape(-1, 1),
-            selected_token_ranks=torch.zeros_like(by_sequence).view(-1),
-            cu_num_generated_tokens=[*range(0, count * steps + 1, steps)],
-        ),
-        num_nans=None,
-        num_sampled=one * steps,
-        num_rejected=none,
-    )
+    return tokens, logprobs
 
 
 @triton.jit
