@@ -20,13 +20,13 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import JSON_BYTES, expanded, fsync, parse_json, read_text
 from qerl.checkpoint.experts import COMPUTED
-from qerl.checkpoint.hub import check_links
+from qerl.checkpoint.hub import cached_config, check_links, is_hub_id
 from qerl.checkpoint.shards import MODELOPT_CONFIG, read_config, read_json
 from qerl.formats.base import Format
 
@@ -149,21 +149,23 @@ def quantized_from(folder: Path) -> str | None:
 def is_text_part(base: str) -> bool:
     """Whether a base is the text part of a model for pictures and text: that model itself, or quantized from it.
 
-    Only in families that stock vLLM serves as a whole, Qwen3.5 and Gemma 4. What is not in a folder here is taken for a
-    text model.
+    Only in families that stock vLLM serves as a whole, Qwen3.5 and Gemma 4. What is neither in a folder here nor in the
+    hub's cache is taken for a text model.
     """
-    folder = embedded_folder(base)
-    if not (folder / "config.json").is_file():
-        return False
-    config = read_json(folder / "config.json")
+    config, report = _config_here(base), embedded_folder(base) / REPORT
     text = config.get("text_config")
     if str((text if isinstance(text, dict) else config).get("model_type")) not in COMPUTED:
         return False
-    report = read_json(folder / REPORT) if (folder / REPORT).is_file() else {}
-    if "text_part" in report:
-        return report["text_part"] is True
-    config = Path(report.get("source") or folder) / "config.json"
-    return config.is_file() and "text_config" in read_json(config)
+    said = read_json(report) if report.is_file() else {}
+    if "text_part" in said:
+        return said["text_part"] is True
+    return "text_config" in (_config_here(said["source"]) if said.get("source") else config)
+
+
+def _config_here(model: str) -> dict[str, Any]:
+    """The config.json of a folder, or of a hub id whose files are in the cache; else empty."""
+    path = cached_config(model) if is_hub_id(model) else embedded_folder(model) / "config.json"
+    return read_json(path) if path is not None and path.is_file() else {}
 
 
 def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:

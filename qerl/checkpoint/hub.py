@@ -29,17 +29,24 @@ def is_hub_id(ref: str) -> bool:
     return HUB_ID.fullmatch(ref) is not None and not Path(ref).exists()
 
 
+def cached_config(ref: str) -> Path | None:
+    """A model's config.json in the hub's cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(ref, "config.json")
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def config_folder(ref: str) -> Path:
     """A folder in the hub's cache with a model's config.json, or with a whole adapter; downloads no model weights.
 
     Files that are already in the cache are used. Raises CheckpointError if there is no such model or no network.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    cached = try_to_load_from_cache(ref, "config.json")
-    if isinstance(cached, str):
-        return Path(cached).parent
+    if (cached := cached_config(ref)) is not None:
+        return cached.parent
 
     def fetch() -> Path:
         try:

@@ -1,12 +1,14 @@
 """Each family of dense decoders with RMSNorm: quantize, one copy, adapter, noise and merge, on its own class."""
 
 import functools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +30,7 @@ from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from tests.helpers.checkpoint_factory import make_tokenizer
 from tests.helpers.checkpoint_tensors import load_all
-from tests.helpers.model_folders import edited
+from tests.helpers.model_folders import edited, hub_snapshot
 from tests.helpers.roundings import ROUNDING
 from tests.helpers.row_files import write_sums
 from training.policy.packed_policy import PackedPolicy
@@ -240,7 +242,7 @@ def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_th
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4"])
-def test_an_adapter_on_a_text_part_acts_on_the_whole_model(family, tmp_path):
+def test_an_adapter_on_a_text_part_acts_on_the_whole_model(family, tmp_path, monkeypatch):
     """PEFT on the whole model computes what our text model does, and wraps nothing of what sees pictures.
 
     Of Qwen3-VL stock vLLM serves the text part as Qwen3, so that its adapter stays one of the text model.
@@ -263,9 +265,12 @@ def test_an_adapter_on_a_text_part_acts_on_the_whole_model(family, tmp_path):
     text.lm_head.load_state_dict(whole.lm_head.state_dict())
     save_adapter(policy.model, tmp_path / "adapter", base.base)
     export(ExportOptions(adapter=str(tmp_path / "adapter"), to="adapter", out=tmp_path / "out"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub_snapshot(tmp_path / "cache", "some/Whole", lambda folder: shutil.copytree(tmp_path / "model", folder))
+    save_adapter(policy.model, tmp_path / "by-id", "some/Whole")
     doors = [(text, None)] if family == "qwen3_vl" else [(whole, None), (text, {"model.language_model.": "model."})]
     own = {name: tensor.detach() for name, tensor in adapter_tensors(policy.model).items()}
-    for folder in (tmp_path / "adapter", tmp_path / "out"):
+    for folder in (tmp_path / "adapter", tmp_path / "out", tmp_path / "by-id"):
         read, _ = read_adapter(folder)
         assert read.keys() == own.keys()
         assert all(torch.equal(read[name], own[name]) for name in own)
