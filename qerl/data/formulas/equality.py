@@ -17,7 +17,7 @@ from typing import Literal
 
 from qerl.data.formulas.expression import ExpressionError, Tree, parse_expression, variables
 from qerl.data.formulas.number import OF_VALUE, is_boxed_unit, is_unit, parse_number
-from qerl.data.formulas.shape import Shape, is_assignment, is_name, read
+from qerl.data.formulas.shape import Shape, is_assignment, is_name, is_single, read, read_single
 from qerl.data.formulas.spelling import TEXT_BOX
 from qerl.data.formulas.value import Value, as_real, close, close_rounded, equal_constants, evaluate, ratio
 
@@ -173,8 +173,11 @@ _REALS = Shape("ordered", "()", (Shape("value", "-\\infty"), Shape("value", "\\i
 
 def compare_math(answer: str, gold: str, fallback: Fallback) -> Verdict:
     """The verdict on an answer. Raises nothing; takes milliseconds, apart from what `fallback` takes."""
+    theirs, mine = read(gold), read(answer)
+    if is_single(theirs):
+        theirs, mine = read_single(gold), read_single(answer)
     try:
-        return "equal" if _equal(_canonical(read(gold)), _canonical(read(answer)), fallback) else "different"
+        return "equal" if _equal(_canonical(theirs), _canonical(mine), fallback) else "different"
     except UndecidedError as error:
         return error.verdict
 
@@ -198,17 +201,29 @@ def _unread(shape: Shape) -> Iterator[str]:
 
 
 def _canonical(shape: Shape) -> Shape:
-    """The shape with simple inequalities as intervals, alternatives of intervals as unions, and \\mathbb{R} as one."""
+    """The shape with simple inequalities as intervals, alternatives of intervals as unions, and \\mathbb{R} as one.
+
+    In "x = 1, 2" and "x = \\pm 2" each value has the name.
+    """
     if shape.kind == "value" and shape.text.strip("{}") in ("\\mathbb{R", "\\mathbb{R}"):
         return _REALS
     items = tuple(_canonical(item) for item in shape.items)
     if shape.kind == "relation":
+        if is_assignment(shape) and items[-1].kind in ("list", "set") and len(items[-1].items) > 1:
+            return Shape(items[-1].kind, items=tuple(_named(items[0], item) for item in items[-1].items))
         return _interval(Shape("relation", shape.text, items)) or Shape("relation", shape.text, items)
+    names = {item.items[0] for item in items if is_assignment(item) and is_name(item.items[0].text)}
+    if shape.kind == "list" and len(names) == 1:
+        return Shape("list", items=tuple(_named(*names, item) for item in items))
     if shape.kind == "list" and all(
         item.kind == "ordered" and one.kind == "relation" for item, one in zip(items, shape.items, strict=True)
     ):
         return Shape("union", items=items)
     return Shape(shape.kind, shape.text, items)
+
+
+def _named(name: Shape, item: Shape) -> Shape:
+    return Shape("relation", "=", (name, item)) if item.kind == "value" else item
 
 
 def _interval(relation: Shape) -> Shape | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from qerl.data.formulas.spelling import CLOSE, OPEN, one_pair, tidy
+from qerl.data.formulas.spelling import CLOSE, GROUPED, OPEN, one_pair, tidy
 
 Kind = Literal["value", "list", "set", "ordered", "union", "relation", "parts", "words"]
 
@@ -73,6 +73,17 @@ def is_name(text: str) -> bool:
 def read(text: str) -> Shape:
     """The shape of an answer."""
     return _shape(tidy(text), 0)
+
+
+@lru_cache(4096)
+def read_single(text: str) -> Shape:
+    """The shape of an answer where the right one is a single value: (1,000) is a number there, and no pair."""
+    return _shape(GROUPED.sub(lambda match: match[0].replace(",", ""), tidy(text)), 0)
+
+
+def is_single(shape: Shape) -> bool:
+    """Whether no part of an answer is a pair, a list or a set."""
+    return shape.kind in ("value", "relation", "parts", "words") and all(map(is_single, shape.items))
 
 
 def _shape(text: str, depth: int) -> Shape:

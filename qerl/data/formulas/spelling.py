@@ -132,7 +132,7 @@ LABEL = re.compile(
     re.IGNORECASE,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(.*)\}$", re.DOTALL)
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+GROUPED = re.compile(r"(?<![\d,.])(?<![A-Za-z]\()(?<!\[)\d{1,3}(?:,\d{3})+(?![\d,])")  # thousands; no arguments
 
 
 def _as_usual(turned: re.Match[str]) -> str:
@@ -155,5 +155,5 @@ def tidy(text: str) -> str:
     name, equals, value = text.rpartition("=")
     if not re.search(r"[(\[{]", TEXT_BOX.sub("", value)):
         start = len(name + equals) if re.search(r"[(\[{]", name) else 0
-        text = text[:start] + _GROUPED.sub(lambda match: match[0].replace(",", ""), text[start:])
+        text = text[:start] + GROUPED.sub(lambda match: match[0].replace(",", ""), text[start:])
     return text
