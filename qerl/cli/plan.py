@@ -225,9 +225,10 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
     rollout = config.rollout
     held, states = made.sizes.cached_tokens(made.context), made.sizes.state_bytes
     at_once = min(made.cache_tokens // held, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
+    holds = made.cache_tokens if made.sizes.window is None else made.cache_tokens * made.context // held
     lines = [
         *expert_sentences(config, made),
-        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once"
+        f"The KV cache holds {holds} tokens: {at_once} completions of full length at once"
         f"{f', each with {states / 2**20:.0f} MiB of states' if states else ''}.",
         f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",

@@ -44,6 +44,7 @@
 #     marlin32 560 s  the same with ours, with and without an adapter, and vLLM's Marlin
 #     moe      380 s  a mixture of experts: kernels, and the engine on small models
 #     hybrid   500 s  linear attention: fla-core's gradients, and the engine on a small Qwen3.5
+#     gemma    400 s  the engine on a small Gemma 4
 #     hybrid9  500 s  Qwen3.5-9B, its MLP in NVFP4: agreement, and decode speed beside vLLM's BF16 in turns; 30 GB of disk
 #     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B in turns; 25 GB of disk
 #     moestep  430 s  Qwen3-30B-A3B at full depth: decode speed, and workload A under 80 GiB; 17 GB of disk
@@ -424,6 +425,10 @@ batch_hybrid() {
     run gdn 300 "$python" scripts/bench/bench_gdn.py --out "$out/gdn.json"
     tests hybrid 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "qwen3.5"
     run gdn-tilelang 150 "$python" scripts/bench/bench_gdn.py --tilelang --tokens 16384 --out "$out/gdn-tilelang.json"
+}
+
+batch_gemma() {
+    tests gemma 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "gemma4"
 }
 
 batch_hybrid9() {

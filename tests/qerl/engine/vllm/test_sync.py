@@ -219,6 +219,8 @@ def test_a_fused_linear_has_the_rows_of_the_checkpoint_s_linears():
     inside = "model.layers.0.linear_attn"
     found = parts(f"{inside}.in_proj_qkvz", fused(4, 4, 8, 8))
     assert found == [(f"{inside}.in_proj_qkv", 0, 16), (f"{inside}.in_proj_z", 16, 8)]
+    found = parts("m.qk_proj", fused(8, 4))  # of Gemma 4, where values are the keys
+    assert found == [("m.q_proj", 0, 8), ("m.k_proj", 8, 4)]
     found = parts(f"{inside}.in_proj_ba", fused(2, 2))
     assert found == [(f"{inside}.in_proj_b", 0, 2), (f"{inside}.in_proj_a", 2, 2)]
     assert parts("lm_head", SimpleNamespace(output_size=7)) == [("lm_head", 0, 7)]
