@@ -158,8 +158,11 @@ class MultiStepScheduler(AsyncScheduler):
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
         for name, request in grown.items():
-            allocated = self.kv_cache_manager.allocate_slots(request, 1, num_lookahead_tokens=self.num_lookahead_tokens)
-            grown[name] = allocated.get_block_ids(allow_none=True)
+            computed = request.num_computed_tokens
+            needed = min(computed + 1 + self.num_lookahead_tokens, self.max_model_len)
+            new = self.kv_cache_manager.coordinator.allocate_new_blocks(name, needed, computed + 1)
+            grown[name] = tuple([block.block_id for block in own] for own in new) if any(new) else None
+            self.kv_cache_manager.cache_blocks(request, len(request._all_token_ids))
         names = [request.request_id for request in requests]
         output = SchedulerOutput(
             scheduled_new_reqs=[],
