@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from qerl.base.errors import ConfigError
 from qerl.base.printable import in_comment, quoted
 from qerl.cli.next_step import DEFAULT_RECIPE, say_next
 from qerl.cli.train import recipe_values
+from qerl.data.option_text import Text, parse_columns
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -44,6 +46,11 @@ class InitOptions:
         ),
     ] = None
     model: Annotated[str | None, typer.Option(help="Base model; default: the recipe's.")] = None
+    columns: Annotated[
+        Mapping[str, str] | None,
+        Text(parse_columns),
+        typer.Option(help="Columns of your rows: question=article,answer=topic; default: by their names."),
+    ] = None
 
 
 def init_command(options: InitOptions) -> None:
@@ -68,7 +75,7 @@ def init(options: InitOptions) -> Path:
 
     if options.model is not None and is_path(options.model) and not os.path.isdir(expanded(options.model)):
         raise ConfigError(f"--model: {no_folder(options.model)}: give an existing folder or a hub id")
-    found = guess(options.data)
+    found = guess(options.data, options.columns)
     base = options.recipe or (DEFAULT_RECIPE if installed_cards() else "tiny")
     # Named after the rows' file, without characters that mean something to a shell, YAML or Python.
     name = re.sub(r"[^\w -]", "_", Path(options.data).name.partition(".")[0]).strip(" -")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.base.errors import DataError
+from qerl.config.data import ASKING
 from qerl.data.examples import MISSING, look_up, present_rows
 from qerl.data.formulas.number import parse_number
 from qerl.data.messages import as_messages, read_messages
@@ -38,19 +39,27 @@ class Guess:
         return named | ({"answer": self.answer} if self.answer not in (None, *OWN) else {})
 
 
-def guess(source: str) -> Guess:
-    """The columns of a file or folder. Raises DataError for one that cannot be read, or in which nothing asks."""
+def guess(source: str, columns: Mapping[str, str] | None = None) -> Guess:
+    """The columns of a file or folder, of which `columns` may name those of question and answer.
+
+    Raises DataError for one that cannot be read, or in which nothing asks.
+    """
+    given = {"question" if name in ASKING else name: column for name, column in (columns or {}).items()}
     read = local_rows(source, "train")
     first = list(itertools.islice(read, PEEK))
     rows = present_rows(source, first)
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
-    question = next((name for name in ASKS if _asks(rows, name)), None)
-    if question is None:
+    asked, answered = given.pop("question", None), given.pop("answer", None)
+    question = next((name for name in ([asked] if asked else ASKS) if _asks(rows, name)), None)
+    answers = [answered] if answered else ANSWERS
+    answer = next((name for name in answers if name != question and _some(rows, name)), None)
+    if question is None or (answered and answer is None) or given:
+        wanted = ",".join(f"{name}={column}" for name, column in (columns or {}).items())
         raise DataError(
-            f"{source} has no column that asks (its columns: {names_of(names)}): rename one to prompt, with text, "
-            "or to messages, with a list of {role, content}"
+            f"{source} has no column {f'as --columns {wanted} says' if wanted else 'that asks'} (its columns: "
+            f"{names_of(names)}): write --columns question=NAME,answer=NAME; a question is text or a list of {{role, "
+            "content}, and an answer, where there is one, text or a number"
         )
-    answer = next((name for name in ANSWERS if name != question and _some(rows, name)), None)
     count = len(first) + sum(1 for _ in itertools.islice(read, COUNTED))
     return Guess(question, answer, _kind(rows, question, answer), count, rows[0])
 

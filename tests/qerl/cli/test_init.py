@@ -40,10 +40,21 @@ def test_columns_and_kinds_of_answers_are_found(row, expected, tmp_path):
     assert found.rows == 2
 
 
+def test_columns_that_are_named_are_taken(tmp_path):
+    rows = [{"article": f"About {n}", "topic": "owls", "text": "no question", "label": n} for n in range(3)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    found = guess(data, {"prompt": "article"})
+    assert (found.columns, found.kind) == ({"question": "article", "answer": "label"}, "number")
+    assert guess(data, {"answer": "topic"}).columns == {"question": "text", "answer": "topic"}
+    for name, column in (("question", "label"), ("question", "artikel"), ("answer", "nothing"), ("id", "article")):
+        with pytest.raises(DataError, match=f"no column as --columns {name}={column} says .its columns: article"):
+            guess(data, {name: column})
+
+
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"id": 3}, "has no column that asks (its columns: id): rename one to prompt"),
+        ({"id": 3}, "has no column that asks (its columns: id): write --columns question=NAME,answer=NAME; a question"),
         ({"messages": [{"content": "q"}]}, "its message 1 is no object with a role"),
         ({"messages": [{"role": "usr", "content": "q"}]}, "its message 1 has 'role' 'usr': write one of system, "),
         (
