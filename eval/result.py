@@ -317,13 +317,13 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
 
 
 def render_table(results: Sequence[EvalResult], names: Sequence[str] | None = None) -> Table:
-    """A table for the terminal with one column per result, under `names` (default: the models)."""
+    """A table for the terminal with one column per result, under `names` (default: what was evaluated)."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=" / ".join(dict.fromkeys(result.task for result in results)), box=box.SIMPLE_HEAD)
     table.add_column("")
-    for name in names or [result.model for result in results]:
+    for name in names or [result.model.partition(", ")[0] for result in results]:
         table.add_column(name, justify="right", overflow="fold")
     columns = [_cells(result.summary) for result in results]
     for label in dict.fromkeys(label for column in columns for label in column):

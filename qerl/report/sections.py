@@ -75,7 +75,7 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
         cells["questions"] = f"{result['questions']} x {result.get('samples', 1)}"
     if result.get("completion_tokens") is not None and result.get("completions"):
         cells["tokens per completion"] = f"{result['completion_tokens'] / result['completions']:,.0f}"
-    return {**cells, "model": str(result.get("model", ""))}  # last, because it is long
+    return {**cells, "model": str(result.get("model", "")).partition(", ")[0]}  # without its start and adapter
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:

@@ -122,11 +122,13 @@ def test_a_result_of_another_suite_is_shown_as_far_as_possible(tmp_path):
     run = write_run(tmp_path / "run", [{"step": 1, "reward": 0.5}])
     (run / "eval" / "other").mkdir(parents=True)
     scores = {"ifeval:0": {"strict": 0.25, "strict_stderr": 0.125}}
-    result = {"suite": "lighteval", "task": "ifeval|0", "model": "tiny", "scores": scores}
+    result = {"suite": "lighteval", "task": "ifeval|0", "model": "run r, nvfp4 base b", "scores": scores}
     (run / "eval" / "other" / "lighteval.json").write_text(json.dumps(result))
     page = Page(render_page([read_run(run)]))
     assert "ifeval|0" in page.text
     assert "0.250 ± 0.125" in page.text
+    assert "run r" in page.text
+    assert "nvfp4 base" not in page.text  # what the run itself says
     assert "Graded wrong" not in page.text
 
 
