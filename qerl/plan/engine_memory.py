@@ -78,14 +78,15 @@ def card_of(text: str) -> Card:
         name = card.name.replace("-", "")
         if given in (name, f"{name}{_gb(card)}"):
             return card
+    trained_on = ", ".join(name for name, card in CARDS.items() if card.has_bf16)
     try:
         gib = float(size.replace("_", "x"))
     except ValueError:
-        raise ConfigError(f"--gpu {text!r} is not known: write GiB (24) or one of {', '.join(CARDS)}") from None
-    if not 0 < gib < 1024:
         raise ConfigError(
-            f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80, or one of {', '.join(CARDS)}"
-        )
+            f"--gpu {text!r} is not known (cards are NVIDIA's): write GiB (24) or one of {trained_on}"
+        ) from None
+    if not 0 < gib < 1024:
+        raise ConfigError(f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80, or one of {trained_on}")
     nearest = min((card for card in CARDS.values() if card.has_bf16), key=lambda card: abs(card.memory_gib - gib))
     return Card(f"a card of {gib:g} GiB, as fast as {nearest.name}", gib, nearest.gb_per_s, nearest.tflops)
 
