@@ -331,7 +331,7 @@ class OwnQKVParallelLinear(QKVParallelLinear):  # vLLM finds the target "Linear"
     """
 
     def __init__(self, *sizes: Any, prefix: str = "", **options: Any) -> None:
-        config = get_current_vllm_config().model_config.hf_text_config
+        config = getattr(get_current_vllm_config().model_config, "hf_text_config", None)
         if getattr(config, "attention_k_eq_v", False) and config.layer_types[extract_layer_index(prefix)] == FULL:
             torch.nn.Module.__init__(self)
             self.prefix = prefix
