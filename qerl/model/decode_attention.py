@@ -134,16 +134,24 @@ class Batch:
 
     `pages` (sequences, n) int32: the pages of each sequence in order; a page holds a multiple of TILE tokens. `lengths`
     (sequences,) int32: tokens including the new one, 0 for an unused row. `slots` (sequences,) int64: where the new
-    token goes, as page * tokens per page + its place in the page, or -1 if it is not to be written.
+    token goes, as page * tokens per page + its place in the page, or -1 if it is not to be written. `angles` are those
+    by which the new query and key are still to be rotated, (positions, head_dim) bfloat16, cosines before sines: value
+    d of a head with value d + head_dim / 2, by the row of the token's position.
     """
 
     pages: torch.Tensor
     lengths: torch.Tensor
     slots: torch.Tensor
+    angles: torch.Tensor | None = None
 
 
 def takes(heads: int, key_heads: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
+
+
+def rotates(head_dim: int, bits: int) -> bool:
+    """Whether the kernel can rotate the new query and key."""
+    return bits == 16 and head_dim >= 64
 
 
 def variants(head_dim: int, bits: int = 16) -> list[Variant]:
@@ -168,9 +176,13 @@ def attend_(
 
     `new` is (query, key, value), each (sequences, heads or key heads, head_dim), bfloat16, with contiguous heads. In a
     cache of 8 bits the new key and value are rounded before they are attended to. `space.plan_` must have been called
-    with these lengths.
+    with these lengths. Raises ValueError for angles where `rotates` says no.
     """
     query, key, value = new
+    if batch.angles is not None and not rotates(space.head_dim, space.bits):
+        raise ValueError(
+            f"heads of {space.head_dim} values over a cache in {space.bits} bits have to be rotated before"
+        )
     split = split_for(len(query), space.key_heads, space.bits)
     space.kernels[split](
         Launch((space.blocks[split], 1, 1), 32 * split.warps, early=True),
@@ -184,6 +196,7 @@ def attend_(
         *(batch.pages.stride(0), cache.page_tokens, *cache.keys.stride()[:3]),
         *(space.key_heads, query.shape[1] // space.key_heads),
         scale * log2(e),
+        batch.angles,
     )
     return out
 
@@ -203,19 +216,28 @@ def reference_attend_(
             continue
         places = torch.arange(length, device=query.device)
         pages = batch.pages[index].long()[places // cache.page_tokens]
-        stored = [_stored(one, by) for one, by in zip((key[index], value[index]), cache.scales, strict=True)]
+        angles = None if batch.angles is None else batch.angles[length - 1].float()
+        of_query, of_key = (_rotated(part[index], angles) for part in (query, key))
+        stored = [_stored(one, by) for one, by in zip((of_key, value[index]), cache.scales, strict=True)]
         keys, values = (
             torch.cat([part[pages, places % cache.page_tokens][:-1], one[None]])
             for part, one in zip((cache.keys, cache.values), stored, strict=True)
         )
         keys, values = (_read(part, by) for part, by in zip((keys, values), cache.scales, strict=True))
         group = query.shape[1] // key.shape[1]
-        scores = torch.einsum("hd,thd->ht", query[index].double(), keys.repeat_interleave(group, 1)) * scale
+        scores = torch.einsum("hd,thd->ht", of_query.double(), keys.repeat_interleave(group, 1)) * scale
         out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).to(out.dtype)
         if slot >= 0:
             for part, one in zip((cache.keys, cache.values), stored, strict=True):
                 part[slot // cache.page_tokens, slot % cache.page_tokens] = one
     return out
+
+
+def _rotated(heads: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+    if angles is None:
+        return heads
+    (cosines, sines), (first, second) = angles.chunk(2), heads.float().chunk(2, -1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
 
 
 def _stored(new: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
@@ -27,9 +29,19 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from qerl.model.decode_attention import MAX_SEQUENCES, Batch, Cache, Space, attend_, takes
+from qerl.model.decode_attention import MAX_SEQUENCES, Batch, Cache, Space, attend_, rotates, takes
 
 EIGHT_BITS = ("fp8", "fp8_e4m3")
+
+
+def rotates_inside(layer: str) -> bool:
+    """Whether our kernel serves this pass in the attention layer of that name, and may rotate queries and keys as well.
+
+    A row of graphs with attention between them rotates before, since it was captured without knowing the batch.
+    """
+    context = get_forward_context()
+    known = isinstance(context.attn_metadata, dict) and context.cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
+    return known and getattr(context.attn_metadata.get(layer), "decode_space", None) is not None
 
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):
@@ -69,8 +81,16 @@ class DecodeImpl(FlashAttentionImpl):
         self.decodes = plain and takes(self.num_heads, self.num_kv_heads, self.head_size)
         self._in_8_bits = self.decodes and self.kv_cache_dtype in EIGHT_BITS
         self._shape = (self.num_kv_heads, self.head_size, 8 if self._in_8_bits else 16)
+        self._angles: torch.Tensor | None = None
         if self._in_8_bits:  # vLLM then hands queries on as they are
             self.supports_quant_query_input = False
+
+    def rotate_by_(self, angles: torch.Tensor) -> None:
+        """Rotate queries and keys by these where `rotates_inside` says so; nothing before does it then."""
+        self._angles = angles.to(torch.bfloat16)
+
+    def can_rotate(self) -> bool:
+        return self.decodes and rotates(*self._shape[1:])
 
     def forward(
         self,
@@ -94,7 +114,8 @@ class DecodeImpl(FlashAttentionImpl):
                 return self._attend_decoded_(layer, query, kv_cache, attn_metadata, output)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)
         count = attn_metadata.num_actual_tokens
-        batch = Batch(attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.slot_mapping)
+        angles = self._angles if self._angles is not None and rotates_inside(layer.layer_name) else None
+        batch = Batch(attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.slot_mapping, angles)
         new = (query[:count], key[:count], value[:count])
         scales = (layer._k_scale, layer._v_scale) if self._in_8_bits else (None, None)
         attend_(output[:count], new, Cache(*kv_cache.unbind(1), scales), batch, self.scale, space)

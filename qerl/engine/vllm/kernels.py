@@ -7,9 +7,9 @@ which blocks of pairs, each of one expert, the base products work, and the kerne
 launches take the place of ones that a layer needs without an adapter, too: the activation, and the sum over a token's
 experts.
 
-`draw` draws one token per row with its logprob, reading the logits once. Each program of the first launch keeps the
-maximum, the sum of exponentials and the best noisy logit of its block; then one program per row combines them. `rows`
-is not specialized, because an odd number of sequences would recompile.
+`draw` draws one token per row with its logprob. Each program of the first launch reads a block of logits and keeps
+their maximum and their sum of exponentials; then one program per row draws a block, and a token of that block, so that
+few logits need noise. `rows` is not specialized, because an odd number of sequences would recompile.
 
 `add_norm`, `swiglu` and `rotate_` are one launch each; nothing is compiled for the sake of fusing them.
 """
@@ -272,17 +272,16 @@ def draw(
     """See the twin. `logits` may have any floating dtype, and any stride between its rows. `out` is filled if given."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
-    partial = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)  # maximum, sum of exp, best
-    best = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    partial = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)  # maximum, sum of exponentials
     if out is None:
-        out = best.new_empty(rows, dtype=torch.int64), partial.new_empty(rows)
+        out = partial.new_empty(rows, dtype=torch.int64), partial.new_empty(rows)
     tokens, logprobs = out
     common = (logits, logits.stride(0), request, temperature)
-    _block_kernel[(rows, blocks)](
-        *common, seeds, positions.contiguous(), partial, best, rows, vocabulary, QUARTER=QUARTER, num_warps=8
+    _block_kernel[(rows, blocks)](*common, partial, rows, vocabulary, BLOCK=BLOCK, num_warps=8)
+    _row_kernel[(rows,)](
+        *(*common, seeds, positions.contiguous(), partial, tokens, logprobs, rows, vocabulary, blocks),
+        **{"WIDTH": triton.next_power_of_2(blocks), "QUARTER": QUARTER, "num_warps": 8},
     )
-    width = triton.next_power_of_2(blocks)
-    _row_kernel[(rows,)](*common, partial, best, tokens, logprobs, rows, blocks, WIDTH=width, num_warps=1)
     return tokens, logprobs
 
 
@@ -301,56 +300,27 @@ def _scaled(logits_ptr, index, vocabulary, inverse):
 
 
 @triton.jit
+def _key(logits_ptr, index, vocabulary, inverse, largest, bits, greedy):
+    z = _scaled(logits_ptr, index, vocabulary, inverse) - largest
+    return tl.where(greedy, -z, _exponential(bits) / tl.exp(z))
+
+
+@triton.jit
 def _least(key, part, other, number):
     """The smaller of two keys, and in which part it is: in the earlier one, if both are equal."""
     return tl.where(other < key, other, key), tl.where(other < key, number, part)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _block_kernel(
-    logits_ptr,
-    stride,
-    request_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    partial_ptr,
-    best_ptr,
-    rows,
-    vocabulary,
-    QUARTER: tl.constexpr,
-):
-    """The largest of z + g is where E / exp(z) is least, with E = exp(-g): one logarithm per logit instead of two."""
+def _block_kernel(logits_ptr, stride, request_ptr, temperature_ptr, partial_ptr, rows, vocabulary, BLOCK: tl.constexpr):
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    request = tl.load(request_ptr + row)
-    temperature = tl.load(temperature_ptr + request)
-    greedy = temperature == 0.0
-    inverse = tl.where(greedy, 1.0, 1.0 / temperature)
-    seed = tl.randint(tl.load(seeds_ptr + request), tl.load(positions_ptr + row))
-    lane = tl.arange(0, QUARTER)
-    r0, r1, r2, r3 = tl.randint4x(seed, block * QUARTER + lane)
-    logits_ptr += row * stride
-    first = block * (4 * QUARTER)
-    z0 = _scaled(logits_ptr, first + lane, vocabulary, inverse)
-    z1 = _scaled(logits_ptr, first + QUARTER + lane, vocabulary, inverse)
-    z2 = _scaled(logits_ptr, first + 2 * QUARTER + lane, vocabulary, inverse)
-    z3 = _scaled(logits_ptr, first + 3 * QUARTER + lane, vocabulary, inverse)
-    maximum = tl.max(tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
-    safe = tl.where(maximum == float("-inf"), 0.0, maximum)
-    e0, e1, e2, e3 = tl.exp(z0 - safe), tl.exp(z1 - safe), tl.exp(z2 - safe), tl.exp(z3 - safe)
-    total = tl.sum((e0 + e1) + (e2 + e3))
-    key = tl.where(greedy, safe - z0, _exponential(r0) / e0)
-    part = tl.zeros_like(lane)
-    key, part = _least(key, part, tl.where(greedy, safe - z1, _exponential(r1) / e1), 1)
-    key, part = _least(key, part, tl.where(greedy, safe - z2, _exponential(r2) / e2), 2)
-    key, part = _least(key, part, tl.where(greedy, safe - z3, _exponential(r3) / e3), 3)
-    least = tl.min(key)
-    inside = tl.min(tl.where(key == least, part * QUARTER + lane, 4 * QUARTER - 1))
+    temperature = tl.load(temperature_ptr + tl.load(request_ptr + row))
+    inverse = tl.where(temperature == 0.0, 1.0, 1.0 / temperature)
+    z = _scaled(logits_ptr + row * stride, block * BLOCK + tl.arange(0, BLOCK), vocabulary, inverse)
+    maximum = tl.max(z)
     place = row * blocks + block
     tl.store(partial_ptr + place, maximum)
-    tl.store(partial_ptr + rows * blocks + place, total)
-    tl.store(partial_ptr + 2 * rows * blocks + place, tl.where(greedy, maximum, maximum - tl.log(least)))
-    tl.store(best_ptr + place, tl.minimum(first + inside, vocabulary - 1))
+    tl.store(partial_ptr + rows * blocks + place, tl.sum(tl.exp(z - tl.where(maximum == float("-inf"), 0.0, maximum))))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -359,29 +329,49 @@ def _row_kernel(
     stride,
     request_ptr,
     temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
     partial_ptr,
-    best_ptr,
     tokens_ptr,
     logprobs_ptr,
     rows,
+    vocabulary,
     blocks,
     WIDTH: tl.constexpr,
+    QUARTER: tl.constexpr,
 ):
+    """The largest of z + g is where E / exp(z) is least, with E = exp(-g): one logarithm per logit instead of two."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, WIDTH)
-    place, inside = row * blocks + lane, lane < blocks
-    maxima = tl.load(partial_ptr + place, mask=inside, other=float("-inf"))
-    totals = tl.load(partial_ptr + rows * blocks + place, mask=inside, other=0.0)
-    values = tl.load(partial_ptr + 2 * rows * blocks + place, mask=inside, other=float("-inf"))
+    request = tl.load(request_ptr + row)
+    temperature = tl.load(temperature_ptr + request)
+    greedy = temperature == 0.0
+    inverse = tl.where(greedy, 1.0, 1.0 / temperature)
+    seed, seed_of_blocks, _, _ = tl.randint4x(tl.load(seeds_ptr + request), tl.load(positions_ptr + row))
+    number = tl.arange(0, WIDTH)
+    place, exists = row * blocks + number, number < blocks
+    maxima = tl.load(partial_ptr + place, mask=exists, other=float("-inf"))
+    totals = tl.load(partial_ptr + rows * blocks + place, mask=exists, other=0.0)
     maximum = tl.max(maxima)
-    log_total = maximum + tl.log(tl.sum(tl.where(totals > 0, totals * tl.exp(maxima - maximum), 0.0)))
-    _, where = tl.max(values, axis=0, return_indices=True)
-    token = tl.load(best_ptr + row * blocks + where)
-    temperature = tl.load(temperature_ptr + tl.load(request_ptr + row))
-    inverse = tl.where(temperature == 0.0, 1.0, 1.0 / temperature)
-    logit = tl.load(logits_ptr + row * stride + token).to(tl.float32) * inverse
+    masses = tl.where(totals > 0, totals * tl.exp(maxima - maximum), 0.0)
+    key = tl.where(greedy, maximum - maxima, _exponential(tl.randint(seed_of_blocks, number)) / masses)
+    block = tl.min(tl.where(key == tl.min(key), number, blocks - 1))
+    largest = tl.max(tl.where(number == block, maxima, float("-inf")))
+    lane = tl.arange(0, QUARTER)
+    r0, r1, r2, r3 = tl.randint4x(seed, lane)
+    logits_ptr += row * stride
+    first = block * (4 * QUARTER)
+    key, part = _key(logits_ptr, first + lane, vocabulary, inverse, largest, r0, greedy), tl.zeros_like(lane)
+    other = _key(logits_ptr, first + QUARTER + lane, vocabulary, inverse, largest, r1, greedy)
+    key, part = _least(key, part, other, 1)
+    other = _key(logits_ptr, first + 2 * QUARTER + lane, vocabulary, inverse, largest, r2, greedy)
+    key, part = _least(key, part, other, 2)
+    other = _key(logits_ptr, first + 3 * QUARTER + lane, vocabulary, inverse, largest, r3, greedy)
+    key, part = _least(key, part, other, 3)
+    inside = tl.min(tl.where(key == tl.min(key), part * QUARTER + lane, 4 * QUARTER - 1))
+    token = tl.minimum(first + inside, vocabulary - 1)
+    logit = tl.load(logits_ptr + token).to(tl.float32) * inverse
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logprobs_ptr + row, logit - log_total)
+    tl.store(logprobs_ptr + row, logit - maximum - tl.log(tl.sum(masses)))
 
 
 @cache

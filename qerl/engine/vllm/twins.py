@@ -1,9 +1,10 @@
 """The kernels of `kernels.py` in plain torch.
 
-`reference_draw` uses the same random numbers as `kernels.draw`. It uses the Gumbel-max trick: the largest of z + g is a
-draw from softmax(z), where g = -log(-log(1 - u)) and u is uniform. The u are words of Philox (`qerl/base/philox.py`).
-The first word for the request's seed and the token's position is the key of the row; the four words of one counter are
-for four logits, a quarter of a block apart.
+`reference_draw` uses the random numbers of `kernels.draw`. It uses the Gumbel-max trick twice: the largest of z + g
+is a draw from softmax(z), where g = -log(-log(1 - u)) and u is uniform. It draws a block of logits by the logs of the
+blocks' sums, and then a token of the block. The u are words of Philox (`qerl/base/philox.py`). The first two words for
+the request's seed and the token's position are the keys of the noise in the block and on the blocks; the four words of
+one counter are for four logits, a quarter of a block apart.
 
 Rows of the functions on experts are pairs: row p belongs to token p // k and its choice p % k.
 """
@@ -33,27 +34,30 @@ def reference_draw(
     log softmax(logits / temperature) at the token. At temperature 0 the token is the first with the largest logit, and
     the logprob is log softmax(logits).
     """
-    temperature, key = temperature[request], row_keys(seeds[request], positions)
-    scaled = logits.double() / torch.where(temperature == 0.0, 1.0, temperature).double()[:, None]
-    noise = gumbel(key, logits.shape[1]).masked_fill_(temperature[:, None] == 0.0, 0.0)
-    tokens = (scaled + noise).argmax(1)
-    return tokens, scaled.log_softmax(1).gather(1, tokens[:, None])[:, 0].float()
+    temperature, keys = temperature[request], row_keys(seeds[request], positions)
+    greedy, which = temperature == 0.0, torch.arange(len(logits), device=logits.device)
+    scaled = logits.double() / torch.where(greedy, 1.0, temperature).double()[:, None]
+    blocks = F.pad(scaled, (0, -scaled.shape[1] % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK))
+    noisy = blocks.logsumexp(2) + gumbel(keys.second, blocks.shape[1])
+    block = torch.where(greedy[:, None], blocks.amax(2), noisy).argmax(1)
+    noise = gumbel(keys.first, BLOCK).masked_fill_(greedy[:, None], 0.0)
+    tokens = block * BLOCK + (blocks[which, block] + noise).argmax(1)
+    return tokens, scaled.log_softmax(1)[which, tokens].float()
 
 
-def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The key (n,) of each row's noise: 32 bits, as int64."""
+def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> Words:
+    """The keys (n,) of each row's noise, 32 bits each: the first two words are used."""
     nothing = torch.zeros_like(positions)
     counter = Words(positions & WORD, (positions >> 32) & WORD, nothing, nothing)
-    return philox(counter, (seeds & WORD, (seeds >> 32) & WORD)).first
+    return philox(counter, (seeds & WORD, (seeds >> 32) & WORD))
 
 
-def gumbel(key: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Standard Gumbel noise (n, vocabulary) for the rows' keys (n,), computed in float64 from a float32 u."""
-    blocks = -(-vocabulary // BLOCK)
-    lanes = torch.arange(blocks * QUARTER, device=key.device)[None, :].expand(len(key), -1)
+def gumbel(key: torch.Tensor, count: int) -> torch.Tensor:
+    """Standard Gumbel noise (n, count), at most a block, for keys (n,), computed in float64 from a float32 u."""
+    lanes = torch.arange(QUARTER, device=key.device)[None, :].expand(len(key), -1)
     nothing = torch.zeros_like(lanes)
     words = philox(Words(lanes, nothing, nothing, nothing), (key[:, None], torch.zeros_like(key)[:, None]))
-    bits = torch.stack(words, 1).unflatten(2, (blocks, QUARTER)).transpose(1, 2).flatten(1)[:, :vocabulary]
+    bits = torch.cat(words, 1)[:, :count]
     positive = torch.where(bits > WORD // 2, WORD - bits, bits)  # read as a signed word s: s, or -1 - s if negative
     uniform = (positive.float() * SMALLEST).clamp(min=SMALLEST).double()
     return -torch.log(-torch.log1p(-uniform))

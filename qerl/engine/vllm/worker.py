@@ -32,6 +32,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from qerl.engine.vllm.experts import check_experts, runners
 from qerl.engine.vllm.kernels import draw
+from qerl.engine.vllm.layers import rotate_inside_
 from qerl.engine.vllm.linear import BASES, Options, check_rounding, choose_ways_
 from qerl.engine.vllm.multi_step import sample_steps, steps_of
 from qerl.engine.vllm.opening import Parts
@@ -77,6 +78,7 @@ class QerlWorker(Worker):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
                 choose_ways_([size for size in sizes if size <= TOKENS[-1]])
         check_rounding(BASES)
+        rotate_inside_(runner.model)
         if layers := runners(runner.model):
             with self.parts.part("experts"):
                 check_experts(runner.model)

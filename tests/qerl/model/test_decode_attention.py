@@ -4,6 +4,7 @@ On a CPU the twin is compared with torch's attention, and the division of sequen
 kernel is compared with the twin; last run on an H100, 2026-11-25, at 6a3171c.
 """
 
+from dataclasses import replace
 from math import e
 
 import pytest
@@ -188,6 +189,40 @@ def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim, bi
     for mine, twin in ((cache.keys, twin_cache.keys), (cache.values, twin_cache.values)):
         assert torch.equal(mine.nan_to_num(), twin.nan_to_num())
         assert torch.equal(mine.isnan(), twin.isnan())
+
+
+def with_angles(step):
+    """The step with angles for its batch, and the step whose query and key are rotated by vLLM's formula before."""
+    (query, key, value), cache, batch = step
+    head_dim = query.shape[-1]
+    by = torch.arange(2000.0, device=query.device)[:, None] * 1e4 ** -torch.linspace(0, 1, head_dim // 2).to(
+        query.device
+    )
+    angles = torch.cat([by.cos(), by.sin()], 1).bfloat16()
+    cos, sin = (part.float()[:, None] for part in angles[(batch.lengths - 1).clamp(min=0).long()].chunk(2, 1))
+    turned = []
+    for part in (query, key):
+        first, second = part.float().chunk(2, -1)
+        turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16())
+    return replace(batch, angles=angles), ((*turned, value), copied(cache), batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("lengths", [[20, 1, 0, 16], [300, 7] * 3], ids=["few", "more"])
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(28, 4, 128), (14, 2, 64)])
+def test_rotating_inside_has_the_bits_of_rotating_before(lengths, heads, key_heads, head_dim, device):
+    new, cache, _ = step = random_step(lengths, heads, key_heads, head_dim, device=device)
+    batch, (turned, other, plain) = with_angles(step)
+    outs = [torch.empty(new[0].shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    for out, given in zip(outs, ((new, cache, batch, 0.1), (turned, other, plain, 0.1)), strict=True):
+        if device == "cpu":
+            reference_attend_(out, *given)
+            continue
+        space = Space(len(lengths), key_heads, head_dim, cache.keys.device)
+        space.plan_(batch.lengths)
+        attend_(out, *given, space)
+    assert torch.equal(*outs)
+    assert torch.equal(cache.keys.nan_to_num(), other.keys.nan_to_num())
 
 
 @pytest.mark.gpu

@@ -12,6 +12,9 @@
 // steps before that. None of those can be a token that another sequence writes in this launch, because vLLM lets
 // sequences share a block only after the step that filled it has ended.
 //
+// With `angles` (positions x HEAD_DIM: cosines, then sines, bfloat16) the query and the new key are rotated first, which
+// takes 16-bit caches and heads of 64 or 128, where a lane holds both values of each pair.
+//
 // Macros: HEAD_DIM (32, 64, 128), KV_BITS (16, 8), WARPS, BLOCKS (per multiprocessor), MAX_SEQUENCES.
 
 #include "exchange.cuh"
@@ -113,7 +116,8 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
        const float* key_scale_of_layer, const float* value_scale_of_layer, const int* __restrict__ pages,
        const int* __restrict__ lengths, const long long* slots, const int4* __restrict__ plan, float4* parts,
        float2* part_scales, u32* done, int query_stride, int key_stride, int value_stride, int pages_stride,
-       int page_tokens, int page_stride, int token_stride, int head_stride, int key_heads, int group, float scale) {
+       int page_tokens, int page_stride, int token_stride, int head_stride, int key_heads, int group, float scale,
+       const u16* __restrict__ angles) {
     __shared__ float sums[WARPS][GROUP][HEAD_DIM];
     __shared__ float2 scales[WARPS][GROUP];  // maximum and sum of each warp
     __shared__ u32 before;
@@ -138,6 +142,11 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
         return (long long)page.x * page_stride + (page.y + row) * token_stride + (long long)head * head_stride;
     };
     auto now = [&](const u16* fresh, int stride) { return fresh + (long long)sequence * stride + head * HEAD_DIM; };
+    auto rotate = [&](u32* words) {
+#if KV_BITS == 16 && HEAD_DIM >= 64
+        if (angles) rotate_words(words, angles + (long long)max(length - 1, 0) * HEAD_DIM, lo);
+#endif
+    };
     u32 key[2][KEY_WORDS];  // keys of tokens hi and hi + 8
     auto load_keys = [&](int tile) {
 #pragma unroll
@@ -150,8 +159,10 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (tile == tiles - 1 && tile * TILE + 8 * i + hi == length - 1)
+            if (tile == tiles - 1 && tile * TILE + 8 * i + hi == length - 1) {
+                rotate(key[i]);
                 round_key(now(new_key, key_stride), lo, key_inverse, key[i]);
+            }
     };
     u32 q[2 * STEPS];  // the query of head hi, as columns of Q^T
     auto load_query = [&] {
@@ -161,6 +172,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_
         if (hi < group)
 #pragma unroll
             for (int i = 0; i < RUNS; ++i) load_words<RUN / 2>(place + 4 * RUN * i + RUN * lo, q + RUN / 2 * i);
+        rotate(q);
 #pragma unroll
         for (int w = 0; w < 2 * STEPS; ++w) q[w] = query_word(q[w]);
     };

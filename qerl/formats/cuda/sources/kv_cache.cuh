@@ -182,3 +182,26 @@ static __device__ __forceinline__ void store_value(Element* place, int hi, const
     for (int i = 0; i < VALUE_WORDS / WIDE_WORDS; ++i)
         store_words<WIDE_WORDS>(place + 8 * WIDE * i + WIDE * hi, value + WIDE_WORDS * i);
 }
+
+// Rotate a lane's part of a query or key in bfloat16: value d of the head with value d + HEAD_DIM / 2, by the angle d.
+static __device__ __forceinline__ void rotate_words(u32* words, const u16* angles, int lo) {
+#pragma unroll
+    for (int i = 0; i < RUNS / 2; ++i) {
+#pragma unroll
+        for (int w = 0; w < RUN / 2; ++w) {  // word by word, for registers are scarce
+            const u16* place = angles + 4 * RUN * i + RUN * lo + 2 * w;
+            u32 cosine, sine;
+            asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(cosine) : "l"(place));
+            asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(sine) : "l"(place + HEAD_DIM / 2));
+            u32 &first = words[RUN / 2 * i + w], &second = words[RUN / 2 * (i + RUNS / 2) + w];
+            float low[2], high[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float a = from_bf16((u16)(first >> 16 * half)), b = from_bf16((u16)(second >> 16 * half));
+                const float c = from_bf16((u16)(cosine >> 16 * half)), s = from_bf16((u16)(sine >> 16 * half));
+                low[half] = a * c - b * s, high[half] = b * c + a * s;
+            }
+            first = two_bf16(low[0], low[1]), second = two_bf16(high[0], high[1]);
+        }
+    }
+}

@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from qerl.base.errors import EngineError
 from qerl.base.philox import WORD, Words, philox
@@ -154,15 +155,16 @@ def test_a_key_has_the_64_bits_of_seed_and_position():
     positions = torch.tensor([0, 2**40 + 5, 0])
     keys = row_keys(seeds, positions)
     one = [torch.tensor([word]) for word in (5, 2**8, 0, 0)]
-    assert keys[1] == philox(Words(*one), (torch.tensor([WORD]),) * 2).first
-    assert keys[2] == 0x6627E8D5
-    assert len(torch.cat([keys, row_keys(seeds, positions + 1), row_keys(seeds + 1, positions)]).unique()) == 9
+    assert keys.first[1] == philox(Words(*one), (torch.tensor([WORD]),) * 2).first
+    assert keys.first[2] == 0x6627E8D5
+    others = row_keys(seeds, positions + 1), row_keys(seeds + 1, positions)
+    assert len(torch.cat([word for each in (keys, *others) for word in each[:2]]).unique()) == 18
 
 
 def test_the_noise_has_a_standard_gumbel_distribution():
     """A Gumbel variable has the mean gamma (Euler's) and the variance pi^2 / 6. No two logits of a row share a word."""
-    noise = gumbel(torch.tensor([3, 4]), 3 * BLOCK - 7)
-    assert noise.shape == (2, 3 * BLOCK - 7)
+    noise = gumbel(torch.tensor([3, 4]), BLOCK - 7)
+    assert noise.shape == (2, BLOCK - 7)
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)
     assert noise.var().item() == pytest.approx(1.6449, abs=0.1)
     assert all(len(row.unique()) > 0.999 * len(row) for row in noise)
@@ -234,7 +236,7 @@ def random_batch(rows, vocabulary, dtype):
 @pytest.mark.parametrize("vocabulary", [5003, 152064])
 @pytest.mark.parametrize("rows", [1, 7, 128])
 def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtype):
-    """The same token, unless noisy logits are equal within float32 rounding, and the logprob of that token."""
+    """The same block and token, unless two are equal within float32 rounding, and the logprob of that token."""
     logits, request, temperature, seeds, positions = batch = random_batch(rows, vocabulary, dtype)
     tokens, logprobs = kernels.draw(*batch)
     expected, _ = reference_draw(*batch)
@@ -242,9 +244,14 @@ def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtyp
     greedy = temperature[request] == GREEDY
     assert torch.equal(tokens[greedy], expected[greedy])
     scaled = logits.double() / torch.where(greedy, 1.0, temperature[request]).double()[:, None]
-    noisy = scaled + gumbel(row_keys(seeds[request], positions), vocabulary).masked_fill_(greedy[:, None], 0.0)
-    which = torch.arange(rows, device="cuda")
-    assert (noisy[which, expected] - noisy[which, tokens] < 1e-4).all()
+    which, keys = torch.arange(rows, device="cuda"), row_keys(seeds[request], positions)
+    blocks = F.pad(scaled, (0, -vocabulary % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK))
+    of_blocks = torch.where(greedy[:, None], blocks.amax(2), blocks.logsumexp(2) + gumbel(keys.second, blocks.shape[1]))
+    block, inside = tokens // BLOCK, tokens % BLOCK
+    assert (of_blocks.amax(1) - of_blocks[which, block] < 1e-4).all()
+    noisy = blocks[which, block] + gumbel(keys.first, BLOCK).masked_fill_(greedy[:, None], 0.0)
+    assert (noisy.amax(1) - noisy[which, inside] < 1e-4).all()
+    assert (tokens == expected).float().mean() > 0.95
     torch.testing.assert_close(logprobs.double(), scaled.log_softmax(1)[which, tokens], rtol=0, atol=1e-4)
     again = kernels.draw(*batch)
     assert torch.equal(again[0], tokens)
