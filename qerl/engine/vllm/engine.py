@@ -263,19 +263,15 @@ class VLLMEngine(Engine):
     def _cache_tokens(self, settings: opening.Settings) -> int:
         """The tokens whose keys and values fit the cache, beside the states of as many sequences as run at once."""
         config = self.llm.llm_engine.vllm_config
-        cache = config.cache_config
-        tokens = cache.num_gpu_blocks * cache.block_size
         if not (settings.decoder.linear or settings.decoder.full):
-            return tokens
+            return config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        from qerl.engine.vllm.worker import kv_cache_bytes
         from qerl.plan.sizes import sizes_of
 
         sizes = sizes_of(settings.config.to_dict(), settings.base)
-        if settings.decoder.linear:
-            return max(0, tokens - config.scheduler_config.max_num_seqs * sizes.cached_tokens(0))
-        from qerl.engine.vllm.worker import kv_cache_bytes
-
-        self._held = sizes.cached_tokens
-        return kv_cache_bytes() // sizes.kv_bytes()
+        if settings.decoder.full:
+            self._held = sizes.cached_tokens
+        return sizes.tokens_of(kv_cache_bytes(), config.scheduler_config.max_num_seqs)
 
     def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Put the base's start beside its weights; returns where its factors lie, by base linear."""
