@@ -102,7 +102,8 @@ class MultiStepScheduler(AsyncScheduler):
         whole = [type(each) is FullAttentionManager or each.block_size >= self.max_model_len for each in groups]
         other = (self.connector, self.ec_connector, self.lora_config, self.num_spec_tokens)
         caching = self.cache_config.enable_prefix_caching
-        self.groups = groups if all(whole) and not any(other) and not (caching and len(groups) > 1) else ()
+        fits = most_batch and all(whole) and not any(other) and not (caching and len(groups) > 1)
+        self.groups = groups if fits else ()
 
     def add_request(self, request: Any) -> None:
         request.plain = plain(request, self.states.get(request.request_id), self.max_model_len)
