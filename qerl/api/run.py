@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.api.recipe import Recipe
 from qerl.base.errors import ConfigError
-from qerl.base.files import expanded, no_folder
+from qerl.base.files import no_folder
 from qerl.base.read_back import Shape, read_rows
 from qerl.checkpoint.folder import RUNS, run_folder
 
@@ -63,7 +63,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 class Run:
-    """A run directory. `qerl.train` returns one, and `qerl.Run("runs/x")` opens one that is there.
+    """A run directory. `qerl.train` returns one, and `qerl.Run("runs/x")`, or "x", opens one that is there.
 
     Everything is read when it is asked for, so that a run can be looked at while another process trains it.
     """
@@ -72,7 +72,7 @@ class Run:
         """Raises ConfigError for a folder that is not a run."""
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"{path!r:.60} is not a run: give a Run, or the directory that a run was written to")
-        self.path = expanded(os.fspath(path))
+        self.path = run_folder(os.fspath(path))
         if not (self.path / "config.yaml").is_file():
             what = f"{path} is not a run: it has no config.yaml" if self.path.exists() else no_folder(str(path))
             raise ConfigError(f"{what}; give the directory that a run was written to")

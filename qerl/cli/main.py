@@ -87,13 +87,15 @@ def grade(
 
 def report(
     runs: Annotated[list[str], typer.Argument(help="A run directory, or its name in runs/; several are compared.")],
-    before: Annotated[Path | None, typer.Option(help="Evaluation folder of the base, to compare with.")] = None,
-    after: Annotated[Path | None, typer.Option(help="Evaluation folder of the trained adapter.")] = None,
+    before: Annotated[Path | None, typer.Option(help="Evaluation of the base, to compare with.")] = None,
+    after: Annotated[Path | None, typer.Option(help="Evaluation of the trained adapter, or its run.")] = None,
     out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the run.")] = None,
 ) -> None:
     """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
+    from qerl.cli.evaluate import evaluation_of
     from qerl.report.page import write_report
 
+    before, after = (folder and evaluation_of(str(folder)) for folder in (before, after))
     write_report(list(map(run_folder, runs)), before, after, out, _judged(before, after) if before and after else None)
 
 

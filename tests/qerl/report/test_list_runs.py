@@ -51,7 +51,7 @@ def test_every_run_has_a_line_the_newest_first(here, runs):
     same = qerl.runs()
     assert ([str(run.folder) for run in same], qerl.Run(same[3]).steps) == ([run["folder"] for run in found], 5)
     assert repr(same) == shown.strip("\n")
-    assert [run.steps for run in qerl.runs("whole")] == [5]
+    assert ([run.steps for run in qerl.runs("whole")], qerl.Run("who").steps) == ([5], 5)
     write_run(runs / "whole", [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}, {"step": 3, "entropy": 1.0}])
     (run,) = list_runs(runs / "whole")
     assert (run.steps, run.measure, run.value, run.note) == (3, "reward", None, "reward was not finite at step 2")
@@ -99,6 +99,8 @@ def test_commands_take_short_names(here, runs):
         assert "begins the names of several runs" in errors
     write_evaluation(runs / "whole/eval/one", [True])
     assert str(evaluation_of("who")) == "runs/whole/eval/one"
+    code, _, errors = here("report", "who", "--before", "whole", "--after", "who")
+    assert (code, "held-out accuracy went" in (runs / "whole/report.md").read_text()) == (0, True), errors
     write_evaluation(runs / "whole/eval/two", [True])
     with pytest.raises(ConfigError, match="has several evaluations: write runs/whole/eval/one or runs/whole/eval/two"):
         evaluation_of("who")
