@@ -18,7 +18,7 @@ them, so whatever reads them (`requests.py`) finds them as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +34,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
-from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np, stream
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 MOST_STEPS = 4  # the host's time is a quarter then; a sequence that ended costs 6 steps of its row on average
@@ -101,6 +101,7 @@ class MultiStepScheduler(AsyncScheduler):
         # A block of a state is for the whole sequence. A window would give blocks back meanwhile.
         whole = [type(each) is FullAttentionManager or each.block_size >= self.max_model_len for each in groups]
         other = (self.connector, self.ec_connector, self.lora_config, self.num_spec_tokens)
+        other += (self.enable_kv_cache_events, self.enable_return_routed_experts, self.log_stats)
         caching = self.cache_config.enable_prefix_caching
         fits = most_batch and all(whole) and not any(other) and not (caching and len(groups) > 1)
         self.groups = groups if fits else ()
@@ -165,27 +166,15 @@ class MultiStepScheduler(AsyncScheduler):
             grown[name] = tuple([block.block_id for block in own] for own in new) if any(new) else None
             self.kv_cache_manager.cache_blocks(request, len(request._all_token_ids))
         names = [request.request_id for request in requests]
-        output = SchedulerOutput(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=names,
-                resumed_req_ids=set(),
-                new_token_ids=[],
-                all_token_ids={},
-                new_block_ids=[grown.get(name) for name in names],
-                num_computed_tokens=[request.num_computed_tokens for request in requests],
-                num_output_tokens=[request.num_computed_tokens + 1 - request.num_prompt_tokens for request in requests],
-            ),
-            num_scheduled_tokens=dict.fromkeys(names, 1),
-            total_num_scheduled_tokens=len(names),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            num_common_prefix_blocks=[0] * len(self.groups),  # for cascade attention, which this runner does not have
-            finished_req_ids=self.finished_req_ids,
-            free_encoder_mm_hashes=[],
-            preempted_req_ids=self.reset_preempted_req_ids,
-            new_block_ids_to_zero=(self.needs_kv_cache_zeroing and self.kv_cache_manager.take_new_block_ids()) or None,
-        )
+        computed = [request.num_computed_tokens for request in requests]
+        outputs = [known + 1 - request.num_prompt_tokens for known, request in zip(computed, requests, strict=True)]
+        output, blocks = SchedulerOutput.make_empty(), [grown.get(name) for name in names]
+        output.scheduled_cached_reqs = CachedRequestData(names, set(), [], {}, blocks, computed, outputs)
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = dict.fromkeys(names, 1), len(names)
+        output.num_common_prefix_blocks = [0] * len(self.groups)  # for cascade attention, which this runner has not
+        output.finished_req_ids, output.preempted_req_ids = self.finished_req_ids, self.reset_preempted_req_ids
+        if self.needs_kv_cache_zeroing:
+            output.new_block_ids_to_zero = self.kv_cache_manager.take_new_block_ids() or None
         for request in requests:
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
@@ -245,7 +234,7 @@ class MultiStepScheduler(AsyncScheduler):
         requests = [self.requests[name] for name in output.num_scheduled_tokens]
         if any(request.is_prefill_chunk for request in requests):
             return 0
-        if count > self.most_batch:
+        if count > self.most_batch or any(request.plain is None for request in requests):
             return 1
         left = max(each.num_prompt_tokens + each.max_tokens - each.num_computed_tokens for each in requests)
         room = self.max_model_len - max(each.num_computed_tokens for each in requests)
@@ -283,24 +272,22 @@ def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) 
     batch, hidden = state.input_batch, state.hidden_states
     if (spaces := _plans(runner)) and getattr(runner.sampler, "covers", lambda rows: False)(batch.idx_mapping_np):
         drawn = _draw_steps(runner, batch, hidden, steps, spaces, after_forward)
-        return DrawnTokens(batch.req_ids, *drawn, runner.main_stream, runner.output_copy_stream)
-    sampled = [_sample_(runner, batch, hidden)]
-    for _ in range(steps - 1):
-        hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
-        after_forward(batch.num_tokens)
-        sampled.append(_sample_(runner, batch, hidden))
-    joined = joined_steps(sampled)
-    output = _output(batch.req_ids, None)  # AsyncOutput fills it in
-    return AsyncOutput(output, joined, joined.num_sampled, runner.main_stream, runner.output_copy_stream)
-
-
-def _output(names: list[str], tokens: list[list[int]] | None, logprobs: LogprobsLists | None = None) -> Any:
-    numbers = {name: row for row, name in enumerate(names)}
-    return ModelRunnerOutput(names, numbers, tokens, logprobs=logprobs, prompt_logprobs_dict={})
+    else:
+        sampled = [_sample_(runner, batch, hidden)]
+        for _ in range(steps - 1):
+            hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
+            after_forward(batch.num_tokens)
+            sampled.append(_sample_(runner, batch, hidden))
+        each = [(one.sampled_token_ids[:, 0], one.logprobs_tensors.logprobs[:, 0]) for one in sampled]
+        drawn = [torch.stack(column) for column in zip(*each, strict=True)]
+    return DrawnTokens(batch.req_ids, *drawn, runner.main_stream, runner.output_copy_stream)
 
 
 class DrawnTokens(AsyncModelRunnerOutput):
-    """Tokens and logprobs of several steps on their way to the host, (steps, at least as many as `names`) each."""
+    """Tokens and logprobs of several steps on their way to the host, (steps, at least as many as `names`) each.
+
+    vLLM's AsyncOutput is for tensors by sequence, with ranks and counts. Ranks are not known here, and said to be 0.
+    """
 
     def __init__(self, names: list[str], tokens: torch.Tensor, logprobs: torch.Tensor, main: Any, copying: Any) -> None:
         self.names, self.on_card = names, (tokens, logprobs)  # they have to live until they are copied
@@ -316,7 +303,8 @@ class DrawnTokens(AsyncModelRunnerOutput):
         tokens, logprobs = (each[:, :count].T for each in self.on_host)
         flat, starts = tokens.reshape(-1, 1), [*range(0, tokens.size + 1, tokens.shape[1])]
         lists = LogprobsLists(flat, logprobs.reshape(-1, 1), np.zeros_like(flat[:, 0]), starts)
-        return _output(self.names, tokens.tolist(), lists)
+        numbers = {name: row for row, name in enumerate(self.names)}
+        return ModelRunnerOutput(self.names, numbers, tokens.tolist(), logprobs=lists, prompt_logprobs_dict={})
 
 
 def _plans(runner: Any) -> list[Any]:
@@ -368,40 +356,26 @@ def _draw_steps(
 
 @triton.jit
 def _advance_kernel(
-    rows_ptr,
-    tokens_ptr,
-    computed_ptr,
-    last_ptr,
-    known_ptr,
-    known_stride,
-    total_ptr,
-    ids_ptr,
-    positions_ptr,
-    lengths_ptr,
-    slots_ptr,
-    slots_stride,
-    tables_ptr,
-    strides_ptr,
-    sizes_ptr,
-    GROUPS: tl.constexpr,
-):
+    rows, tokens, computed, last, known, width, total, ids, positions, lengths, slots, most, tables, strides, sizes,
+    GROUPS: tl.constexpr
+):  # fmt: skip
     place = tl.program_id(0)
-    row = tl.load(rows_ptr + place).to(tl.int64)
-    token = tl.load(tokens_ptr + place)
-    total = tl.load(total_ptr + row)
-    tl.store(last_ptr + row, token)
-    tl.store(known_ptr + row * known_stride + total, token.to(tl.int32))
-    tl.store(total_ptr + row, total + 1)
-    position = tl.load(computed_ptr + row) + 1
-    tl.store(computed_ptr + row, position)
-    tl.store(ids_ptr + place, token.to(tl.int32))
-    tl.store(positions_ptr + place, position.to(tl.int64))
-    tl.store(lengths_ptr + place, position + 1)
+    row = tl.load(rows + place).to(tl.int64)
+    token = tl.load(tokens + place)
+    length = tl.load(total + row)
+    tl.store(last + row, token)
+    tl.store(known + row * width + length, token.to(tl.int32))
+    tl.store(total + row, length + 1)
+    position = tl.load(computed + row) + 1
+    tl.store(computed + row, position)
+    tl.store(ids + place, token.to(tl.int32))
+    tl.store(positions + place, position.to(tl.int64))
+    tl.store(lengths + place, position + 1)
     for group in tl.static_range(GROUPS):
-        size = tl.load(sizes_ptr + group)
-        table = tl.cast(tl.load(tables_ptr + group), tl.pointer_type(tl.int32)) + row * tl.load(strides_ptr + group)
+        size = tl.load(sizes + group)
+        table = tl.cast(tl.load(tables + group), tl.pointer_type(tl.int32)) + row * tl.load(strides + group)
         slot = tl.load(table + position // size) * size + position % size
-        tl.store(slots_ptr + group * slots_stride + place, slot.to(tl.int64))
+        tl.store(slots + group * most + place, slot.to(tl.int64))
 
 
 def advance_(rows: torch.Tensor, tokens: torch.Tensor, runner: Any) -> None:
@@ -411,25 +385,12 @@ def advance_(rows: torch.Tensor, tokens: torch.Tensor, runner: Any) -> None:
     vLLM's `post_update` and `compute_slot_mappings` do in two, and the three copies between them.
     """
     state, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
-    _advance_kernel[(len(rows),)](
-        rows,
-        tokens.long(),
-        state.num_computed_tokens.gpu,
-        state.last_sampled_tokens,
-        state.all_token_ids.gpu,
-        state.all_token_ids.gpu.stride(0),
-        state.total_len.gpu,
-        buffers.input_ids,
-        buffers.positions,
-        buffers.seq_lens,
-        tables.slot_mappings,
-        tables.slot_mappings.stride(0),
-        tables.block_table_ptrs,
-        tables.block_table_strides,
-        tables.block_sizes_tensor,
-        GROUPS=tables.num_kv_cache_groups,
-        num_warps=1,
-    )
+    known, slots = state.all_token_ids.gpu, tables.slot_mappings
+    noted = state.num_computed_tokens.gpu, state.last_sampled_tokens, known, known.stride(0), state.total_len.gpu
+    inputs = buffers.input_ids, buffers.positions, buffers.seq_lens, slots, slots.stride(0)
+    blocks = tables.block_table_ptrs, tables.block_table_strides, tables.block_sizes_tensor
+    arguments = rows, tokens.long(), *noted, *inputs, *blocks
+    _advance_kernel[(len(rows),)](*arguments, GROUPS=tables.num_kv_cache_groups, num_warps=1)
 
 
 def _sample_(runner: Any, batch: Any, hidden: torch.Tensor) -> SamplerOutput:
@@ -455,26 +416,3 @@ def _forward_again_(runner: Any, batch: Any, tokens: torch.Tensor) -> torch.Tens
     graph = runner.cudagraph_manager.dispatch(count, batch.num_tokens, 1, 0)
     runner.model_state.prepare_attn(batch, graph.cg_mode, blocks, slots, runner.attn_groups, runner.kv_cache_config)
     return runner.cudagraph_manager.run_fullgraph(graph)
-
-
-def joined_steps(outputs: Sequence[SamplerOutput]) -> SamplerOutput:
-    """The tokens of several steps as those of one, (sequences, steps), with logprobs in the order of the tokens."""
-    steps, tokens = len(outputs), torch.cat([output.sampled_token_ids for output in outputs], dim=1)
-    count = len(tokens)
-
-    def rows(field: str) -> torch.Tensor:  # of all steps of the first sequence, then of the second, ...
-        return torch.stack([getattr(output.logprobs_tensors, field) for output in outputs], dim=1).flatten(0, 1)
-
-    logprobs = None
-    if outputs[0].logprobs_tensors is not None:
-        logprobs = LogprobsTensors(
-            *(rows(field) for field in ("logprob_token_ids", "logprobs", "selected_token_ranks")),
-            cu_num_generated_tokens=[*range(0, count * steps + 1, steps)],
-        )
-    return SamplerOutput(
-        sampled_token_ids=tokens,
-        logprobs_tensors=logprobs,
-        num_nans=None,
-        num_sampled=torch.full((count,), steps, dtype=torch.int32, device=tokens.device),
-        num_rejected=torch.zeros(count, dtype=torch.int32, device=tokens.device),
-    )
