@@ -8,8 +8,9 @@ docs/lab/cost-model.md compares it with the measurements:
     teacher     = 2 of its weights * tokens / (TRAIN_RATE * rate)
 
 where the tokens of a prompt count once per micro-batch. For weights that are trained themselves 2 weights * tokens /
-rate come on top: the products of their gradients are large and stand alone, and reach the whole rate. Rounding
-activations to 4 bits adds to each forward pass what qerl/plan/sizes.py says.
+rate come on top: the products of their gradients are large and stand alone, and reach the whole rate. Of products that
+`train.fp8_recipe` rounds, ROUNDED_SHARE is counted. Rounding activations to 4 bits adds to each forward pass what
+qerl/plan/sizes.py says.
 
 In a mixture of experts the weights of flops are those that a token is multiplied by, and products over experts have
 rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, and takes EXPERT_LAUNCH
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 LAUNCH = 31e-6  # seconds that a decoder layer takes beside reading its weights
 DECODE_RATE, TRAIN_RATE = 0.91, 0.74  # shares of the card's rate that are reached
+ROUNDED_SHARE = 0.7  # of the seconds of a product in 16 bits, that it takes in FP8 with the rounding of its sides
 EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top, for routing and more kernels
 EXPERT_RATES = {"decode": 0.27, "train": 0.31}  # of products over experts, each of which has few rows
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
@@ -75,7 +77,7 @@ def step_seconds(
     recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
-    flops = (4 + 2 * recomputed) * _paced(sizes) * tokens + 4 * sizes.head * sequences * lengths.new
+    flops = _flops(config, recomputed) * _paced(sizes) * tokens + 4 * sizes.head * sequences * lengths.new
     passes = max(1.0, tokens / max(tokens_at_once, 1))  # one per micro-batch
     beside = _gradient_seconds(config, sizes, card, tokens)
     beside += _expert_seconds(config, sizes, card, passes, recomputed)
@@ -98,15 +100,23 @@ def _seconds_of_rows(config: RunConfig, sizes: ModelSizes, card: Card, micro_bat
     tokens = config.rows_per_step * config.longest_row
     at_once = config.longest_row if micro_batches is None else micro_batches.micro_batch_tokens
     recomputed = micro_batches.recomputed(at_once) / sizes.layers if micro_batches else 0.0
-    flops = ((4 + 2 * recomputed) * _paced(sizes) + 4 * sizes.head) * tokens
+    flops = (_flops(config, recomputed) * _paced(sizes) + 4 * sizes.head) * tokens
     decoding = _expert_seconds(config, sizes, card, max(1.0, tokens / at_once), recomputed)
     return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens) + decoding
 
 
+def _flops(config: RunConfig, recomputed: float) -> float:
+    """Per weight of the body and token, in 16 bits: forward, for the share `recomputed` twice, and to the input."""
+    scales, products = config.train.fp8
+    rounded = ROUNDED_SHARE if scales else 1
+    return 2 * (1 + recomputed) * (rounded if products == "all" else 1) + 2 * rounded
+
+
 def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: float) -> float:
-    """Seconds of the products of whole weights' gradients."""
+    """Seconds of the products of whole weights' gradients, which `blockwise` leaves in 16 bits."""
     what = trainee(config.adapter, config.qat, config.model.format, config.optim.name)
-    return 2 * what.trained(sizes).count * tokens / (card.tflops * 1e12) if what.gradient_bytes else 0.0
+    rounded = ROUNDED_SHARE if config.train.fp8[0] == "tensorwise" else 1
+    return rounded * 2 * what.trained(sizes).count * tokens / (card.tflops * 1e12) if what.gradient_bytes else 0.0
 
 
 def _paced(sizes: ModelSizes, slower: float = TRAIN_RATE / EXPERT_RATES["train"]) -> float:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from qerl.base.errors import ConfigError
 from qerl.cli.main import app
 from qerl.config.recipe import load_recipe
+from qerl.config.train import TrainConfig
 from qerl.plan.engine_memory import card_of
 from qerl.plan.sizes import read_sizes
 from training.preflight.advice import duration, in_words, likely
@@ -50,6 +51,20 @@ def test_the_gradient_of_trained_weights_takes_a_third_as_long_again():
     whole, half, none = (seconds(one, made, Lengths(100, 400))["training"] for one in (config, ffn, frozen))
     assert (whole - none) / (half - none) == pytest.approx(6.53 / 5.70, rel=2e-3)
     assert 1.3 < whole / none < 1 + 0.74 / 2  # a third product beside two, at the whole rate; the head is frozen
+
+
+@pytest.mark.parametrize(("recipe", "gradients"), [("dapo_7b", 1), ("qat_7b", 1.74)])
+def test_products_in_fp8_take_seven_tenths_of_their_seconds(recipe, gradients):
+    """Those for dx, and of masters: at the whole rate, of which the others reach 0.74. `blockwise` rounds dx alone."""
+    config, made = planned("run.gradient_checkpointing=false", recipe=recipe, gpu="h200")
+    names = (None, "tensorwise", "tensorwise_gradients", "blockwise", "blockwise_gradients")
+    trains = [config.model_copy(update={"train": TrainConfig(fp8_recipe=name)}) for name in names]
+    plain, *rounded = (seconds(each, made, Lengths(0, 500))["training"] for each in trains)
+    all_, of_gradients, blockwise, dx = (plain - each for each in rounded)
+    tokens = config.rollout.prompts_per_step * config.rollout.group_size * 500
+    assert dx == pytest.approx(0.3 * 2 * 6.53e9 * tokens / (0.74 * made.card.tflops * 1e12), rel=2e-3)
+    assert all_ - of_gradients == pytest.approx(blockwise - dx) == pytest.approx(dx)  # the forward product
+    assert of_gradients / dx == pytest.approx(gradients, rel=2e-3)
 
 
 def test_carried_over_completions_leave_no_tail():
