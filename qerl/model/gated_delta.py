@@ -16,6 +16,7 @@ On a card the recurrence is fla-core's (`chunk_gated_delta_rule`), elsewhere its
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -186,7 +187,12 @@ def delta_rule(
 
 @cache
 def fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """fla-core's function for 16 bits on a card. Raises EngineError if it is missing."""
+    """fla-core's function for 16 bits on a card. Raises EngineError if it is missing.
+
+    Triton keeps on disk which variant of a kernel was fastest: timing them takes 150 s, and a run that is resumed would
+    otherwise choose anew, with other bits.
+    """
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:

@@ -170,7 +170,7 @@ class QerlFP8Config(ChosenByName, OwnConfig):
 
 @register_quantization_config(MIXED.vllm_method)
 class QerlMixedConfig(ChosenByName, OwnConfig):
-    """A format for each linear, as `opening.served_config` tells it. It has not run on a card yet."""
+    """A format for each linear, as `opening.served_config` tells it."""
 
     method = MIXED.vllm_method
 

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
-UNTRIED = (  # remove it after the batches `hybrid` and `hybrid9` of scripts/bench/on_card.sh
+UNTRIED = (  # remove it after the batch `gemma` of scripts/bench/on_card.sh
     "%s with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write %s"
 )
 
@@ -125,7 +125,6 @@ class Settings:
         prompts, of which vLLM would find whole blocks of 500 to 800 tokens only."""
         if not self.decoder.linear:
             return {}
-        logger.warning(UNTRIED, "linear attention", ENGINE.set_to("transformers"))
         return {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
 
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -275,6 +274,7 @@ def _take_new_runner_() -> None:
 def set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # 100 s of a start, and another choice has other bits
     if BREAKS not in sys.modules:  # it reads the variable once
         os.environ.setdefault(BREAKABLE, "1")
     if not has_module("flashinfer"):
