@@ -99,7 +99,7 @@ def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
 
 def _advice(error: Any, message: str, arguments: Sequence[str]) -> str | None:
     """What to write instead, as the command's own options and arguments and the keys of a recipe tell it."""
-    from qerl.config.keys import nearest, nearest_key
+    from qerl.config.keys import field_at, is_list, nearest, nearest_key
 
     if (context := getattr(error, "ctx", None)) is None:
         return None
@@ -108,7 +108,7 @@ def _advice(error: Any, message: str, arguments: Sequence[str]) -> str | None:
     if (option := getattr(error, "option_name", None)) is not None:
         close = nearest(option, list(error.possibilities or ()), 0.8)
         key = nearest_key((option.lstrip("-").replace("-", "_"),)) if keyed and close is None else None
-        if key is not None and "." in key:
+        if key is not None and ("." in key or is_list(field_at((key,)))):
             return f"write --set {key}={next((value for name, value in _pairs(arguments) if name == option), 'VALUE')}"
         close = close or nearest(option, list(error.possibilities or ()), 0.7)
         return close and f"did you mean {close}"

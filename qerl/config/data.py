@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from qerl.base.http import VARIABLE, header_mistake, is_secret, secret_place, url_mistake, url_shown
 from qerl.config.names import TASKS, unknown_name
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 class RewardConfig(Section):
-    """One reward; the sum of weight * reward is what training maximizes."""
+    """One reward; the sum of weight * reward is what training maximizes. Text is its name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: object) -> object:
+        return {"name": data} if isinstance(data, str) else data
 
     name: str = Field(
         min_length=1,

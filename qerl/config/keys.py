@@ -388,7 +388,8 @@ def _inside(path: Path, value: object) -> Iterator[Path]:
 
 def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | None:
     """Where the first of the keys was written; those on the command line come before those in a file."""
-    places = [origins.get(tuple(int(p) if p.isdecimal() else p for p in key.split("."))) for key in conflict.keys]
+    paths = [tuple(int(part) if part.isdecimal() else part for part in key.split(".")) for key in conflict.keys]
+    places = [origin_of(path, origins) for path in paths]
     written = [place for place in places if place is not None]
     return next((place for place in written if place.startswith("--")), next(iter(written), None))
 

@@ -6,17 +6,29 @@ import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from qerl.base.http import url_mistake, url_shown
 
 
 class Section(BaseModel):
-    """Frozen, no unknown keys, no conversion between types: `"8"` is not 8, and true is not 1."""
+    """Frozen, no unknown keys, no conversion between types: `"8"` is not 8, and true is not 1.
+
+    One text, or one mapping, stands for a list of it: `report_to: wandb`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        return {key: [each] if key in lists and isinstance(each, str | dict) else each for key, each in data.items()}
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,9 @@ def test_an_override_is_read_as_yaml(recipe, override, read, value):
         ("adapter.rank=3.5", "--set adapter.rank=3.5: adapter.rank: got 3.5, expected whole number >= 1"),
         ("rewards.1.weight=2", "rewards is a list, item 1 is not in it; write rewards.N with N an item's number (0 to"),
         ("rewards.0.wait=2", "rewards.0.wait: unknown key; did you mean rewards.0.weight?"),
-        ("rewards=accuracy", "rewards: got 'accuracy' (text), expected a list of {name, weight, args, timeout_s}; the"),
-        ("rewards=[accuracy]", "rewards.0: got 'accuracy' (text), expected keys (name, weight, args, timeout_s)"),
+        ("rewards=3", "rewards: got 3, expected a list of {name, weight, args, timeout_s}; the"),
+        ("rewards=[3]", "rewards.0: got 3, expected keys (name, weight, args, timeout_s)"),
+        ("rewards=acuracy", "--set rewards=acuracy: rewards.0.name acuracy: there is no such reward"),
         ("noise=off", "noise: got 'off' (text), expected keys (enabled, sigma_start,"),
         (
             "loss.correction=null",
@@ -254,6 +255,14 @@ def test_a_wrong_override_is_named(recipe, override, says):
         load_recipe(recipe(SMALL), [override])
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_one_value_stands_for_a_list_of_it_and_text_for_the_reward_of_that_name(recipe):
+    config = load_recipe(recipe(SMALL), ["rewards=[format, {name: accuracy, weight: 2}]", "adapter.targets=q_proj"])
+    assert [(each.name, each.weight) for each in config.rewards] == [("format", 1), ("accuracy", 2)]
+    assert config.adapter.targets == ("q_proj",)
+    for one in ("rewards=format", "rewards={name: format}"):
+        assert load_recipe(recipe(SMALL), [one]).rewards == config.rewards[:1]
 
 
 def test_a_later_override_wins_and_flags_win_over_overrides(recipe):

@@ -41,7 +41,7 @@ TYPES = [
     ("  format: nvfp4", "  format: nvfp8",
      "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16, mixed; did you mean nvfp4?"),
     ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: ''", "model.base: got '' (text), expected text"),
-    ("  targets: [q_proj, v_proj]", "  targets: q_proj", "got 'q_proj' (text), expected list of one of q_proj,"),
+    ("  targets: [q_proj, v_proj]", "  targets: all-linear", "targets.0: got 'all-linear' (text), expected one of"),
     ("  targets: [q_proj, v_proj]", "  targets: []", "adapter.targets: got the list [], expected list of one of"),
     ("  targets: [q_proj, v_proj]", "  targets: [q_proj, lm_head]", "adapter.targets.1: got 'lm_head' (text)"),
     ("  type: dapo", "  type: dpo", "loss.type: got 'dpo' (text), expected one of dapo, grpo,"),
