@@ -118,6 +118,7 @@ CASES = {
     "report of nothing": ("report runs/dnoe", "no folder runs/dnoe .did you mean runs/done", "the directory that"),
     "report of a model": ("report base", "base is not a run: it has no metrics.jsonl", "the directory that"),
     "merge a model": ("merge --adapter base --to bf16", "base is a model, not an adapter", "adapter_config.json"),
+    "merge into nothing": ("merge --adapter runs/done", "can become several things", "write --to, and one"),
     "merge to another format": ("merge --adapter runs/done --to fp8", "'fp8'", "'bf16'"),
     "merge an adapter of another base": ("merge --adapter runs/done --to bf16 --model base",
         "runs/done/adapter changes", "base that it was trained on"),

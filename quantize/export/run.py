@@ -130,11 +130,13 @@ def _write(options: ExportOptions, copies: int = 1) -> ExportReport | MergeRepor
     """Write what `options` say; the disk needs room for this many `copies` of a model."""
     if (found := _packed_run(options)) is not None:
         return _write_packed(*found, copies)
-    if options.to is None or options.step is not None:
+    if options.step is not None:
         raise ConfigError(
-            f"{options.adapter} was not trained through the quantizer: write --to {', '.join(TARGETS)}, and instead of "
-            "--step give a folder RUN/checkpoints/step-N"
+            f"{options.adapter} was not trained through the quantizer: instead of --step give a folder "
+            "RUN/checkpoints/step-N"
         )
+    if options.to is None:
+        raise ConfigError(f"{options.adapter} can become several things: write --to, and one of {', '.join(TARGETS)}")
     from quantize.export.base import Adapter
 
     folder = adapter_folder(options.adapter)
