@@ -357,7 +357,7 @@ class Runs(list[Listed]):
 
     def __repr__(self) -> str:
         self.show(SafeConsole(file=(text := io.StringIO())))
-        return text.getvalue().strip("\n")
+        return "\n".join(map(str.rstrip, text.getvalue().splitlines())).strip("\n")
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
