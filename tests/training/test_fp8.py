@@ -229,15 +229,12 @@ STILL = ("noise.enabled=false", "loss.mismatch_gate=null")
     ],
     ids=["adapter", "its gradients", "masters", "both", "gradients through NVFP4"],
 )
-def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, overrides, agrees, caplog):
+def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, overrides, agrees):
     """Random weights show the rounding to 8 bits as 0.02 to 0.04. Under powers of two one scale rounds as many do."""
-    caplog.set_level("INFO")
     run = start(small_config(base, tmp_path, *STILL, *overrides, steps=2), "fp8").run_dir
     assert numbers(run)[1]["grad_norm"] > 0
     low, high = (0, 1e-6) if agrees else (1e-3, 0.1)
     assert all(low <= row["mismatch_kl"] < high for row in numbers(run))
-    if any("fp8_recipe" in override for override in overrides):
-        assert f"gradients in {'e4m3' if 'model.format=bf16' in overrides else 'e5m2'}" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from qerl.base.philox import WORD, Words, derive_seed, philox
 from qerl.checkpoint.adapter import base_linears
 from qerl.formats.fp8.training import recipe_of
 from qerl.formats.linear import PackedLinear
-from qerl.model.master import master_of
 from qerl.model.products import set_recipe_
 
 if TYPE_CHECKING:
@@ -132,14 +131,15 @@ def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
 
     For a quantized base, only its packed linears count, so that what is kept in 16 bits stays so.
     """
+    scales, products = train.fp8
+    recipe = recipe_of(scales, products=products)
     linears = [*base_linears(model).values()]
-    linears = [linear for linear in linears if isinstance(linear, PackedLinear)] or linears
-    recipe = recipe_of(*train.fp8, masters=any(master_of(linear) is not None for linear in linears))
-    set_recipe_(model, linears, recipe)
+    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+    set_recipe_(model, packed or linears, recipe)
     logger.info(
         "training in FP8: %s, %s, gradients in %s, %d linears",
         recipe.name,
         "all products" if recipe.rounds_output else "the backward pass alone",
         str(recipe.gradients).removeprefix("torch.float8_"),
-        len(linears),
+        len(packed or linears),
     )

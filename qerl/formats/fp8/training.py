@@ -6,10 +6,9 @@ For x (T, in), a weight W (out, in) and the gradient dy (T, out):
     tensorwise  one scale for each matrix     one scale for each matrix      one scale for each matrix
     blockwise   x in groups of 128 per token, W in blocks of 128 x 128, dy in groups of 128 per token; dW in 16 bits
 
-These are the recipes that NeMo RL and Megatron call `fp8_recipe`. Sums are in float32. All is e4m3, but for dy under
-one scale where whole weights are trained, which is e5m2. For an adapter, of whose gradients only dx is rounded, e4m3 is
-as exact there as scales per token or block, and e5m2 is 1.7 times as far off (docs/lab/fp8.md). A recipe may leave y
-alone and round dx and dW only, so that the forward pass stays the engine's.
+These are the recipes that NeMo RL and Megatron call `fp8_recipe`. Sums are in float32. Weights and inputs are e4m3;
+gradients are e4m3, or e5m2 under `hybrid`. A recipe may leave y alone and round dx and dW only, so that the forward
+pass stays the engine's.
 """
 
 from __future__ import annotations
@@ -178,13 +177,12 @@ class Blockwise:
 Recipe = Tensorwise | Blockwise
 
 
-def recipe_of(name: Literal["tensorwise", "blockwise"], products: str = "all", masters: bool = True) -> Recipe:
-    """The recipe of that name. `products`: `all`, or `gradients`, which leaves y as the base computes it. `masters`:
-    whether whole weights are trained, or an adapter."""
+def recipe_of(name: Literal["tensorwise", "blockwise"], products: str = "all") -> Recipe:
+    """The recipe of that name. `products`: `all`, or `gradients`, which leaves y as the base computes it."""
     rounds_output = products == "all"
     if name == "blockwise":
         return Blockwise(rounds_output)
-    return Tensorwise(E5M2 if masters else E4M3, rounds_output)
+    return Tensorwise(rounds_output=rounds_output)
 
 
 def _product(x: torch.Tensor, weight: FP8Tensor, scales: ScaleKind = "pow2") -> torch.Tensor:
