@@ -283,19 +283,28 @@ def _refuse_misfits(folder: Path, model: PreTrainedModel, there: Mapping[str, tu
         )
 
 
+def config_of(folder: Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """transformers' config of a folder, of a model for pictures and text its text part's, without quantization."""
+    from transformers import AutoConfig
+
+    own = read_config(folder)
+    if "text_config" in read_json(folder / "config.json") and "text_config" not in own:
+        config = AutoConfig.for_model(**own)
+    else:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
 def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """The modules that config.json describes, on the meta device and without quantization."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    own = read_config(folder)
-    check_numbers(own, str(folder))
+    check_numbers(read_config(folder), str(folder))
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if "text_config" in read_json(folder / "config.json") and "text_config" not in own:
-            config = AutoConfig.for_model(**own)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        config = config_of(folder, trust_remote_code)
         with init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the model's code, whatever value of the config it met

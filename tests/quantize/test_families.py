@@ -12,11 +12,12 @@ from huggingface_hub import constants
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl.base.errors import CheckpointError, EngineError
+from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.shards import TEXT_MODELS
 from qerl.config.schema import AdapterConfig
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
@@ -222,8 +223,8 @@ def test_rows_go_through_a_text_part_as_through_the_text_model(options, tmp_path
 def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
     whole = with_pictures(family)
     quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed", ROUNDING)
-    with pytest.raises(EngineError, match="pictures and text, which vLLM would build as another"):
-        Settings(str(tmp_path / "model"), "bf16", EngineOptions())
+    settings = Settings(str(tmp_path / "model"), "bf16", EngineOptions())
+    assert settings.config.model_type == TEXT_MODELS[whole.config.text_config.model_type][0]
     base = resolve_model(str(tmp_path / "packed"))
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
     model = engine.policy_model()

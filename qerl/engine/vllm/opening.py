@@ -36,11 +36,11 @@ from qerl.base.errors import (
 )
 from qerl.checkpoint.activations import check_shared
 from qerl.checkpoint.experts import PER_LAYER, Decoder, decoder_of, fused
-from qerl.checkpoint.load import check_complete, check_kv_cache, check_served_family
-from qerl.checkpoint.shards import KEY, OF_PICTURES, has_own_head, read_config, read_json, read_tensors
+from qerl.checkpoint.load import check_complete, check_kv_cache, check_served_family, config_of
+from qerl.checkpoint.shards import KEY, OF_PICTURES, has_own_head, read_config, read_tensors
 from qerl.config.names import KERNELS, KV_CACHE_DTYPES
 from qerl.engine.memory import others_bytes, out_of_memory
-from qerl.engine.vllm.sync import served_config
+from qerl.engine.vllm.sync import served_config, text_alone
 from qerl.formats.base import Format
 from qerl.formats.fp8.format import rounds_input
 from qerl.formats.fp8.layout import BLOCK as FP8_BLOCK
@@ -68,10 +68,8 @@ class Settings:
     """What the checkpoint's files say and the sizes that follow from it, read before vLLM is imported."""
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
-        from transformers import AutoConfig
-
         self.base, self.format, self.options = base, format, options
-        self.config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code).get_text_config()
+        self.config = config_of(Path(base), options.trust_remote_code).get_text_config()
         folder, own = Path(base), formats.get(format)
         config = read_config(folder)
         packed = config.get("quantization_config") is not None
@@ -88,11 +86,10 @@ class Settings:
             )
         self.context = max_context or declared
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
-        if "text_config" in read_json(folder / "config.json"):
-            step = "" if packed else "run `qerl quantize` on it, which writes its text part, or "
+        if "text_config" in config:
             raise EngineError(
-                "%s is a model for pictures and text, which vLLM would build as another than the trainer: %swrite %s",
-                *(base, step, ENGINE.set_to("transformers")),
+                "%s is a model for pictures and text, which vLLM would build as another than the trainer: write %s",
+                *(base, ENGINE.set_to("transformers")),
             )
         self.decoder = decoder_of(config, base)
         check_experts_served(folder, own, self.decoder)
@@ -103,8 +100,8 @@ class Settings:
             )
         self.served = served_config(folder, own)
         check_kv_cache(self.decoder, base, options.kv_cache_dtype)
-        self.weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        self.weights += sum(info.nbytes // 2 for info in read_tensors(folder).values() if info.packed)  # in 16 bits
+        # A packed head is decoded to 16 bits; what sees pictures is not read.
+        self.weights = sum(info.nbytes // (2 if info.packed else 1) for info in read_tensors(folder).values())
 
     def overrides(self) -> dict[str, Any]:
         """What of config.json vLLM is to read in another way: a head in the file counts, as for `load_model`, and so do
@@ -215,8 +212,8 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     for name in ("vllm", "scheduler"):
         logging.getLogger(f"vllm.config.{name}").addFilter(_is_news)
     try:
-        with _little_to_collect():
-            llm = LLM(**arguments)
+        with _little_to_collect(), text_alone(Path(settings.base)) as own:
+            llm = LLM(**arguments | own)
     except (torch.OutOfMemoryError, ValueError) as error:
         raise cannot_open(settings, error) from error
     # EngineArgs 0.25.1 does not pass this field of vLLM's own config on; it is read at the first sleep.

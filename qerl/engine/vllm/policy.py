@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from vllm.model_executor.layers.linear import LinearBase
 
 from qerl.base.errors import ENGINE, EngineError
 from qerl.checkpoint.experts import DOWN, FUSED_GATE_UP, Decoder, decoder_of
-from qerl.checkpoint.load import place_blocks_
+from qerl.checkpoint.load import config_of, place_blocks_
 from qerl.checkpoint.shards import read_config
 from qerl.engine.vllm import fp8, linears_of
 from qerl.engine.vllm.experts import products
@@ -34,9 +34,7 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
 
     Raises EngineError if a module of one model has no counterpart of the same size in the other.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config = config_of(Path(folder), trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     decoder = decoder_of(read_config(Path(folder)), folder)

@@ -10,10 +10,13 @@ the engine opens; the adapter of a sync comes after it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +24,7 @@ import torch
 from qerl.base.errors import ENGINE, EngineError
 from qerl.checkpoint.adapter_file import LEAVES, is_of_experts
 from qerl.checkpoint.experts import GATE_UP, KEPT_PAIR, QKV, QKVZ, decoder_of
-from qerl.checkpoint.shards import read_config, read_tensors
+from qerl.checkpoint.shards import read_config, read_json, read_tensors
 from qerl.engine.update import (
     BESIDE_A_START,
     AdapterUpdate,
@@ -31,6 +34,7 @@ from qerl.engine.update import (
     check_names,
     pack_weights_,
 )
+from qerl.engine.vllm import LOADER
 from qerl.formats.nvfp4.ways import padded_power
 
 if TYPE_CHECKING:
@@ -77,7 +81,8 @@ def adapter_slots(linears: Mapping[str, nn.Module], frozen: int = 0) -> dict[str
 def served_config(folder: Path, format: Format) -> dict[str, Any] | None:
     """The quantization_config with which vLLM opens a folder by our loader; None for one that it reads by itself."""
     config, tensors = read_config(folder), read_tensors(folder)
-    if not format.quantized or (len(format.kinds) == 1 and not any(i.turn or i.packed for i in tensors.values())):
+    others = any(info.turn or info.packed or info.stored_as for info in tensors.values())
+    if not format.quantized or not (others or len(format.kinds) > 1):
         return None
     quantization, packed = config["quantization_config"], format.quantized_linears(tensors)
     if len(format.kinds) > 1:
@@ -85,6 +90,18 @@ def served_config(folder: Path, format: Format) -> dict[str, Any] | None:
     decoder = decoder_of(config, str(folder))
     kept = set(decoder.linears()).difference(packed)
     return format.quantization_config_like(quantization, ["lm_head", *decoder.kept(), *sorted(kept)])
+
+
+@contextmanager
+def text_alone(folder: Path) -> Iterator[dict[str, Any]]:
+    """vLLM's further arguments for the text part of a folder for pictures and text, none for another: a config.json of
+    its own, which is there inside the block, and our loader, which leaves the rest out."""
+    if "text_config" not in read_json(folder / "config.json"):
+        yield {}
+        return
+    with TemporaryDirectory(prefix="qerl-config-") as own:
+        (Path(own) / "config.json").write_text(json.dumps(read_config(folder)), encoding="utf-8")
+        yield {"hf_config_path": own, "load_format": LOADER}
 
 
 def format_of(name: str, linears: Mapping[str, str]) -> str | None:

@@ -3,10 +3,11 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, EngineError
@@ -18,6 +19,7 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import MODELOPT_CONFIG
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm.opening import Settings, check_folder
+from qerl.engine.vllm.sync import text_alone
 from qerl.formats.fp8 import format as fp8
 from qerl.formats.linear import PackedLinear
 from qerl.plan.sizes import read_sizes
@@ -265,13 +267,20 @@ def test_vllm_is_told_of_each_linear_and_gets_our_tensors(mixed, tmp_path, monke
     assert {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"} < set(found["ignore"])
     assert set(found["ignore"]).isdisjoint(means.keys() - {"lm_head"})
     assert formats.NVFP4.activations(found) == "static"
-    file = (tmp_path / "pure" / "model.safetensors").stat().st_size
-    assert settings.weights == file + 2 * means["lm_head"].numel()
+    stored = load_file(tmp_path / "pure" / "model.safetensors")
+    kept = sum(tensor.nbytes for name, tensor in stored.items() if not name.startswith("lm_head"))
+    assert settings.weights == kept + 2 * means["lm_head"].numel()
     write(mixed.parent / "base", tmp_path / "own", where(W4A16), "compressed-tensors")
     assert Settings(str(tmp_path / "own"), "nvfp4", EngineOptions()).overrides() == {}
+    with text_alone(tmp_path / "own") as given:
+        assert given == {}
     with_pictures(shutil.copytree(mixed, tmp_path / "whole"), "qwen3_vl")
-    with pytest.raises(EngineError, match=r"pictures and text, .* trainer: write rollout\.engine=transformers"):
-        Settings(str(tmp_path / "whole"), "mixed", EngineOptions())
+    whole, alone = (Settings(str(folder), "mixed", EngineOptions()) for folder in (tmp_path / "whole", mixed))
+    assert (whole.served["linears"], whole.weights) == (alone.served["linears"], alone.weights)
+    with text_alone(tmp_path / "whole") as given:
+        found = json.loads((Path(given["hf_config_path"]) / "config.json").read_text())
+        assert (found["model_type"], found["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
+    assert not Path(given["hf_config_path"]).exists()
 
 
 def test_a_run_trains_resumes_and_merges_on_it(mixed, tmp_path):
