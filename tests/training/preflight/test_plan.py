@@ -141,7 +141,7 @@ def test_training_pays_once_for_the_prompt_of_a_group():
 @pytest.mark.parametrize(
     ("gpu", "recompute", "guessed"),
     [
-        ("24", "0 of 28 layers recompute their activations, 19 in a row of 9216 tokens.", False),
+        ("24", "0 of 28 layers recompute their activations, 19 for a sequence of 9216 tokens.", False),
         ("h100", "0 of", False),
         ("a100", "0 of", True),
     ],
