@@ -241,7 +241,10 @@ def test_the_readme_s_figures_are_those_of_the_benchmarks():
     peers = {row[0].partition(":")[0].partition(", micro")[0]: row for row in reversed(rows(measured, 5))}
     steps = {row[0]: row for row in rows(measured, 14)}
     table = {name: (seconds, memory.removesuffix(" GiB")) for name, seconds, memory in rows(README.read_text(), 3)[1:]}
-    assert len(table) == 5
+    assert len(table) == 6
+    in_fp8 = next(row for row in rows(measured, 4) if "tensorwise_gradients" in row[0])
+    seconds = "-".join(f"{float(each):.1f}" for each in in_fp8[1].split("-"))
+    assert table.pop("qerl, [gradients in FP8](docs/fp8.md)") == (seconds, in_fp8[3])
     for name in ("Unsloth 2026.10.9, 16-bit", "TRL 1.16, tuned", "TRL 1.16 as it comes"):
         assert table.pop(name) == (peers[name][1], peers[name][4])
     ours, held = steps["qerl, NVFP4 + LoRA"], next(row for name, row in steps.items() if "cap_gib: 24" in name)
