@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -286,6 +287,7 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         max_lora_rank=max(arguments.rank, 8),
         max_loras=1,
         mamba_ssm_cache_dtype="float32",
+        gdn_prefill_backend=None if find_spec("flashinfer") else "triton",  # vLLM takes it for granted
         linear_backend=arguments.kernel,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
