@@ -23,6 +23,6 @@ def test_an_option_that_does_not_exist_is_refused_before_anything_is_done(tmp_pa
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 2
-    assert "no such option: --sead. Did you mean --seed" in done.stderr
+    assert "no such option: --sead; did you mean --seed" in done.stderr
     assert done.stdout == ""
     assert sorted(tmp_path.iterdir()) == before
