@@ -151,7 +151,7 @@ def test_a_plan_says_how_many_layers_recompute_and_where_its_seconds_are_a_guess
     config = load_recipe("dapo_7b", [])
     text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
     assert recompute in text
-    assert ("in a row of" in text) == (gpu == "24")
+    assert ("for a sequence of" in text) == (gpu == "24")
     assert (f"a guess on {card_of(gpu).name}, since qerl ran on Hopper alone" in text) is guessed
 
 
