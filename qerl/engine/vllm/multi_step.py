@@ -10,10 +10,9 @@ A sequence that meets its end between two calls runs on to the end of the call. 
 its place is free a few steps later. Tokens do not depend on the number of steps: the noise of a token is drawn by its
 request's seed and its position.
 
-In a call in which all sequences only decode, vLLM would do the same again for each of them: look for room, make an
-object per output, and append one token at a time to five lists. Here only the sequences that need a block, or of which
-a token may be the last, go through vLLM's code. The others' tokens are appended a row at a time where vLLM would put
-them, so whatever reads them (`requests.py`) finds them as before.
+For each sequence vLLM would look for room, make an object per output, and append one token at a time to five lists.
+Here only those that need a block, or of which a token may be the last, go through its code. The others' tokens are
+appended a row at a time to the same lists, so whatever reads them (`requests.py`) finds them as before.
 """
 
 from __future__ import annotations
@@ -126,9 +125,8 @@ class MultiStepScheduler(AsyncScheduler):
 
     def decode_again(self) -> SchedulerOutput | None:
         """What vLLM's own method returns, and does, if all sequences only go on; None if it has to decide something."""
-        if (self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs:
-            return None
-        if self._pause_state is not PauseState.UNPAUSED:
+        may_begin = (self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
+        if may_begin or self._pause_state is not PauseState.UNPAUSED:
             return None
         requests, grown, blocks = [], {}, 0
         caches = self.cache_config.enable_prefix_caching
@@ -144,18 +142,16 @@ class MultiStepScheduler(AsyncScheduler):
             needed = min(computed + 1 + self.num_lookahead_tokens, self.max_model_len)
             for group in self.groups:
                 missing = needed - len(group.req_to_blocks[name]) * group.block_size
-                if missing > 0:
+                if missing > 0 or (caches and known // group.block_size > group.num_cached_block.get(name, 0)):
                     grown[name] = request
-                    blocks += -(-missing // group.block_size)
-                elif caches and known // group.block_size > group.num_cached_block.get(name, 0):
-                    grown[name] = request
+                    blocks += max(0, -(-missing // group.block_size))
             requests.append(request)
         most = min(self.most_batch, self.max_num_scheduled_tokens)
         if not 0 < len(requests) <= most or blocks > self.kv_cache_manager.block_pool.get_num_free_blocks():
             return None
         return self._for(requests, grown)
 
-    def _for(self, requests: list[Any], grown: Mapping[str, Any]) -> SchedulerOutput:
+    def _for(self, requests: list[Any], grown: dict[str, Any]) -> SchedulerOutput:
         """vLLM's output for one step of decoding `requests`, of which `grown` need blocks or fill one."""
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
@@ -200,20 +196,17 @@ class MultiStepScheduler(AsyncScheduler):
             request, row = self.requests.get(name), sampled.req_id_to_index[name]
             tokens = sampled.sampled_token_ids[row]
             own = None if request is None or name in others or request.async_tokens_to_discard else request.plain
-            if own is None or request.status is not RequestStatus.RUNNING or not request._output_token_ids:
-                left[name] = count
-                continue
-            known = len(request._all_token_ids) + steps
-            if known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
+            goes_on = own is not None and request.status is RequestStatus.RUNNING and request._output_token_ids
+            known = len(request._all_token_ids) + steps if goes_on else 0
+            if not goes_on or known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
                 left[name] = count
                 continue
             own.take_(tokens, logprobs[row], ranks[row])
             request.num_output_placeholders -= steps
             if group is not None and known // group.block_size > group.num_cached_block.get(name, 0):
                 request.update_block_hashes()
-                self.kv_cache_manager.cache_blocks(
-                    request, request.num_computed_tokens - request.num_output_placeholders
-                )
+                written = request.num_computed_tokens - request.num_output_placeholders
+                self.kv_cache_manager.cache_blocks(request, written)
         return left
 
     def _hold_back_ending(self) -> None:
