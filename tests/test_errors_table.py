@@ -117,6 +117,8 @@ CASES = {
     "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),
     "report of nothing": ("report runs/dnoe", "no folder runs/dnoe .did you mean runs/done", "the directory that"),
     "report of a model": ("report base", "base is not a run: it has no metrics.jsonl", "the directory that"),
+    "compare what was not evaluated": ("compare runs/done runs/done",
+        "runs/done holds no evaluation", "write `qerl eval TASK --model runs/done` first"),
     "merge a model": ("merge --adapter base --to bf16", "base is a model, not an adapter", "adapter_config.json"),
     "merge into nothing": ("merge --adapter runs/done", "can become several things", "write --to, and one"),
     "merge to another format": ("merge --adapter runs/done --to fp8", "'fp8'", "'bf16'"),
