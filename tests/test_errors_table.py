@@ -33,6 +33,8 @@ CASES = {
     "a key without --set": ("train --recipe tiny num_generations=8",
         r"extra argument.* .num_generations=8", "write --set rollout.group_size=8"),
     "a model without its option": ("eval arith tiny", "extra argument.* .tiny", "did you mean --model tiny"),
+    "tuning without a card": ("tune --model tiny", "no card here that runs them", "qerl doctor"),
+    "tuning for an unknown model": ("tune --model runs/dune", "no folder runs/dune", "did you mean runs/done"),
     "a command unlike any": ("serve", "'serve'; there are doctor", "qerl --help"),
     "missing argument": ("compare evals/a", "missing argument 'second'", "write `.*compare FIRST SECOND`"),
     # models

@@ -145,7 +145,7 @@ def _gpu() -> Check:
 
 def _kernel_cache() -> Check:
     """The user's folder of compiled kernels; without it every process compiles them again, or fails."""
-    from qerl.formats.cuda.nvrtc import cache_folder
+    from qerl.formats.cuda import cache_folder
 
     folder = cache_folder()
     try:

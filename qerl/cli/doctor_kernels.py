@@ -9,11 +9,12 @@ import torch
 
 from qerl import formats
 from qerl.base.devices import FP8_CAPABILITY
+from qerl.base.errors import ConfigError
 from qerl.cli.doctor import Check
 from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
 from qerl.formats.fp8 import kv, training
 from qerl.formats.fp8 import reference as fp8
-from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout
+from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout, tuning
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
 from qerl.formats.nvfp4.layout import BLOCK
 from qerl.model.decode_attention import Batch, Cache, Space, attend_, reference_attend_
@@ -40,6 +41,7 @@ def kernel_checks() -> list[Check]:
             kernel_check("kernel product (cuda, without Hopper's instructions)", lambda: _cuda_product(device)),
             Check("ok", "kernel lora, attention (cuda)", "not used on this card: Hopper alone"),
             Check("ok", "kernel choice", "a guess on this card: compare rollout.kernel: marlin, and tell us"),
+            _tilings(device),
         ]
     if not has_kernels(device):
         why = "not used here: they need a card from Ampere on, and the CUDA bindings that torch brings"
@@ -51,7 +53,17 @@ def kernel_checks() -> list[Check]:
         kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
         kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
         kernel_check("kernel attention, 8-bit cache (cuda)", lambda: _cuda_attention(device, bits=8)),
+        _tilings(device),
     ]
+
+
+def _tilings(device: torch.device) -> Check:
+    """How our product divides its work on this card, and how that is known."""
+    card = tuning.card_at(device)
+    try:
+        return Check("ok", "kernel tilings", tuning.said_of(tuning.table_of(card), card.capability))
+    except ConfigError as error:
+        return Check("warning", "kernel tilings", "the defaults", str(error))
 
 
 def _fp8_checks(device: torch.device) -> list[Check]:

@@ -22,7 +22,7 @@ from qerl.checkpoint.folder import RUNS, run_folder
 from qerl.cli.chat import chat_command
 from qerl.cli.doctor import refuse_clashes
 from qerl.cli.init import init_command
-from qerl.cli.options import command_of
+from qerl.cli.options import Gpu, command_of
 from qerl.cli.plan import plan_command
 from qerl.cli.terminal import run_command
 from qerl.cli.train import distill, recipe_values, sft, train, with_resume_value
@@ -130,6 +130,35 @@ def doctor(
         sys.exit(1)
 
 
+def tune(
+    model: Annotated[
+        str, typer.Option(help="Model whose linears are measured: folder, run, or hub id of a known size.")
+    ] = "Qwen/Qwen2.5-7B",
+    gpu: Gpu = None,
+) -> None:
+    """Find how our kernels (products in NVFP4) run fastest on this card. Engines take it from then on."""
+    from qerl.base.devices import choose_card
+    from qerl.base.printable import SafeConsole
+    from qerl.plan.sizes import read_sizes
+
+    sizes = read_sizes(model)
+    choose_card(gpu=gpu)
+    import torch
+
+    from qerl.formats.nvfp4.tuning import Fused, tune
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    tuned, path = tune([Fused(*each) for each in sizes.fused_linears()], device)
+    console = SafeConsole()
+    console.print(tuned.shown())
+    console.print(
+        f"Engines on this card take these tilings from now on, except with rollout.deterministic. They are in {path}: "
+        "delete it to go back to the defaults, or send it to us in an issue, and its choices become defaults.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 def _judged(before: Path, after: Path) -> Judged | None:
     """What a difference between two evaluations means, or why that cannot be said; None if a folder holds none."""
     from eval.compare import compare
@@ -215,6 +244,7 @@ COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in w
     "export": (command_of(export_command), "Turn a run or an adapter into a folder to serve or publish."),
     "merge": (command_of(merge_command), "The same as `qerl export`, into merged/."),
     "chat": (command_of(chat_command), "Talk to a base, a run, an adapter or a merged model."),
+    "tune": (tune, "Find how our kernels run fastest on this card, for later runs."),
 }
 for _name, (_command, _line) in COMMANDS.items():
     app.command(_name, short_help=_line)(_command)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.folder import run_named
 from qerl.cli.train import card_values, key_values, recipe_values
@@ -246,7 +247,26 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         lines.append(
             f"They are a guess on {made.card.name}, since qerl ran on Hopper alone; `qerl doctor` tries the card."
         )
+    ours = rollout.kernel in ("auto", "qerl") and "qerl" in formats.get(config.model.format).kernels
+    if ours and made.card.capability is not None:
+        lines += _about_tilings(made.card)
     return lines
+
+
+def _about_tilings(card: Card) -> list[str]:
+    """How our kernel is set there, unless by the defaults of the card that they were measured on."""
+    from qerl.formats.nvfp4.tuning import said_of, tables
+    from qerl.plan.engine_memory import card_named
+
+    def is_kind(name: str) -> bool:
+        known = card_named(name, card.memory_gib)
+        return known is not None and known.name == card.name
+
+    table = next((table for table in tables() if is_kind(table.card)), None)
+    if table is None and card.capability == MEASURED:
+        return []
+    kernel = "Hopper" if card.capability == MEASURED else "cards from Ampere on"
+    return [f"Decoding multiplies by qerl's kernel for {kernel}; its tilings are {said_of(table, card.capability)}."]
 
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
-from qerl.checkpoint.experts import FUSED, QKVZ, ModelShapes, shapes_of
+from qerl.checkpoint.experts import FUSED, QKVZ, ModelShapes, fused, shapes_of
 from qerl.checkpoint.shards import TensorInfo, read_config
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, MAX_BATCHED_TOKENS, kv_head_bytes
@@ -157,6 +157,13 @@ class ModelSizes(ModelShapes):
     def met(self, tokens: float) -> float:
         """Those of them that so many tokens are multiplied by between them, if experts are chosen equally often."""
         return self.outside_experts + self.of_experts * self.decoder.share_of(tokens)
+
+    def fused_linears(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """What engines multiply by at once, beside experts: the names, the rows of each, and the columns."""
+        shapes = {name: shape for name, shape in self.projections.items() if self.shapes_of([name])}
+        shapes |= {f"full.{name}": shape for name, shape in self.of_full.items()}
+        groups = [(names, [shapes[name] for name in names]) for names in fused(shapes)]
+        return [(" + ".join(names), tuple(rows for rows, _ in of), of[0][1]) for names, of in groups]
 
     @property
     def of_experts(self) -> int:

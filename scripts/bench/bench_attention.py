@@ -59,7 +59,7 @@ def take_splits(bits: int, text: str) -> None:
 def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwidth: float) -> dict[str, Any]:
     import torch
 
-    from scripts.bench.limits import graph_us
+    from qerl.formats.nvfp4.tuning import graph_us
 
     longest = 1000 if length == "mixed" else length
     generator = torch.Generator("cuda").manual_seed(sequences)

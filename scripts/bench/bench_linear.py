@@ -34,11 +34,11 @@ import torch
 
 from qerl.formats.nvfp4 import lora, ways
 from qerl.formats.nvfp4.lora import Adapter
+from qerl.formats.nvfp4.tuning import CALLS, cold_layers, graph_us
 from qerl.plan.sizes import KNOWN
-from scripts.bench.limits import cold_layers, graph_us, limits
+from scripts.bench.limits import limits
 from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
 
-CALLS = 32  # the fewest calls in a graph, so that starting it hardly counts
 OURS = ("fused", "decoded")  # the ways of qerl/formats/nvfp4/ways.py that read our layout
 CHOICES = ("default", "fastest", "humming")
 

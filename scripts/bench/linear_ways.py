@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from qerl.checkpoint.experts import FUSED
 from qerl.formats import NVFP4
 from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
-from qerl.formats.nvfp4 import gemm, lora, portable, reference, slab_layout
-from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.formats.nvfp4 import gemm, lora, portable, reference, tuning
+from qerl.formats.nvfp4.kernel_layout import KernelWeight
 from qerl.formats.nvfp4.layout import BLOCK
 from qerl.formats.nvfp4.lora import Adapter
 from qerl.formats.nvfp4.ways import KERNEL_RIGHT, MAX_TOKENS, Shape, padded_rank
@@ -60,11 +59,8 @@ class Linear:
 
 def linears(shape: str, rank: int) -> list[Linear]:
     """The linears of a decoder layer of a known model."""
-    projections, padded = sizes_of(KNOWN[shape], shape).projections, padded_rank(rank)
-    return [
-        Linear(name, tuple(projections[part][0] for part in parts), projections[parts[0]][1], padded)
-        for name, parts in zip(NAMES, FUSED, strict=True)
-    ]
+    fused = sizes_of(KNOWN[shape], shape).fused_linears()
+    return [Linear(name, *of, padded_rank(rank)) for name, (_, *of) in zip(NAMES, fused, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,14 +79,7 @@ class Way:
 
 
 def random_adapter(linear: Linear, device: str) -> Adapter:
-    """An adapter whose product is about as large as the base's."""
-    rank, ranks = linear.part_rank, linear.part_rank * len(linear.parts)
-    a = torch.randn(ranks, linear.columns, device=device).mul_(linear.columns**-0.5).bfloat16()
-    b, start = torch.zeros(linear.rows, ranks, device=device, dtype=torch.bfloat16), 0
-    for index, rows in enumerate(linear.parts):
-        b[start : start + rows, rank * index : rank * (index + 1)].normal_(0, 0.2)
-        start += rows
-    return Adapter(a, b, linear.parts)
+    return tuning.random_adapter(linear.parts, linear.columns, linear.part_rank, device)
 
 
 def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
@@ -99,12 +88,7 @@ def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) 
 
 
 def _random_packed(linear: Linear, tokens: int, device: str) -> KernelWeight:
-    """Random words, of which any make a weight, with scales from 32 to 448 as a normal weight of std 0.02 has them."""
-    rows, unit = slab_layout.ROWS, slab_layout.UNIT
-    blocks = (-(-linear.rows // rows), -(-linear.columns // unit))
-    words = torch.randint(-(2**31), 2**31 - 1, (*blocks, rows * unit // 8), dtype=torch.int32, device=device)
-    scales = torch.randint(120, 151, (*blocks, rows * unit // BLOCK), dtype=torch.uint8, device=device)
-    return KernelWeight(QERL, words, scales, linear.rows, linear.columns, global_scale=3e4)
+    return tuning.random_weight(linear.rows, linear.columns, device)
 
 
 def _random_humming(linear: Linear, tokens: int, device: str) -> tuple[torch.nn.Module, reference.NVFP4Tensor]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from qerl.formats.cuda.nvrtc import has_kernels
-from scripts.bench import bench_linear, limits
+from qerl.formats.nvfp4 import tuning
+from scripts.bench import bench_linear
 from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
 
 SMALL = Linear("qkv", (256, 64, 64), 512, 16)
@@ -108,9 +109,9 @@ def test_a_layer_is_summed_over_the_engines_ways_and_over_the_fastest_correct_on
 
 @pytest.mark.parametrize("layer_bytes", [1000, 10**7, 2**28, 10**9])
 def test_layers_that_take_turns_do_not_fit_into_the_cache_together(layer_bytes):
-    number = limits.cold_layers(layer_bytes)
-    assert number * layer_bytes > limits.CACHE_BYTES
-    assert (number - 1) * layer_bytes <= limits.CACHE_BYTES
+    number = tuning.cold_layers(layer_bytes)
+    assert number * layer_bytes > tuning.CACHE_BYTES
+    assert (number - 1) * layer_bytes <= tuning.CACHE_BYTES
 
 
 @pytest.mark.gpu  # last passed on an H200 on 2026-11-22, vLLM 0.25.1

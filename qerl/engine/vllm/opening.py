@@ -424,17 +424,19 @@ def choose_kernel(kernel: str, format: str) -> str:
 def compile_ahead(settings: Settings, kernel: str) -> None:
     """Start compiling our kernels for the model's shapes in the background, before vLLM is imported and reads weights.
 
-    `linear.load_kernels` then finds them compiled. Where the model's config does not tell the shapes, nothing is
-    started and each kernel is compiled when it is loaded.
+    `linear.load_kernels` then finds them compiled, in the tilings that `qerl tune` measured on this card. Where the
+    model's config does not tell the shapes, nothing is started and each kernel is compiled when it is loaded.
     """
     if kernel != "qerl":
         return
     import torch
 
     from qerl.formats.cuda import nvrtc
-    from qerl.formats.nvfp4 import decode, gemm, lora, portable
+    from qerl.formats.nvfp4 import decode, gemm, lora, portable, tuning
     from qerl.model import decode_attention
 
+    device = torch.device("cuda", torch.cuda.current_device())
+    tuning.take_(device, settings.options.deterministic)
     try:
         sizes = sizes_of(settings.config.to_dict(), settings.base)
     except CheckpointError:
@@ -443,7 +445,7 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     ours = sizes.head_dim in decode_attention.HEAD_DIMS and sizes.states is None and not sizes.decoder.full
     attention = decode_attention.variants(sizes.head_dim, bits) if ours else []
     needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
-    if not nvrtc.has_kernels(torch.device("cuda", torch.cuda.current_device())):
+    if not nvrtc.has_kernels(device):
         needed, attention = [portable.variants], []
     widths = {columns for _, columns in [*sizes.projections.values(), *sizes.of_full.values()]}
     nvrtc.compile_ahead(

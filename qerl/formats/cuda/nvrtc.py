@@ -28,6 +28,7 @@ import torch
 from qerl.base.devices import BF16_CAPABILITY
 from qerl.base.errors import KERNEL, EngineError
 from qerl.base.files import write_shared
+from qerl.formats.cuda import FOLDER, cache_folder, source_texts
 
 Name, Result = TypeVar("Name"), TypeVar("Result")
 
@@ -102,8 +103,6 @@ def _end(waiting: deque[_Job], threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join()
 
-
-FOLDER = Path(__file__).parent / "sources"
 
 Variant = tuple[str, tuple[str, ...]]  # a source in `FOLDER`, and the macros it is compiled with ("TILES=2")
 
@@ -203,12 +202,6 @@ def kernel(source: str, name: str, defines: tuple[str, ...] = (), architecture: 
     return Kernel(function, name)
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels and measured times are kept: $QERL_CACHE, or `qerl` in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
-    return Path(os.environ.get("QERL_CACHE") or default)
-
-
 @cache
 def version() -> tuple[int, int]:
     """The version of NVRTC. The first call loads its library, so that this happens before any thread compiles."""
@@ -267,8 +260,7 @@ class Binaries:
 
     def _work(self, source: str, defines: tuple[str, ...], architecture: str = "") -> tuple[Path, Callable[[], bytes]]:
         """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
-        text = (FOLDER / source).read_text(encoding="utf-8")
-        headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
+        text, headers = source_texts(source)
         architecture = architecture or _architecture(torch.cuda.get_device_capability())
         key = hashlib.sha256(
             repr((text, headers, defines, architecture, self._compiler_version())).encode()

@@ -30,6 +30,7 @@ from qerl.formats.nvfp4.ways import (
     MAX_PARTS,
     MAX_SUMS,
     MAX_TOKENS,
+    MEASURED,
     RANK_STEP,
     TOKEN_TILES,
     UNIT,
@@ -49,24 +50,26 @@ def product(
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
     out: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `ways.fits` allows.
 
-    `out` is a contiguous tensor to write into. Two products on a device must not overlap, because they share work
-    space. The kernel reads the weight and `adapter.a` while the preceding launch may still be running, so a kernel that
-    writes them must not come directly before this one. Raises ValueError for an input, a weight or an adapter that the
-    kernel does not take, EngineError if the first call on a device is being captured.
+    `out` is a contiguous tensor to write into, and `tiling` is for measurements. Two products on a device must not
+    overlap, because they share work space. The kernel reads the weight and `adapter.a` while the preceding launch may
+    still be running, so a kernel that writes them must not come directly before this one. Raises ValueError for an
+    input, a weight or an adapter that the kernel does not take, EngineError if the first call on a device is being
+    captured.
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     check(x, weight, adapter)
-    tiling = choose_tiling(rows, columns, tokens)
+    tiling = choose_tiling(rows, columns, tokens) if tiling is None else tiling
     space = work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
     launch = Launch((space.blocks, 1, 1), 32 * (WARPS + 4), tiling.shared_bytes(tokens), early=True)
-    kernel("gemm.cu", "nvfp4_gemm", _defines(tokens, tiling))(
+    kernel("gemm.cu", "nvfp4_gemm", defines_of(tokens, tiling))(
         launch,
         *_maps(x, tiling, hidden, adapter),
         weight.words,
@@ -115,8 +118,9 @@ def takes(rows: int, columns: int, ranks: int = 0) -> bool:
 
 def variants(columns: int) -> list[Variant]:
     """What has to be compiled for weights of this many columns, for all numbers of tokens; the slowest come first."""
-    sizes = [(tokens, rows) for tokens in reversed(TOKEN_TILES) for rows in (FEW_ROWS, FEW_ROWS + 1)]
-    defines = [_defines(tokens, choose_tiling(rows, columns, tokens)) for tokens, rows in sizes]
+    measured = {rows for rows, of, _ in MEASURED if of == columns}
+    sizes = [(tokens, rows) for tokens in reversed(TOKEN_TILES) for rows in (FEW_ROWS, FEW_ROWS + 1, *measured)]
+    defines = [defines_of(tokens, choose_tiling(rows, columns, tokens)) for tokens, rows in sizes]
     return [("gemm.cu", each) for each in dict.fromkeys(defines)]
 
 
@@ -164,7 +168,7 @@ def check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> Non
         raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, A {tuple(adapter.a.shape)}")
 
 
-def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
+def defines_of(tokens: int, tiling: Tiling) -> tuple[str, ...]:
     """The macros that the kernel is compiled with."""
     return (
         f"TOKENS={token_tile(tokens)}",

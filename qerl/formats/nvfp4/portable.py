@@ -89,7 +89,16 @@ class PortableTiling:
 STAGES = {8: 7, 16: 5, 32: 5, 48: 4, 64: 3, 96: 3, 128: 3, 192: 3, 256: 2}
 
 
+MEASURED: dict[tuple[int, int, int], PortableTiling] = {}  # by (rows, columns, size); see `tuning.take_`
+
+
 def choose_tiling(rows: int, columns: int, tokens: int) -> PortableTiling:
+    """The tiling that an engine took from `qerl tune`, or the default."""
+    size = next(size for size in STAGES if size >= tokens)
+    return MEASURED.get((rows, columns, size)) or default_tiling(rows, columns, tokens)
+
+
+def default_tiling(rows: int, columns: int, tokens: int) -> PortableTiling:
     """The tiling that was fastest on an H200, which ran the code of compute capability 8.0; for other cards a guess.
 
     Up to 64 tokens two small blocks on a multiprocessor hide each other's waits. For more, one warp needs the registers
@@ -102,6 +111,21 @@ def choose_tiling(rows: int, columns: int, tokens: int) -> PortableTiling:
     if size in (96, 128) and rows <= FEW_ROWS and not is_long:
         return PortableTiling(size, stages=4, split=2, in_loop=True)
     return PortableTiling(size, STAGES[size], split=1 if size <= 128 else 2, beside=False, in_loop=True)
+
+
+def neighbours(rows: int, columns: int, tokens: int) -> list[PortableTiling]:
+    """What `qerl tune` compares: the default, those of other shapes, and the default with one thing changed.
+
+    A ring that is too large for the card's shared memory is among them: the driver refuses it.
+    """
+    first = default_tiling(rows, columns, tokens)
+    others = [default_tiling(few, long, tokens) for few in (FEW_ROWS, FEW_ROWS + 1) for long in (UNIT, LONG)]
+    others += [replace(first, in_loop=not first.in_loop), replace(first, beside=not first.beside)]
+    others += [replace(first, batch=5 if first.batch == 3 else 3)]
+    others += [replace(first, stages=first.stages + more) for more in (-1, 1, 2)]
+    if first.occupancy > 1:
+        others.append(replace(first, warps=8, occupancy=1))
+    return [each for each in dict.fromkeys([first, *others]) if each.stages > 1 and each.parts(columns) < MAX_PARTS]
 
 
 def product(
@@ -173,5 +197,6 @@ def takes(rows: int, columns: int, ranks: int = 0) -> bool:
 
 def variants(columns: int) -> list[Variant]:
     """What has to be compiled for weights of this many columns, for all numbers of tokens; the slowest come first."""
-    sizes = [(rows, tokens) for tokens in reversed(STAGES) for rows in (FEW_ROWS, FEW_ROWS + 1)]
+    measured = {rows for rows, of, _ in MEASURED if of == columns}
+    sizes = [(rows, tokens) for tokens in reversed(STAGES) for rows in (FEW_ROWS, FEW_ROWS + 1, *measured)]
     return [(SOURCE, each) for each in dict.fromkeys(choose_tiling(rows, columns, n).defines() for rows, n in sizes)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RANK_STEP = 16
 
@@ -87,7 +87,15 @@ def shrink_tokens(tokens: int) -> int:
     return 8 if tile == 8 else 16 if tile <= 64 else 32
 
 
+MEASURED: dict[tuple[int, int, int], Tiling] = {}  # by (rows, columns, token tile); see `tuning.take_`
+
+
 def choose_tiling(rows: int, columns: int, tokens: int) -> Tiling:
+    """The tiling that an engine took from `qerl tune`, or the default."""
+    return MEASURED.get((rows, columns, token_tile(tokens))) or default_tiling(rows, columns, tokens)
+
+
+def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     """The tiling that was fastest on an H200.
 
     A deeper ring delays the other loads. `in_loop` pays off where the loop is long enough for the hidden values to be
@@ -99,6 +107,14 @@ def choose_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     stages = ONE_SLAB_STAGES[tile] if one_slab else two_slab_stages
     batch = 6 if is_long and tile > 32 else 3
     return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_long))
+
+
+def neighbours(rows: int, columns: int, tokens: int) -> list[Tiling]:
+    """What `qerl tune` compares: the default, those of other shapes, and rings of one unit more or less."""
+    first = default_tiling(rows, columns, tokens)
+    others = [default_tiling(few, long, tokens) for few in (FEW_ROWS, FEW_ROWS + 1) for long in (UNIT, LONG)]
+    others += [replace(first, stages=first.stages + more) for more in (-1, 1)]
+    return [each for each in dict.fromkeys([first, *others]) if each.parts(columns) < MAX_PARTS]
 
 
 def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from qerl.cli import doctor_kernels
 from qerl.cli.doctor_kernels import kernel_check, kernel_checks
+from qerl.formats.nvfp4 import tuning
 
 
 def test_a_kernel_is_ok_if_it_gives_the_values_of_its_twin():
@@ -34,18 +35,27 @@ def test_a_kernel_that_cannot_start_is_an_error_in_one_line():
         (False, False, set(), "they need a card from Ampere on"),
     ],
 )
-def test_which_of_our_kernels_a_card_runs(monkeypatch, hopper, ampere, tried, said):
+def test_which_of_our_kernels_a_card_runs(monkeypatch, tmp_path, hopper, ampere, tried, said):
     """A kernel of each card is named by its task and `(cuda`; what is not run says why."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(doctor_kernels, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(doctor_kernels, "has_portable_kernels", lambda device: ampere)
+    card = tuning.Card("NVIDIA A10", (9, 0) if hopper else (8, 6), 72)
+    monkeypatch.setattr(tuning, "card_at", lambda device: card)
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     names = []
     monkeypatch.setattr(doctor_kernels, "kernel_check", lambda name, *rest, **kind: names.append(name))
     lines = [check for check in kernel_checks() if check is not None]
     assert {name.split()[1].rstrip(",") for name in names if "(cuda" in name} == tried
     assert said in " ".join(check.found for check in lines)
+    tilings = [check.found for check in lines if check.what == "kernel tilings"]
+    assert len(tilings) == ampere
+    assert all(("a guess: no card" in found) is not hopper for found in tilings)
+    tuning.table_file(card).write_text("{")
+    damaged = [check for check in kernel_checks() if check is not None and check.level == "warning"]
+    assert ["delete it" in check.remedy for check in damaged] == [True] * ampere
 
 
 @pytest.mark.gpu

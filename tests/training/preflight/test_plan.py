@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from qerl.checkpoint.experts import ModelShapes
 from qerl.cli.main import app
 from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
+from qerl.formats.nvfp4 import tuning
 from qerl.plan.engine_memory import CARDS, card_of
 from qerl.plan.micro_batch_plan import Shapes
 from qerl.plan.sizes import CALIBRATING, KNOWN, read_sizes, rounding_seconds, rounding_work, sizes_of
@@ -153,6 +154,27 @@ def test_a_plan_says_how_many_layers_recompute_and_where_its_seconds_are_a_guess
     assert recompute in text
     assert ("for a sequence of" in text) == (gpu == "24")
     assert (f"a guess on {card_of(gpu).name}, since qerl ran on Hopper alone" in text) is guessed
+
+
+@pytest.mark.parametrize(("gpu", "kernel"), [("a100", "cards from Ampere on"), ("h200", "Hopper")])
+def test_a_plan_says_which_kernel_a_card_gets_and_whether_its_tilings_were_measured(gpu, kernel, monkeypatch, tmp_path):
+    """What was measured on another kind of card does not count, nor what other kernels were measured with."""
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+
+    def said(*values):
+        config = load_recipe("dapo_7b", values)
+        made = plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))
+        return [line for line in sentences(config, made) if line.startswith("Decoding multiplies")]
+
+    assert [line.partition(": ")[0] for line in said()] == [
+        f"Decoding multiplies by qerl's kernel for {kernel}; its tilings are a guess" for _ in range(gpu == "a100")
+    ]
+    name, source = f"NVIDIA {gpu.upper()}", tuning.source_hash("portable.cu")
+    for card, hash, taken in (("NVIDIA L4", source, False), (name, "0", False), (name, source, True)):
+        table = tuning.Table(card, (8, 0), 108, "portable.cu", hash, "2026-11-27", 32, {}, [])
+        tuning.table_file(table.of).write_text(json.dumps(asdict(table)))
+        assert any("those that `qerl tune` measured on 2026-11-27" in line for line in said()) is taken
+    assert said("rollout.kernel=marlin") == []
 
 
 def test_an_fp8_cache_holds_twice_the_tokens():

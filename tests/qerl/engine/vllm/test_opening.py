@@ -23,6 +23,7 @@ from qerl.engine.vllm.engine import VLLMEngine
 from qerl.engine.vllm.opening import Parts, cannot_open, capture_sizes, check_folder, line, whole
 from qerl.formats import NVFP4
 from qerl.formats.cuda import nvrtc
+from qerl.formats.nvfp4 import tuning
 from qerl.plan.sizes import KNOWN
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -87,6 +88,7 @@ SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads"
 def begun(monkeypatch, kernel, max_rank, hopper=True, config=None, **shapes):
     """The kernels that are compiled before vLLM is imported, for a model with these shapes."""
     seen = []
+    monkeypatch.setattr(tuning, "take_", lambda device, deterministic: None)
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
