@@ -43,6 +43,7 @@ def test_wandb_without_a_key_is_one_line_before_anything_is_loaded(tmp_path, mon
     host = wandb.setup().settings.base_url.removeprefix("https://")
     (tmp_path / "netrc").write_text(f"machine {host} login user password {40 * 'a'}\n")
     check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
+    wandb.teardown()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_wandb_has_its_files_in_the_run_and_one_id_for_a_resumed_one(reported):
     assert len(folders) == 2
     assert all(folder.name.endswith(ident) for folder in folders)
     logged = (folders[0] / f"run-{ident}.wandb").read_bytes()
-    for text in (b"mine", b"the run", b"learning_rate", b"rewards/digits"):
+    for text in (b"mine", b"learning_rate", b"rewards/digits"):
         assert text in logged
     (table,) = folders[0].glob("files/media/table/completions_*.json")
     table = json.loads(table.read_text())
