@@ -35,13 +35,16 @@ EIGHT_BITS = ("fp8", "fp8_e4m3")
 
 
 def rotates_inside(layer: str) -> bool:
-    """Whether our kernel serves this pass in the attention layer of that name, and may rotate queries and keys as well.
+    """Whether our kernel serves this pass in the attention layer of that name, and rotates queries and keys as well.
 
-    A row of graphs with attention between them rotates before, since it was captured without knowing the batch.
+    A row of graphs with attention between them rotates before, since it was captured without knowing the batch. The
+    layer is the pass's own: vLLM gives the rotation of an engine before to the next one with the same parameters.
     """
     context = get_forward_context()
     known = isinstance(context.attn_metadata, dict) and context.cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE
-    return known and getattr(context.attn_metadata.get(layer), "decode_space", None) is not None
+    if not known or getattr(context.attn_metadata.get(layer), "decode_space", None) is None:
+        return False
+    return getattr(getattr(context.no_compile_layers.get(layer), "impl", None), "angles", None) is not None
 
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):
@@ -81,13 +84,13 @@ class DecodeImpl(FlashAttentionImpl):
         self.decodes = plain and takes(self.num_heads, self.num_kv_heads, self.head_size)
         self._in_8_bits = self.decodes and self.kv_cache_dtype in EIGHT_BITS
         self._shape = (self.num_kv_heads, self.head_size, 8 if self._in_8_bits else 16)
-        self._angles: torch.Tensor | None = None
+        self.angles: torch.Tensor | None = None
         if self._in_8_bits:  # vLLM then hands queries on as they are
             self.supports_quant_query_input = False
 
     def rotate_by_(self, angles: torch.Tensor) -> None:
         """Rotate queries and keys by these where `rotates_inside` says so; nothing before does it then."""
-        self._angles = angles.to(torch.bfloat16)
+        self.angles = angles.to(torch.bfloat16)
 
     def can_rotate(self) -> bool:
         return self.decodes and rotates(*self._shape[1:])
@@ -107,14 +110,17 @@ class DecodeImpl(FlashAttentionImpl):
         if attn_metadata is None:  # in vLLM's profile run
             return output.fill_(0)
         space = attn_metadata.decode_space if self.decodes else None
+        inside = rotates_inside(layer.layer_name)
         if space is None or (space.key_heads, space.head_dim, space.bits) != self._shape:
+            if inside:
+                raise RuntimeError(f"{layer.layer_name} is not of the shape that its decode steps were planned for")
             if self.kv_sharing_target_layer_name is None and key is not None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             if self._in_8_bits:
                 return self._attend_decoded_(layer, query, kv_cache, attn_metadata, output)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)
         count = attn_metadata.num_actual_tokens
-        angles = self._angles if self._angles is not None and rotates_inside(layer.layer_name) else None
+        angles = self.angles if inside else None
         batch = Batch(attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.slot_mapping, angles)
         new = (query[:count], key[:count], value[:count])
         scales = (layer._k_scale, layer._v_scale) if self._in_8_bits else (None, None)

@@ -292,7 +292,8 @@ class VLLMEngine(Engine):
     def _check_cache(self, lengths: Sequence[int]) -> None:
         """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
         held = lengths if self._held is None else [self._held(length) for length in lengths]
-        found = outgrown(held, self.options.max_sequences, self.cache_tokens)
+        at_once = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        found = outgrown(held, at_once, self.cache_tokens)
         if found is not None and not self._cache_warned:
             self._cache_warned = True
             logger.warning(*found)

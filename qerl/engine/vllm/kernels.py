@@ -352,7 +352,7 @@ def _row_kernel(
     maxima = tl.load(partial_ptr + place, mask=exists, other=float("-inf"))
     totals = tl.load(partial_ptr + rows * blocks + place, mask=exists, other=0.0)
     maximum = tl.max(maxima)
-    masses = tl.where(totals > 0, totals * tl.exp(maxima - maximum), 0.0)
+    masses = tl.where(totals == 0, 0.0, totals * tl.exp(maxima - maximum))  # NaN stays
     key = tl.where(greedy, maximum - maxima, _exponential(tl.randint(seed_of_blocks, number)) / masses)
     block = tl.min(tl.where(key == tl.min(key), number, blocks - 1))
     largest = tl.max(tl.where(number == block, maxima, float("-inf")))

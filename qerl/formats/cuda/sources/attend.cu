@@ -9,8 +9,8 @@
 // adds them up. All sums have a fixed order, so a call repeats to the bit.
 //
 // The kernel waits for the results of the launch before it (q, the new key and value), but reads tokens of earlier
-// steps before that. None of those can be a token that another sequence writes in this launch, because vLLM lets
-// sequences share a block only after the step that filled it has ended.
+// steps before that. None of those is a token that another sequence writes in this launch: sequences share a block only
+// when it is full, and a prompt whose last token fills a block is read by longer steps than these.
 //
 // With `angles` (positions x HEAD_DIM: cosines, then sines, bfloat16) the query and the new key are rotated first, which
 // takes 16-bit caches and heads of 64 or 128, where a lane holds both values of each pair.

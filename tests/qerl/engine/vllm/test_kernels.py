@@ -259,6 +259,13 @@ def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtyp
 
 
 @pytest.mark.gpu
+def test_a_nan_among_the_logits_is_in_the_logprob():
+    batch = random_batch(3, 9000, torch.float32)
+    batch[0][:, 5000] = float("nan")
+    assert kernels.draw(*batch)[1].isnan().all()
+
+
+@pytest.mark.gpu
 def test_another_number_of_sequences_compiles_no_further_kernel(compiled):
     kernels.draw(*random_batch(16, 5003, torch.bfloat16))
     compiled.clear()
