@@ -6,6 +6,7 @@ import re
 import pytest
 from plan_check import Workload
 
+from qerl.checkpoint.shards import TensorInfo
 from qerl.cli.plan import this_card
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.engine.vllm.opening import Settings
@@ -71,16 +72,16 @@ def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, s
     ],
 )
 def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, recipe, values, gib):
-    """In all cases vLLM's profile sizes the cache. A file of the right length takes the place of the weights."""
+    """In all cases vLLM's profile sizes the cache. A tensor of the right length takes the place of the weights."""
     monkeypatch.setattr("qerl.engine.vllm.opening.check_experts_served", lambda *_: None)
-    for module in ("opening", "sync"):
-        monkeypatch.setattr(f"qerl.engine.vllm.{module}.read_tensors", lambda _: {})
     config = load_recipe(recipe, values)
     known = KNOWN["qwen2.5-7b" if recipe == "dapo_7b" else "qwen3-30b-a3b"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": {}, **known}))
     sizes = read_sizes(str(tmp_path))
-    with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(int(sizes.weights_bytes("nvfp4")))
+    weights = int(sizes.weights_bytes("nvfp4"))
+    for module in ("opening", "sync"):
+        stored = {"weights": TensorInfo("U8", (weights,), tmp_path / "model.safetensors", weights)}
+        monkeypatch.setattr(f"qerl.engine.vllm.{module}.read_tensors", lambda _, stored=stored: stored)
     options = engine_options(config, trainer_bytes(config, sizes))
     arguments = Settings(str(tmp_path), "nvfp4", options).memory_arguments(gib * GIB)
     assert arguments["kv_cache_memory_bytes"] is None
