@@ -45,7 +45,7 @@ REMOVED = {  # items of a list are N
     "qat.quant_cfg.calibration.batch": Removed(None, "a row takes one forward pass: leave it out"),
     "qat.quant_cfg.calibration.length": Removed((2048,), "a row has up to 2048 tokens: leave it out"),
     "data.curriculum.kind": Removed(("solved_share",), "a curriculum goes by the share of right completions"),
-    "train.fp8": Removed(("auto",), "gradients are e4m3, but e5m2 of whole weights under one scale: leave it out"),
+    "train.fp8": Removed(("auto",), "gradients are e5m2 if train.fp8_recipe is tensorwise, else e4m3: leave it out"),
     "adapter.dtype": Removed(("float32",), "the adapter's master weights are float32: leave it out"),
     "rollout.dynamic_sampling.max_extra_rollouts": Removed((6,), "a step has up to 6 extra rollouts: leave it out"),
     "data.grader_timeout_s": Removed((300.0,), "write it at the reward that grades: {name: accuracy, timeout_s: 60}"),

@@ -77,14 +77,14 @@ class Workload:
 
 
 A = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32)
-FP8 = "model.format=fp8_block"
 WORKLOADS = {  # by the name of the benchmark's file
     "step-7b-qerl": A,
     "step-7b-qerl-cap24": replace(A, cap=24),
     "qat/qat-7b": replace(A, weights="float32"),
     "fp8/step-7b-bf16": replace(A, settings=("model.format=bf16",)),
-    "fp8/step-7b-fp8": replace(A, settings=(FP8,)),
-    "fp8/step-7b-fp8-blockwise": replace(A, settings=(FP8, "train.fp8_recipe=blockwise")),
+    "fp8/step-7b-fp8": replace(A, settings=("model.format=fp8_block",)),
+    "fp8/step-7b-fp8-blockwise": replace(A, settings=("model.format=fp8_block", "train.fp8_recipe=blockwise")),
+    "peers/step-7b-qerl-fp8-gradients": replace(A, settings=("train.fp8_recipe=tensorwise_gradients",)),
     "experts/step-a3b-qerl-cap80": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, 80),
     "experts/step-a3b-16-layers-qerl": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, layers=16),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
