@@ -141,22 +141,19 @@ def tune(
     from qerl.base.printable import SafeConsole
     from qerl.plan.sizes import read_sizes
 
-    sizes = read_sizes(model)
+    linears = read_sizes(model).fused_linears()
     choose_card(gpu=gpu)
     import torch
 
-    from qerl.formats.nvfp4.tuning import Fused, tune
+    from qerl.formats.nvfp4.tuning import tune
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    tuned, path = tune([Fused(*each) for each in sizes.fused_linears()], device)
-    console = SafeConsole()
-    console.print(tuned.shown())
-    console.print(
-        f"Engines on this card take these tilings from now on, except with rollout.deterministic. They are in {path}: "
-        "delete it to go back to the defaults, or send it to us in an issue, and its choices become defaults.",
-        highlight=False,
-        soft_wrap=True,
+    tuned, path = tune(linears, device)
+    said = (
+        "Other sizes keep the defaults. Engines on this card take these tilings from now on, except with "
+        f"rollout.deterministic. They are in {path}: delete it for the defaults, and send it to us in an issue."
     )
+    SafeConsole().print(*tuned.lines(), said, sep="\n", highlight=False, soft_wrap=True)
 
 
 def _judged(before: Path, after: Path) -> Judged | None:

@@ -258,11 +258,8 @@ def _about_tilings(card: Card) -> list[str]:
     from qerl.formats.nvfp4.tuning import said_of, tables
     from qerl.plan.engine_memory import card_named
 
-    def is_kind(name: str) -> bool:
-        known = card_named(name, card.memory_gib)
-        return known is not None and known.name == card.name
-
-    table = next((table for table in tables() if is_kind(table.card)), None)
+    kinds = ((table, card_named(table.card, card.memory_gib)) for table in tables())
+    table = next((table for table, known in kinds if known is not None and known.name == card.name), None)
     if table is None and card.capability == MEASURED:
         return []
     kernel = "Hopper" if card.capability == MEASURED else "cards from Ampere on"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -140,6 +140,14 @@ def _decoded(weight: KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> 
     return add_as_engine_(torch.addmm(x.new_empty(1), x, dense.t(), beta=0, alpha=weight.alpha), x, adapter)
 
 
+def product_of_ampere(
+    x: torch.Tensor, weight: KernelWeight, bias: torch.Tensor | None = None, adapter: Adapter | None = None
+) -> torch.Tensor:
+    """`portable.product` by the code of compute capability 8.0, which the driver translates: to try it on a Hopper."""
+    tiling = replace(portable.choose_tiling(weight.out_features, weight.in_features, len(x)), architecture="compute_80")
+    return portable.product(x, weight, bias, adapter, tiling=tiling)
+
+
 def _dense(weight: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
     out = x @ weight.t()
     return out if adapter is None else out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
@@ -164,7 +172,7 @@ WAYS = {
     "portable": Way(
         NVFP4.bytes_per_weight,
         _random_packed,
-        lambda weight, x, adapter: portable.product_of_ampere(x, weight, None, adapter),
+        lambda weight, x, adapter: product_of_ampere(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
         lambda linear, tokens: tokens <= MAX_TOKENS and has_portable_kernels(torch.device("cuda", 0)),
     ),

@@ -16,7 +16,7 @@ from qerl.formats.nvfp4.kernel_layout import KernelWeight
 from qerl.formats.nvfp4.lora import Adapter
 from qerl.formats.nvfp4.ways import FEW_ROWS, LONG, MAX_HEAPS, MAX_PARTS, SLAB, UNIT
 
-SOURCE, NAME, AMPERE = "portable.cu", "nvfp4_portable", "compute_80"
+SOURCE, NAME = "portable.cu", "nvfp4_portable"
 MAX_SHARED = 99 * 1024  # bytes of shared memory that a block may have on the cards with the least (8.6, 8.9, 12.0)
 
 
@@ -174,20 +174,6 @@ def product(
         *adapter_numbers,
     )
     return out
-
-
-def product_of_ampere(
-    x: torch.Tensor,
-    weight: KernelWeight,
-    bias: torch.Tensor | None = None,
-    adapter: Adapter | None = None,
-) -> torch.Tensor:
-    """`product` by the code of compute capability 8.0, which the driver translates for the card: to try it on a Hopper.
-
-    It takes up to 256 tokens.
-    """
-    tiling = choose_tiling(weight.out_features, weight.in_features, len(x))
-    return product(x, weight, bias, adapter, tiling=replace(tiling, architecture=AMPERE))
 
 
 def takes(rows: int, columns: int, ranks: int = 0) -> bool:

@@ -1,4 +1,4 @@
-"""Which tiling of our product is the fastest on a card: what `qerl tune` measures, the file of it, and who takes it.
+"""Which tiling of our product is the fastest on a card: what `qerl tune` measures, its file, and who takes it.
 
 The file is kept beside the compiled kernels. An engine takes its choices when it opens, unless it is deterministic,
 because tilings add in different orders. A file of another card, of other kernels, or with a tiling that is not among
@@ -27,7 +27,6 @@ from qerl.formats.nvfp4.ways import WRONG
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table as RichTable
 
     from qerl.formats.nvfp4.kernel_layout import KernelWeight
     from qerl.formats.nvfp4.lora import Adapter
@@ -43,71 +42,52 @@ KERNELS = "gemm.cu", "portable.cu"  # Hopper's, and that of every card from Ampe
 PART_RANK = 32  # of the adapter in measurements
 MEASURE = "measure again with `qerl tune`"
 
+Place = tuple[int, int, int]  # rows, columns and tokens of a product
+Fused = tuple[str, tuple[int, ...], int]  # linears that are multiplied by at once: names, rows of each, columns
+
 
 class Card(NamedTuple):
-    """What a measurement is of: a driver's name, compute capability, and multiprocessors."""
-
-    name: str
+    name: str  # the driver's
     capability: tuple[int, int]
     processors: int
 
 
-class Fused(NamedTuple):
-    """Linears that an engine multiplies by at once: their names, the rows of each, and their columns."""
-
-    name: str
-    parts: tuple[int, ...]
-    columns: int
-
-
 @dataclass(frozen=True)
 class Table:
-    """The file of a card. `measured` has, for each (rows, columns, tokens), microseconds by tiling, and two of these:
-    the default and the choice."""
+    """The file of a card. A row of `measured` has a place, microseconds by tiling, and the default and the choice."""
 
     card: str
     capability: Sequence[int]
     processors: int
     kernel: str  # one of KERNELS
-    source: str  # hash of the source
+    source: str  # hash of its source
     date: str
     rank: int
     versions: dict[str, str]
     measured: list[dict[str, Any]]
 
-    def __post_init__(self) -> None:
-        """Raise ValueError, TypeError or KeyError for what is not as it is written."""
-        if self.kernel not in KERNELS:
-            raise ValueError(f"its kernel is {self.kernel}")
-        if not all(isinstance(text, str) for text in (self.card, self.source, self.date)):
-            raise TypeError("its card, source or date is not a text")
-        for row in self.measured:
-            sizes = [row["rows"], row["columns"], row["tokens"]]
-            if not all(type(size) is int and size > 0 for size in sizes):
-                raise ValueError(f"rows, columns and tokens are {sizes}")
-            if not all(type(us) in (int, float) for us in dict(row["us"]).values()):
-                raise ValueError("its times are not numbers")
-            if row["choice"] not in row["us"]:
-                raise ValueError(f"{row['choice']} was not timed")
-        tuple(self.capability)
-
     @property
     def of(self) -> Card:
         return Card(self.card, tuple(self.capability), self.processors)
 
-    def shown(self) -> RichTable:
-        """For a terminal: microseconds before and after, where another tiling than the default was chosen."""
-        from rich.table import Table
-
-        shown = Table("rows x columns", "tokens", "us before", "us now", "gain", box=None)
+    def choices(self) -> dict[Place, str]:
+        """Raises ValueError, TypeError or KeyError for rows that are not as they are written."""
         for row in self.measured:
-            before, now = row["us"].get(row["default"]), row["us"][row["choice"]]
-            if row["choice"] != row["default"]:
-                gain = "was wrong" if before is None else f"{100 * (1 - now / before):.0f}%"
-                shown.add_row(f"{row['rows']} x {row['columns']}", f"{row['tokens']}", f"{before}", f"{now}", gain)
-        same = sum(row["choice"] == row["default"] for row in self.measured)
-        shown.caption = f"{same} of {len(self.measured)} sizes keep the default, within {GAIN:.0%} of the fastest"
-        return shown
+            times, sizes = dict(row["us"]), (row["rows"], row["columns"], row["tokens"])
+            if not all(type(size) is int and size > 0 for size in sizes):
+                raise ValueError(f"rows, columns and tokens are {sizes}")
+            if type(times.get(row["choice"])) not in (int, float):
+                raise ValueError(f"{row['choice']} was not timed")
+        return {(row["rows"], row["columns"], row["tokens"]): row["choice"] for row in self.measured}
+
+    def lines(self) -> list[str]:
+        """The sizes at which another tiling than the default was chosen."""
+        rows = [row for row in self.measured if row["choice"] != row["default"]]
+        cells = [(row, row["us"].get(row["default"], float("inf")), row["us"][row["choice"]]) for row in rows]
+        return [f"{'rows x columns':>15}{'tokens':>8}{'us before':>11}{'us now':>9}{'gain':>6}"] + [
+            f"{row['rows']:>7} x {row['columns']:>5}{row['tokens']:>8}{old:>11.2f}{new:>9.2f}{1 - new / old:>6.0%}"
+            for row, old, new in cells
+        ]
 
     @property
     def is_current(self) -> bool:
@@ -123,7 +103,11 @@ def table_file(card: Card) -> Path:
 def read_table(path: Path) -> Table:
     """Raises ConfigError for what `qerl tune` did not write."""
     try:
-        return Table(**parse_json(read_text(path, JSON_BYTES)))
+        table = Table(**parse_json(read_text(path, JSON_BYTES)))
+        if table.kernel not in KERNELS or not isinstance(table.card, str) or table.of.capability < (8, 0):
+            raise ValueError(f"it is of {table.kernel} on {table.card}")
+        table.choices()
+        return table
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is not a file of `qerl tune` ({error}): delete it, or {MEASURE}") from error
 
@@ -155,7 +139,7 @@ def source_hash(source: str) -> str:
 
 
 def said_of(table: Table | None, capability: tuple[int, int]) -> str:
-    """Where the tilings on a card come from, for `qerl doctor` and `qerl plan`."""
+    """What the tilings on a card are."""
     if table is not None:
         return f"those that `qerl tune` measured on {table.date}"
     if capability[0] == 9:
@@ -167,29 +151,22 @@ class Product(NamedTuple):
     """A kernel whose tilings can be measured."""
 
     source: str
-    tiles: tuple[int, ...]  # numbers of tokens that it is compiled for
-    neighbours: Callable[[int, int, int], list[Any]]  # (rows, columns, tokens) -> the default tiling, then others
+    tiles: Sequence[int]  # numbers of tokens that it is compiled for
+    neighbours: Callable[[int, int, int], list[Any]]  # the default tiling for a place, then others
     defines: Callable[[int, Any], tuple[str, ...]]  # macros of (tokens, tiling)
     multiply: Callable[..., torch.Tensor]  # as `portable.product`
-    measured: dict[tuple[int, int, int], Any]  # what it takes instead of defaults
-
-
-def products() -> tuple[Product, Product]:
-    """Those of KERNELS."""
-    from qerl.formats.nvfp4 import gemm, portable, ways
-
-    sizes, defines = tuple(portable.STAGES), portable.PortableTiling.defines
-    hopper = (ways.TOKEN_TILES, ways.neighbours, gemm.defines_of, gemm.product, ways.MEASURED)
-    ampere = (sizes, portable.neighbours, lambda tokens, tiling: defines(tiling), portable.product, portable.MEASURED)
-    return Product(KERNELS[0], *hopper), Product(KERNELS[1], *ampere)
+    measured: dict[Place, Any]  # what it takes instead of defaults
 
 
 def product_on(device: torch.device) -> Product | None:
     """The one that `device` runs; None where it runs neither."""
     from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
+    from qerl.formats.nvfp4 import gemm, portable, ways
 
-    hopper, ampere = products()
-    return hopper if has_kernels(device) else ampere if has_portable_kernels(device) else None
+    if has_kernels(device):
+        return Product(KERNELS[0], ways.TOKEN_TILES, ways.neighbours, gemm.defines_of, gemm.product, ways.MEASURED)
+    own = (lambda tokens, tiling: tiling.defines(), portable.product, portable.MEASURED)
+    return Product(KERNELS[1], [*portable.STAGES], portable.neighbours, *own) if has_portable_kernels(device) else None
 
 
 def card_at(device: torch.device) -> Card:
@@ -201,40 +178,35 @@ def card_at(device: torch.device) -> Card:
 
 def take_(device: torch.device, deterministic: bool) -> None:
     """Take the tilings that were measured on this card, or the defaults; the log says which if there is a file."""
-    for each in products():
-        each.measured.clear()
-    product = product_on(device)
-    if deterministic or product is None:
+    if (product := product_on(device)) is None:
+        return
+    product.measured.clear()
+    if deterministic:
         return
     card = card_at(device)
     try:
-        if (table := table_of(card)) is None:
-            return
-        product.measured.update(_choices(table, product))
+        if (table := table_of(card)) is not None:
+            product.measured.update(_tilings(table, product))
+            logger.info("tilings of our product are %s", said_of(table, card.capability))
     except ConfigError as error:
         logger.warning("tilings stay the defaults: %s", error)
-    else:
-        logger.info("%d tilings of our product are %s", len(product.measured), said_of(table, card.capability))
 
 
-def _choices(table: Table, product: Product) -> dict[tuple[int, int, int], Any]:
-    """The chosen tilings by (rows, columns, tokens). Raises ConfigError for one that is not among those compared."""
+def _tilings(table: Table, product: Product) -> dict[Place, Any]:
+    """The chosen tilings. Raises ConfigError for one that is not among those compared."""
     found = {}
-    for row in table.measured:
-        place = row["rows"], row["columns"], row["tokens"]
+    for place, choice in table.choices().items():
         known = {name_of(each): each for each in product.neighbours(*place)} if place[2] in product.tiles else {}
-        if row["choice"] not in known:
-            raise ConfigError(f"the file of {table.date} has a tiling that is not known, {row['choice']}: {MEASURE}")
-        found[place] = known[row["choice"]]
+        if choice not in known:
+            raise ConfigError(f"the file of {table.date} has a tiling that is not known, {choice}: {MEASURE}")
+        found[place] = known[choice]
     return found
 
 
 def name_of(tiling: Any) -> str:
     """stages 5, warps 4, ...: what is chosen for a given number of tokens."""
-    return ", ".join(f"{key} {int(value)}" for key, value in asdict(tiling).items() if key not in UNCHOSEN)
-
-
-UNCHOSEN = ("tokens", "architecture")
+    chosen = {key: value for key, value in asdict(tiling).items() if key not in ("tokens", "architecture")}
+    return ", ".join(f"{key} {int(value)}" for key, value in chosen.items())
 
 
 def tune(linears: Sequence[Fused], device: torch.device) -> tuple[Table, Path]:
@@ -244,27 +216,24 @@ def tune(linears: Sequence[Fused], device: torch.device) -> tuple[Table, Path]:
     """
     from qerl.base.devices import driver_version
     from qerl.formats.cuda.nvrtc import compile_ahead
+    from qerl.formats.nvfp4 import gemm, portable
 
     if (product := product_on(device)) is None:
         raise EngineError(
             "`qerl tune` times our kernels, and there is no card here that runs them: they need one from Ampere on "
             "(compute capability 8.0); `qerl doctor` says what this machine has"
         )
-    linears = [each for each in linears if _takes(sum(each.parts), each.columns, PART_RANK * len(each.parts))]
-    shapes = [(sum(each.parts), each.columns, tokens) for tokens in reversed(product.tiles) for each in linears]
-    variants = [(product.source, product.defines(at[2], each)) for at in shapes for each in product.neighbours(*at)]
-    compile_ahead(dict.fromkeys(variants))
-    rows = [row for linear in linears for row in measured(product, linear, device)]
+    shapes = {each: (sum(each[1]), each[2], PART_RANK * len(each[1])) for each in linears}
+    taken = [each for each, shape in shapes.items() if gemm.takes(*shape) and portable.takes(*shape)]
+    places = [(*shapes[each][:2], tokens) for tokens in reversed(product.tiles) for each in taken]
+    compile_ahead([(product.source, product.defines(at[2], each)) for at in places for each in product.neighbours(*at)])
+    rows = [row for linear in taken for row in measured(product, linear, device)]
     if not rows:
         raise EngineError("our kernels multiply right by none of these linears here: write rollout.kernel: marlin")
-    card = card_at(device)
-    try:
-        if (earlier := table_of(card)) is not None:
-            _choices(earlier, product)
-        kept = [] if earlier is None else earlier.measured
-    except ConfigError:  # damaged, or of other kernels: it is written anew
-        kept = []
-    kept = [row for row in kept if (row["rows"], row["columns"], row["tokens"]) not in shapes]
+    card, kept = card_at(device), []
+    with suppress(ConfigError):  # a file that is damaged, or of other kernels, is written anew
+        if (earlier := table_of(card)) is not None and _tilings(earlier, product):
+            kept = [row for row in earlier.measured if (row["rows"], row["columns"], row["tokens"]) not in places]
     versions = {"qerl": version("qerl"), "torch": version("torch"), "driver": driver_version() or "unknown"}
     about = (product.source, source_hash(product.source), date.today().isoformat(), PART_RANK, versions)
     table, path = Table(*card, *about, kept + rows), table_file(card)
@@ -273,57 +242,47 @@ def tune(linears: Sequence[Fused], device: torch.device) -> tuple[Table, Path]:
     return table, path
 
 
-def _takes(*shape: int) -> bool:
-    """As `opening.check_folder` asks before an engine takes our kernel."""
-    from qerl.formats.nvfp4 import gemm, portable
-
-    return gemm.takes(*shape) and portable.takes(*shape)
-
-
 def measured(product: Product, linear: Fused, device: torch.device) -> list[dict[str, Any]]:
     """A row of the table for each number of tokens. A tiling that the card refuses or gets wrong is left out."""
     import torch
 
     from qerl.formats.nvfp4.gemm import reference_product
 
-    rows, columns = sum(linear.parts), linear.columns
+    name, parts, columns = linear
+    rows, found = sum(parts), []
     number = cold_layers(rows * columns * 9 // 16)
     weights = [random_weight(rows, columns, device) for _ in range(number)]
-    adapters = [random_adapter(linear.parts, columns, PART_RANK, device) for _ in range(number)]
+    adapters = [random_adapter(parts, columns, PART_RANK, device) for _ in range(number)]
     x = torch.randn(max(product.tiles), columns, device=device).bfloat16()
-    exact, out, found = reference_product(x, weights[0], None, adapters[0]), x.new_empty(len(x), rows), []
+    exact, out = reference_product(x, weights[0], None, adapters[0]), x.new_empty(len(x), rows)
     for tokens in product.tiles:
-        place = (rows, columns, tokens)
-        calls = {
-            tiling: [
-                partial(product.multiply, x[:tokens], weight, None, adapter, out[:tokens], tiling)
-                for weight, adapter in zip(weights, adapters, strict=True)
-            ]
-            for tiling in product.neighbours(*place)
-        }
-        calls = {name_of(tiling): of for tiling, of in calls.items() if _is_right(of[0], exact[:tokens], tiling)}
-        calls = {name: of * -(-CALLS // number) for name, of in calls.items()}
-        rounds = [{name: graph_us(of) / len(of) for name, of in calls.items()} for _ in range(ROUNDS)]
-        us = {name: round(min(each[name] for each in rounds), 2) for name in calls}
+        calls = {}
+        for tiling in product.neighbours(rows, columns, tokens):
+            fixed = {"x": x[:tokens], "bias": None, "out": out[:tokens], "tiling": tiling}
+            pairs = zip(weights, adapters, strict=True)
+            each = [partial(product.multiply, weight=weight, adapter=adapter, **fixed) for weight, adapter in pairs]
+            if _is_right(each[0], exact[:tokens]):
+                calls[name_of(tiling)] = each * -(-CALLS // number)
+        rounds = [{tiling: graph_us(of) / len(of) for tiling, of in calls.items()} for _ in range(ROUNDS)]
+        us = {tiling: round(min(each[tiling] for each in rounds), 2) for tiling in calls}
+        logger.info("%s, %d tokens: %d tilings are right", name, tokens, len(us))
         if us:
-            default = name_of(product.neighbours(*place)[0])
+            default = name_of(product.neighbours(rows, columns, tokens)[0])
             fastest = min(us, key=us.__getitem__)
             choice = default if us[fastest] > (1 - GAIN) * us.get(default, float("inf")) else fastest
-            sizes = {"linear": linear.name, **dict(zip(("rows", "columns", "tokens"), place, strict=True))}
-            found.append({**sizes, "us": us, "default": default, "choice": choice})
-        logger.info("%s, %d tokens: %d tilings are right", linear.name, tokens, len(us))
+            row = {"linear": name, "rows": rows, "columns": columns, "tokens": tokens}
+            found.append({**row, "us": us, "default": default, "choice": choice})
     return found
 
 
-def _is_right(call: Callable[[], torch.Tensor], exact: torch.Tensor, tiling: Any) -> bool:
+def _is_right(call: Callable[[], torch.Tensor], exact: torch.Tensor) -> bool:
     """Whether three products are equal to the bit and as near to the twin's as rounding allows."""
     try:
-        outs = [call().clone() for _ in range(3)]
-    except EngineError as error:  # no room for its ring or its blocks on this card
-        logger.debug("%s: %s", tiling, error)
+        first, *others = [call().clone() for _ in range(3)]
+    except EngineError:  # no room for its ring or its blocks on this card
         return False
-    error = ((outs[0].double() - exact).norm() / exact.norm()).item()
-    return error < WRONG and all(bool((outs[0] == each).all()) for each in outs[1:])
+    error = ((first.double() - exact).norm() / exact.norm()).item()
+    return error < WRONG and all(bool((first == each).all()) for each in others)
 
 
 def cold_layers(layer_bytes: int) -> int:

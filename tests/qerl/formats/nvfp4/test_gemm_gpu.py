@@ -6,10 +6,11 @@ Each run has fresh random weights of every layout and odd sizes.
 import pytest
 import torch
 
-from qerl.formats.nvfp4 import gemm, lora, portable, ways
+from qerl.formats.nvfp4 import gemm, lora, ways
 from qerl.formats.nvfp4.decode import decode_, reference_decoded
 from qerl.formats.nvfp4.kernel_layout import dequantize
 from qerl.formats.nvfp4.lora import Adapter
+from scripts.bench.linear_ways import product_of_ampere
 from tests.helpers.gemm_cases import IN_ALL_LAYOUTS, assert_rounded, error, random_adapter, random_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
@@ -24,7 +25,7 @@ SIZES = [
     (34304, 192),  # more blocks of rows than processors
 ]
 # The second is what an Ampere card would run, translated by the driver.
-PRODUCTS = {"hopper": gemm.product, "ampere": portable.product_of_ampere}
+PRODUCTS = {"hopper": gemm.product, "ampere": product_of_ampere}
 BY_EACH_KERNEL = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 
 
