@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qerl import __version__
 from qerl.base.errors import ConfigError, EngineError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, write_shared
 from qerl.formats.cuda import cache_folder, source_texts
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**28  # more than the L2 cache of any card holds
 REPLAYS = 5
+MOST_LAYERS = 1000  # of a tiny model, whose linears an engine finds in the cache as well
 CALLS = 32  # the fewest in a graph, so that starting it hardly counts
 ROUNDS = 2  # of which the faster counts: while the first runs, the card's clock may still rise
 GAIN = 0.02  # share of the default's time that another tiling has to save
@@ -234,7 +236,7 @@ def tune(linears: Sequence[Fused], device: torch.device) -> tuple[Table, Path]:
     with suppress(ConfigError):  # a file that is damaged, or of other kernels, is written anew
         if (earlier := table_of(card)) is not None and _tilings(earlier, product):
             kept = [row for row in earlier.measured if (row["rows"], row["columns"], row["tokens"]) not in places]
-    versions = {"qerl": version("qerl"), "torch": version("torch"), "driver": driver_version() or "unknown"}
+    versions = {"qerl": __version__, "torch": version("torch"), "driver": driver_version() or "unknown"}
     about = (product.source, source_hash(product.source), date.today().isoformat(), PART_RANK, versions)
     table, path = Table(*card, *about, kept + rows), table_file(card)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +252,7 @@ def measured(product: Product, linear: Fused, device: torch.device) -> list[dict
 
     name, parts, columns = linear
     rows, found = sum(parts), []
-    number = cold_layers(rows * columns * 9 // 16)
+    number = min(cold_layers(rows * columns * 9 // 16), MOST_LAYERS)
     weights = [random_weight(rows, columns, device) for _ in range(number)]
     adapters = [random_adapter(parts, columns, PART_RANK, device) for _ in range(number)]
     x = torch.randn(max(product.tiles), columns, device=device).bfloat16()
