@@ -151,8 +151,8 @@ def tune(
     tuned, path = tune(linears, device)
     said = (
         "Other sizes keep the defaults. Engines on this card take these tilings from now on, except with "
-        f"rollout.deterministic. They are in {path}: please send it to us in an issue. Without that file the defaults are "
-        "taken again."
+        f"rollout.deterministic. They are in {path}: please send it to us in an issue. Without that file the "
+        "defaults are back."
     )
     SafeConsole().print(*tuned.lines(), said, sep="\n", highlight=False, soft_wrap=True)
 
