@@ -64,6 +64,7 @@ class VLLMEngine(Engine):
     llm: Any = None  # vLLM's own LLM; None once the engine is closed
     found: Found | None = None  # what the engine uses of vLLM's model
     _reader: Reader | None = None  # of the experts that were chosen; None if they are not recorded
+    _at_once: int = 0  # how many sequences run at once, where states leave room for fewer than were asked for
     _held: Callable[[int], int] | None = None  # tokens of the cache that a sequence takes, where it is not its own
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
@@ -271,7 +272,8 @@ class VLLMEngine(Engine):
         sizes = sizes_of(settings.config.to_dict(), settings.base)
         if settings.decoder.full:
             self._held = sizes.cached_tokens
-        return sizes.tokens_of(kv_cache_bytes(), config.scheduler_config.max_num_seqs)
+        self._at_once = config.scheduler_config.max_num_seqs
+        return sizes.tokens_of(kv_cache_bytes(), self._at_once)
 
     def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Put the base's start beside its weights; returns where its factors lie, by base linear."""
@@ -292,8 +294,7 @@ class VLLMEngine(Engine):
     def _check_cache(self, lengths: Sequence[int]) -> None:
         """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
         held = lengths if self._held is None else [self._held(length) for length in lengths]
-        at_once = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        found = outgrown(held, at_once, self.cache_tokens)
+        found = outgrown(held, self._at_once or self.options.max_sequences, self.cache_tokens)
         if found is not None and not self._cache_warned:
             self._cache_warned = True
             logger.warning(*found)
