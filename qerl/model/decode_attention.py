@@ -216,8 +216,9 @@ def reference_attend_(
             continue
         places = torch.arange(length, device=query.device)
         pages = batch.pages[index].long()[places // cache.page_tokens]
-        angles = None if batch.angles is None else batch.angles[length - 1].float()
-        of_query, of_key = (_rotated(part[index], angles) for part in (query, key))
+        of_query, of_key = query[index], key[index]
+        if batch.angles is not None:
+            of_query, of_key = (rotated(part, batch.angles[length - 1]) for part in (of_query, of_key))
         stored = [_stored(one, by) for one, by in zip((of_key, value[index]), cache.scales, strict=True)]
         keys, values = (
             torch.cat([part[pages, places % cache.page_tokens][:-1], one[None]])
@@ -233,10 +234,9 @@ def reference_attend_(
     return out
 
 
-def _rotated(heads: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-    if angles is None:
-        return heads
-    (cosines, sines), (first, second) = angles.chunk(2), heads.float().chunk(2, -1)
+def rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Heads (..., n) rotated by `angles` (..., n), cosines before sines: value d with value d + n / 2, rounded once."""
+    (cosines, sines), (first, second) = (part.float().chunk(2, -1) for part in (angles, heads))
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from qerl.base.philox import WORD, Words, philox
+from qerl.model.decode_attention import rotated
 
 BLOCK = 4096  # logits per program
 QUARTER = BLOCK // 4
@@ -116,10 +117,7 @@ def rotate_(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, angles: t
     `positions` (tokens,) int64 says which row of `angles` (positions, 2 * half: cosines, then sines) a token has. The
     first `half` columns of a head are rotated with the second, and any others stay.
     """
-    cos, sin = angles[positions].float()[:, None].chunk(2, dim=-1)
-    half = cos.shape[-1]
+    of_rows = angles[positions][:, None]
     for rows in (q, k):
-        heads = rows.unflatten(1, (-1, head_dim))
-        first, second = heads[..., : 2 * half].to(torch.float32, copy=True).chunk(2, dim=-1)
-        heads[..., :half] = (first * cos - second * sin).to(q.dtype)
-        heads[..., half : 2 * half] = (second * cos + first * sin).to(q.dtype)
+        heads = rows.unflatten(1, (-1, head_dim))[..., : angles.shape[1]]
+        heads.copy_(rotated(heads, of_rows))
