@@ -111,6 +111,7 @@ def refusals(tmp_path_factory):
     write_mistakes(folder)
     before = sorted(folder.rglob("*"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["OMP_NUM_THREADS"] = "1"  # else the choice of threads reads a header, for which safetensors takes numpy
     command = [sys.executable, "-c", RUN_ALL]
     told = {"cwd": folder, "env": environment, "input": json.dumps([*MISTAKES])}
     done = subprocess.run(command, **told, capture_output=True, text=True, check=True, timeout=240)
@@ -147,6 +148,7 @@ def test_a_command_says_so_before_it_loads_torch(workdir, monkeypatch, caplog):
     (workdir / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
     caplog.set_level("INFO")
     monkeypatch.setattr(sys, "argv", ["qerl", *TRAIN_TINY.split(), "--data", "rows.jsonl", "--dry-run"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the choice of threads is told first
     with pytest.raises(SystemExit):
         qerl.cli.main.main()
     assert caplog.messages[0] == "loading torch and transformers"
