@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from trl import GRPOTrainer
 
+    from qerl.checkpoint.experts import Decoder
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,6 +120,8 @@ def build(arguments: argparse.Namespace, folder: str, share: float = 1.0) -> GRP
     vllm = {} if arguments.no_vllm else {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
     if share < 1 and vllm:
         vllm["vllm_gpu_memory_utilization"] = GRPOConfig.vllm_gpu_memory_utilization * share
+    if vllm and decoder(arguments.model).linear:
+        take_text_of_qwen3_5()
     eight_bits = "paged_adamw_8bit" if share < 1 else "adamw_8bit"
     args = GRPOConfig(
         output_dir=folder,
@@ -145,22 +149,43 @@ def build(arguments: argparse.Namespace, folder: str, share: float = 1.0) -> GRP
         args=args,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(arguments.prompt_tokens)]),
         processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
-        peft_config=None if arguments.full else lora(arguments.rank),
+        peft_config=None if arguments.full else lora(arguments.rank, arguments.model),
     )
+
+
+def take_text_of_qwen3_5() -> None:
+    """Let TRL's vLLM 0.25.1 open the text model, which it has as a part of the one for pictures and text only; without
+    flashinfer, which vLLM takes for granted there, states of prompts are computed by Triton's kernels."""
+    from functools import partial
+    from importlib.util import find_spec
+
+    from trl.generation import vllm_generation
+
+    from qerl.engine.vllm import register_hybrid
+
+    register_hybrid()
+    if not find_spec("flashinfer"):
+        vllm_generation.LLM = partial(vllm_generation.LLM, gdn_prefill_backend="triton")
 
 
 def without_experts(model: str) -> dict[str, bool] | None:
     """What of Liger a mixture of experts does without: its experts do not take an adapter of PEFT's (0.8.5 raises)."""
+    return {"swiglu": False} if decoder(model).has_experts else None
+
+
+def decoder(model: str) -> Decoder:
     from qerl.checkpoint.experts import decoder_of
     from qerl.checkpoint.shards import read_json
 
-    return {"swiglu": False} if decoder_of(read_json(Path(model) / "config.json"), model).has_experts else None
+    return decoder_of(read_json(Path(model) / "config.json"), model)
 
 
-def lora(rank: int) -> LoraConfig:
+def lora(rank: int, model: str) -> LoraConfig:
+    """An adapter on the linears that ours has."""
     from peft import LoraConfig
 
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
+    targets = decoder(model).targets(PROJECTIONS)
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets), task_type="CAUSAL_LM")
 
 
 def zero(completions: list[str], **columns: object) -> list[float]:
