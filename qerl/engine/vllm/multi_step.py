@@ -10,19 +10,19 @@ A sequence that meets its end between two calls runs on to the end of the call. 
 its place is free a few steps later. Tokens do not depend on the number of steps: the noise of a token is drawn by its
 request's seed and its position.
 
-In a call in which all sequences only decode, vLLM would do the same again for each of them: look for room, make an
-object per output, and append one token at a time to five lists. Here only the sequences that need a block, or of which
-a token may be the last, go through vLLM's code. The others' tokens are appended a row at a time where vLLM would put
-them, so whatever reads them (`requests.py`) finds them as before.
+For each sequence vLLM would look for room, make an object per output, and append one token at a time to five lists.
+Here only those that need a block, or of which a token may be the last, go through its code. The others' tokens are
+appended a row at a time to the same lists, so whatever reads them (`requests.py`) finds them as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.logprobs import FlatLogprobs
@@ -33,9 +33,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np, stream
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 MOST_STEPS = 4  # the host's time is a quarter then; a sequence that ended costs 6 steps of its row on average
@@ -100,8 +100,10 @@ class MultiStepScheduler(AsyncScheduler):
         # A block of a state is for the whole sequence. A window would give blocks back meanwhile.
         whole = [type(each) is FullAttentionManager or each.block_size >= self.max_model_len for each in groups]
         other = (self.connector, self.ec_connector, self.lora_config, self.num_spec_tokens)
+        other += (self.enable_kv_cache_events, self.enable_return_routed_experts, self.log_stats)
         caching = self.cache_config.enable_prefix_caching
-        self.groups = groups if all(whole) and not any(other) and not (caching and len(groups) > 1) else ()
+        fits = most_batch and all(whole) and not any(other) and not (caching and len(groups) > 1)
+        self.groups = groups if fits else ()
 
     def add_request(self, request: Any) -> None:
         request.plain = plain(request, self.states.get(request.request_id), self.max_model_len)
@@ -123,9 +125,8 @@ class MultiStepScheduler(AsyncScheduler):
 
     def decode_again(self) -> SchedulerOutput | None:
         """What vLLM's own method returns, and does, if all sequences only go on; None if it has to decide something."""
-        if (self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs:
-            return None
-        if self._pause_state is not PauseState.UNPAUSED:
+        may_begin = (self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
+        if may_begin or self._pause_state is not PauseState.UNPAUSED:
             return None
         requests, grown, blocks = [], {}, 0
         caches = self.cache_config.enable_prefix_caching
@@ -141,46 +142,35 @@ class MultiStepScheduler(AsyncScheduler):
             needed = min(computed + 1 + self.num_lookahead_tokens, self.max_model_len)
             for group in self.groups:
                 missing = needed - len(group.req_to_blocks[name]) * group.block_size
-                if missing > 0:
+                if missing > 0 or (caches and known // group.block_size > group.num_cached_block.get(name, 0)):
                     grown[name] = request
-                    blocks += -(-missing // group.block_size)
-                elif caches and known // group.block_size > group.num_cached_block.get(name, 0):
-                    grown[name] = request
+                    blocks += max(0, -(-missing // group.block_size))
             requests.append(request)
         most = min(self.most_batch, self.max_num_scheduled_tokens)
         if not 0 < len(requests) <= most or blocks > self.kv_cache_manager.block_pool.get_num_free_blocks():
             return None
         return self._for(requests, grown)
 
-    def _for(self, requests: list[Any], grown: Mapping[str, Any]) -> SchedulerOutput:
+    def _for(self, requests: list[Any], grown: dict[str, Any]) -> SchedulerOutput:
         """vLLM's output for one step of decoding `requests`, of which `grown` need blocks or fill one."""
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
         for name, request in grown.items():
-            allocated = self.kv_cache_manager.allocate_slots(request, 1, num_lookahead_tokens=self.num_lookahead_tokens)
-            grown[name] = allocated.get_block_ids(allow_none=True)
+            computed = request.num_computed_tokens
+            needed = min(computed + 1 + self.num_lookahead_tokens, self.max_model_len)
+            new = self.kv_cache_manager.coordinator.allocate_new_blocks(name, needed, computed + 1)
+            grown[name] = tuple([block.block_id for block in own] for own in new) if any(new) else None
+            self.kv_cache_manager.cache_blocks(request, len(request._all_token_ids))
         names = [request.request_id for request in requests]
-        output = SchedulerOutput(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=names,
-                resumed_req_ids=set(),
-                new_token_ids=[],
-                all_token_ids={},
-                new_block_ids=[grown.get(name) for name in names],
-                num_computed_tokens=[request.num_computed_tokens for request in requests],
-                num_output_tokens=[request.num_computed_tokens + 1 - request.num_prompt_tokens for request in requests],
-            ),
-            num_scheduled_tokens=dict.fromkeys(names, 1),
-            total_num_scheduled_tokens=len(names),
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
-            num_common_prefix_blocks=[0] * len(self.groups),  # for cascade attention, which this runner does not have
-            finished_req_ids=self.finished_req_ids,
-            free_encoder_mm_hashes=[],
-            preempted_req_ids=self.reset_preempted_req_ids,
-            new_block_ids_to_zero=(self.needs_kv_cache_zeroing and self.kv_cache_manager.take_new_block_ids()) or None,
-        )
+        computed = [request.num_computed_tokens for request in requests]
+        outputs = [known + 1 - request.num_prompt_tokens for known, request in zip(computed, requests, strict=True)]
+        output, blocks = SchedulerOutput.make_empty(), [grown.get(name) for name in names]
+        output.scheduled_cached_reqs = CachedRequestData(names, set(), [], {}, blocks, computed, outputs)
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = dict.fromkeys(names, 1), len(names)
+        output.num_common_prefix_blocks = [0] * len(self.groups)  # for cascade attention, which this runner has not
+        output.finished_req_ids, output.preempted_req_ids = self.finished_req_ids, self.reset_preempted_req_ids
+        if self.needs_kv_cache_zeroing:
+            output.new_block_ids_to_zero = self.kv_cache_manager.take_new_block_ids() or None
         for request in requests:
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
@@ -206,20 +196,17 @@ class MultiStepScheduler(AsyncScheduler):
             request, row = self.requests.get(name), sampled.req_id_to_index[name]
             tokens = sampled.sampled_token_ids[row]
             own = None if request is None or name in others or request.async_tokens_to_discard else request.plain
-            if own is None or request.status is not RequestStatus.RUNNING or not request._output_token_ids:
-                left[name] = count
-                continue
-            known = len(request._all_token_ids) + steps
-            if known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
+            goes_on = own is not None and request.status is RequestStatus.RUNNING and request._output_token_ids
+            known = len(request._all_token_ids) + steps if goes_on else 0
+            if not goes_on or known >= own.end or len(tokens) != steps or not own.stops.isdisjoint(tokens):
                 left[name] = count
                 continue
             own.take_(tokens, logprobs[row], ranks[row])
             request.num_output_placeholders -= steps
             if group is not None and known // group.block_size > group.num_cached_block.get(name, 0):
                 request.update_block_hashes()
-                self.kv_cache_manager.cache_blocks(
-                    request, request.num_computed_tokens - request.num_output_placeholders
-                )
+                written = request.num_computed_tokens - request.num_output_placeholders
+                self.kv_cache_manager.cache_blocks(request, written)
         return left
 
     def _hold_back_ending(self) -> None:
@@ -240,7 +227,7 @@ class MultiStepScheduler(AsyncScheduler):
         requests = [self.requests[name] for name in output.num_scheduled_tokens]
         if any(request.is_prefill_chunk for request in requests):
             return 0
-        if count > self.most_batch:
+        if count > self.most_batch or any(request.plain is None for request in requests):
             return 1
         left = max(each.num_prompt_tokens + each.max_tokens - each.num_computed_tokens for each in requests)
         room = self.max_model_len - max(each.num_computed_tokens for each in requests)
@@ -268,7 +255,7 @@ def largest_decode_graph(runner: Any) -> int:
 
 
 @torch.inference_mode()
-def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) -> AsyncOutput:
+def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) -> AsyncModelRunnerOutput:
     """Sample for the batch whose first forward pass is launched, and run and sample `steps - 1` further ones.
 
     `runner` is vLLM's. `after_forward(tokens)` is called after each further forward pass. Nothing here waits for the
@@ -277,21 +264,40 @@ def sample_steps(runner: Any, steps: int, after_forward: Callable[[int], None]) 
     state, runner.execute_model_state = runner.execute_model_state, None
     batch, hidden = state.input_batch, state.hidden_states
     if (spaces := _plans(runner)) and getattr(runner.sampler, "covers", lambda rows: False)(batch.idx_mapping_np):
-        joined = _draw_steps(runner, batch, hidden, steps, spaces, after_forward)
+        drawn = _draw_steps(runner, batch, hidden, steps, spaces, after_forward)
     else:
         sampled = [_sample_(runner, batch, hidden)]
         for _ in range(steps - 1):
             hidden = _forward_again_(runner, batch, sampled[-1].sampled_token_ids)
             after_forward(batch.num_tokens)
             sampled.append(_sample_(runner, batch, hidden))
-        joined = joined_steps(sampled)
-    output = ModelRunnerOutput(
-        req_ids=batch.req_ids,
-        req_id_to_index={name: row for row, name in enumerate(batch.req_ids)},
-        sampled_token_ids=None,  # AsyncOutput fills it in
-        prompt_logprobs_dict={},
-    )
-    return AsyncOutput(output, joined, joined.num_sampled, runner.main_stream, runner.output_copy_stream)
+        each = [(one.sampled_token_ids[:, 0], one.logprobs_tensors.logprobs[:, 0]) for one in sampled]
+        drawn = [torch.stack(column) for column in zip(*each, strict=True)]
+    return DrawnTokens(batch.req_ids, *drawn, runner.main_stream, runner.output_copy_stream)
+
+
+class DrawnTokens(AsyncModelRunnerOutput):
+    """Tokens and logprobs of several steps on their way to the host, (steps, at least as many as `names`) each.
+
+    vLLM's AsyncOutput is for tensors by sequence, with ranks and counts. Ranks are not known here, and said to be 0.
+    """
+
+    def __init__(self, names: list[str], tokens: torch.Tensor, logprobs: torch.Tensor, main: Any, copying: Any) -> None:
+        self.names, self.on_card = names, (tokens, logprobs)  # they have to live until they are copied
+        self.copy_event = torch.cuda.Event(blocking=True)
+        with stream(copying, main):
+            copying.wait_stream(main)
+            self.on_host = [async_copy_to_np(each) for each in self.on_card]
+            self.copy_event.record(copying)
+
+    def get_output(self) -> ModelRunnerOutput:
+        self.copy_event.synchronize()
+        count = len(self.names)
+        tokens, logprobs = (each[:, :count].T for each in self.on_host)
+        flat, starts = tokens.reshape(-1, 1), [*range(0, tokens.size + 1, tokens.shape[1])]
+        lists = LogprobsLists(flat, logprobs.reshape(-1, 1), np.zeros_like(flat[:, 0]), starts)
+        numbers = {name: row for row, name in enumerate(self.names)}
+        return ModelRunnerOutput(self.names, numbers, tokens.tolist(), logprobs=lists, prompt_logprobs_dict={})
 
 
 def _plans(runner: Any) -> list[Any]:
@@ -307,8 +313,11 @@ def _plans(runner: Any) -> list[Any]:
 
 def _draw_steps(
     runner: Any, batch: Any, hidden: torch.Tensor, steps: int, spaces: list[Any], after_forward: Callable[[int], None]
-) -> SamplerOutput:
-    """What `_sample_`, `_forward_again_` and `joined_steps` do, for our sampler and our attention.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_sample_` and `_forward_again_` do, for our sampler and our attention.
+
+    Returns tokens, int64, and logprobs, float32, (steps, sequences up to a multiple of 16): so each step's part is
+    aligned, and Triton compiles one kernel for all numbers of sequences.
 
     In a batch that only decodes, each row of hidden states is one that is sampled from, and one token is sampled per
     row. So nothing is gathered or counted, and what vLLM would prepare anew for each step is one launch.
@@ -320,10 +329,9 @@ def _draw_steps(
     given = rows, of_sampling.temperature.gpu, of_sampling.seeds.gpu, buffers.positions[:count]
     lengths = buffers.seq_lens[: batch.num_reqs_after_padding]
     graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
-    shape = (steps, -(-count // 16) * 16)  # whatever the number of sequences, each step's part is aligned for Triton
-    tokens = torch.empty(shape, dtype=torch.int64, device=rows.device)[:, :count]
-    logprobs = torch.empty(shape, dtype=torch.float32, device=rows.device)[:, :count]
-    one, none = torch.ones_like(rows), torch.zeros_like(rows)
+    shape = (steps, -(-count // 16) * 16)
+    tokens = torch.empty(shape, dtype=torch.int64, device=rows.device)
+    logprobs = torch.empty(shape, dtype=torch.float32, device=rows.device)
     for step in range(steps):
         draw(runner.model.compute_logits(hidden[:count]), *given, out=(tokens[step], logprobs[step]))
         if step + 1 == steps:
@@ -333,59 +341,34 @@ def _draw_steps(
             space.plan_(lengths)
         hidden = runner.cudagraph_manager.run_fullgraph(graph)
         after_forward(count)
-    runner.postprocess_sampled(rows, tokens[-1].view(-1, 1), one, none, batch.query_start_loc)
+    one = torch.ones_like(rows)
+    runner.postprocess_sampled(rows, tokens[-1].view(-1, 1), one, torch.zeros_like(rows), batch.query_start_loc)
     runner.req_states.num_computed_tokens_np[batch.idx_mapping_np] += steps - 1
-    by_sequence = tokens.t().contiguous()
-    return SamplerOutput(
-        sampled_token_ids=by_sequence,
-        logprobs_tensors=LogprobsTensors(
-            logprob_token_ids=by_sequence.view(-1, 1),
-            logprobs=logprobs.t().reshape(-1, 1),
-            selected_token_ranks=torch.zeros_like(by_sequence).view(-1),
-            cu_num_generated_tokens=[*range(0, count * steps + 1, steps)],
-        ),
-        num_nans=None,
-        num_sampled=one * steps,
-        num_rejected=none,
-    )
+    return tokens, logprobs
 
 
 @triton.jit
 def _advance_kernel(
-    rows_ptr,
-    tokens_ptr,
-    computed_ptr,
-    last_ptr,
-    known_ptr,
-    known_stride,
-    total_ptr,
-    ids_ptr,
-    positions_ptr,
-    lengths_ptr,
-    slots_ptr,
-    slots_stride,
-    tables_ptr,
-    strides_ptr,
-    sizes_ptr,
-    GROUPS: tl.constexpr,
-):
+    rows, tokens, computed, last, known, width, total, ids, positions, lengths, slots, most, tables, strides, sizes,
+    GROUPS: tl.constexpr
+):  # fmt: skip
     place = tl.program_id(0)
-    row = tl.load(rows_ptr + place).to(tl.int64)
-    token = tl.load(tokens_ptr + place)
-    total = tl.load(total_ptr + row)
-    tl.store(last_ptr + row, token)
-    tl.store(known_ptr + row * known_stride + total, token.to(tl.int32))
-    tl.store(total_ptr + row, total + 1)
-    position = tl.load(computed_ptr + row) + 1
-    tl.store(computed_ptr + row, position)
-    tl.store(ids_ptr + place, token.to(tl.int32))
-    tl.store(positions_ptr + place, position.to(tl.int64))
-    tl.store(lengths_ptr + place, position + 1)
+    row = tl.load(rows + place).to(tl.int64)
+    token = tl.load(tokens + place)
+    length = tl.load(total + row)
+    tl.store(last + row, token)
+    tl.store(known + row * width + length, token.to(tl.int32))
+    tl.store(total + row, length + 1)
+    position = tl.load(computed + row) + 1
+    tl.store(computed + row, position)
+    tl.store(ids + place, token.to(tl.int32))
+    tl.store(positions + place, position.to(tl.int64))
+    tl.store(lengths + place, position + 1)
     for group in tl.static_range(GROUPS):
-        size = tl.load(sizes_ptr + group)
-        table = tl.cast(tl.load(tables_ptr + group), tl.pointer_type(tl.int32)) + row * tl.load(strides_ptr + group)
+        size = tl.load(sizes + group)
+        table = tl.cast(tl.load(tables + group), tl.pointer_type(tl.int32)) + row * tl.load(strides + group)
         slot = tl.load(table + position // size) * size + position % size
-        tl.store(slots_ptr + group * slots_stride + place, slot.to(tl.int64))
+        tl.store(slots + group * most + place, slot.to(tl.int64))
 
 
 def advance_(rows: torch.Tensor, tokens: torch.Tensor, runner: Any) -> None:
@@ -395,25 +378,12 @@ def advance_(rows: torch.Tensor, tokens: torch.Tensor, runner: Any) -> None:
     vLLM's `post_update` and `compute_slot_mappings` do in two, and the three copies between them.
     """
     state, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
-    _advance_kernel[(len(rows),)](
-        rows,
-        tokens.long(),
-        state.num_computed_tokens.gpu,
-        state.last_sampled_tokens,
-        state.all_token_ids.gpu,
-        state.all_token_ids.gpu.stride(0),
-        state.total_len.gpu,
-        buffers.input_ids,
-        buffers.positions,
-        buffers.seq_lens,
-        tables.slot_mappings,
-        tables.slot_mappings.stride(0),
-        tables.block_table_ptrs,
-        tables.block_table_strides,
-        tables.block_sizes_tensor,
-        GROUPS=tables.num_kv_cache_groups,
-        num_warps=1,
-    )
+    known, slots = state.all_token_ids.gpu, tables.slot_mappings
+    noted = state.num_computed_tokens.gpu, state.last_sampled_tokens, known, known.stride(0), state.total_len.gpu
+    inputs = buffers.input_ids, buffers.positions, buffers.seq_lens, slots, slots.stride(0)
+    blocks = tables.block_table_ptrs, tables.block_table_strides, tables.block_sizes_tensor
+    arguments = rows, tokens.long(), *noted, *inputs, *blocks
+    _advance_kernel[(len(rows),)](*arguments, GROUPS=tables.num_kv_cache_groups, num_warps=1)
 
 
 def _sample_(runner: Any, batch: Any, hidden: torch.Tensor) -> SamplerOutput:
@@ -439,26 +409,3 @@ def _forward_again_(runner: Any, batch: Any, tokens: torch.Tensor) -> torch.Tens
     graph = runner.cudagraph_manager.dispatch(count, batch.num_tokens, 1, 0)
     runner.model_state.prepare_attn(batch, graph.cg_mode, blocks, slots, runner.attn_groups, runner.kv_cache_config)
     return runner.cudagraph_manager.run_fullgraph(graph)
-
-
-def joined_steps(outputs: Sequence[SamplerOutput]) -> SamplerOutput:
-    """The tokens of several steps as those of one, (sequences, steps), with logprobs in the order of the tokens."""
-    steps, tokens = len(outputs), torch.cat([output.sampled_token_ids for output in outputs], dim=1)
-    count = len(tokens)
-
-    def rows(field: str) -> torch.Tensor:  # of all steps of the first sequence, then of the second, ...
-        return torch.stack([getattr(output.logprobs_tensors, field) for output in outputs], dim=1).flatten(0, 1)
-
-    logprobs = None
-    if outputs[0].logprobs_tensors is not None:
-        logprobs = LogprobsTensors(
-            *(rows(field) for field in ("logprob_token_ids", "logprobs", "selected_token_ranks")),
-            cu_num_generated_tokens=[*range(0, count * steps + 1, steps)],
-        )
-    return SamplerOutput(
-        sampled_token_ids=tokens,
-        logprobs_tensors=logprobs,
-        num_nans=None,
-        num_sampled=torch.full((count,), steps, dtype=torch.int32, device=tokens.device),
-        num_rejected=torch.zeros(count, dtype=torch.int32, device=tokens.device),
-    )

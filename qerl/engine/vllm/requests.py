@@ -143,6 +143,7 @@ def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int |
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
+        skip_clone=True,  # a deep copy takes a tenth of what vLLM does per request
     )
 
 
