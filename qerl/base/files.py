@@ -14,9 +14,11 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -110,6 +112,18 @@ def replace_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+@contextmanager
+def in_one_step(folder: Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, to be filled and then renamed to it. What the block leaves of it is deleted."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed here
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def mode_by_umask(path: Path) -> None:

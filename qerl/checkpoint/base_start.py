@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.base.files import mode_by_umask
+from qerl.base.files import in_one_step, mode_by_umask
 from qerl.checkpoint.adapter_file import PEFT_PREFIX
 from qerl.checkpoint.folder import ADAPTER_FILES, TRAINED_ON, weights_digest
 from qerl.checkpoint.shards import read_json
@@ -170,13 +169,11 @@ def write_start(folder: Path, factors: Mapping[str, torch.Tensor], about: Mappin
 
 def copy_start(start: BaseStart, folder: Path, kind: Kind) -> None:
     """Write the components that act to a new `folder`, in one step, with what start.json says and with their `kind`."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
-    partial.mkdir(parents=True)
     about = {key: value for key, value in about_start(start.folder).items() if key != "rank"}
     tensors = read_start(start)
-    write_start(partial, tensors, {**about, "kind": kind, "digest": digest_of(tensors)})
-    partial.rename(folder)
+    with in_one_step(folder) as partial:
+        write_start(partial, tensors, {**about, "kind": kind, "digest": digest_of(tensors)})
+        partial.rename(folder)
 
 
 def start_of_adapter(adapter: Path) -> TrainedStart | None:

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,7 @@ def init(options: InitOptions) -> Path:
     Raises DataError for rows that cannot be used, ConfigError for a recipe that cannot, or a folder that is there.
     """
     from qerl.base.devices import installed_cards
-    from qerl.base.files import expanded, is_path, no_folder
+    from qerl.base.files import expanded, in_one_step, is_path, no_folder
     from qerl.config.recipe import load_recipe
     from qerl.data.guess import guess
 
@@ -93,20 +92,16 @@ def init(options: InitOptions) -> Path:
         "%s: %d rows, asked by %s, answered by %s (%s)",
         *(options.data, found.rows, found.question, found.answer or "no column", _KINDS[found.kind]),
     )
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
         texts = {RECIPE: _recipe(folder, expanded(options.data), base, found, config)}
         texts |= {GRADER: _GRADERS[found.kind], REWARDS: _SHORT}  # no name of the rows becomes code
-        for name, text in texts.items():
-            (aside / name).write_text(text, encoding="utf-8")
-        load_recipe(aside / RECIPE)
-        aside.rename(folder)
+        with in_one_step(folder) as aside:
+            for name, text in texts.items():
+                (aside / name).write_text(text, encoding="utf-8")
+            load_recipe(aside / RECIPE)
+            aside.rename(folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written ({error.strerror}): write another --out") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from qerl.base.errors import CheckpointError
-from qerl.base.files import fsync, refusal_of
+from qerl.base.files import fsync, in_one_step, refusal_of
 from qerl.checkpoint import folder as sealed
 from qerl.checkpoint.folder import ADAPTER_FILES, WEIGHTS
 
@@ -68,18 +68,12 @@ def _write_or_make_room(run_dir: Path, step: int, write: Callable[[Path], None],
 
 def _write(final: Path, write: Callable[[Path], None]) -> None:
     """Write a temporary folder and rename it once all of it is on the disk. A failure leaves nothing behind."""
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with in_one_step(final) as partial:
         write(partial)
         sealed.seal(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         fsync(final.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _reason(error: Exception) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.base.errors import CheckpointError, counted
+from qerl.base.files import in_one_step
 from qerl.checkpoint.base_start import start_of_adapter
 from qerl.checkpoint.folder import (
     ADAPTER_FILES,
@@ -157,20 +158,16 @@ def settle_model(run_dir: Path, step: int) -> Path:
     """
     from qerl.checkpoint.export import read_trained, write_trained
 
-    final, partial = run_dir / MODEL, run_dir / f".{MODEL}.partial"
+    final = run_dir / MODEL
     if damage_of(final, {"config.json"}) is None:
         return final
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
-    partial.mkdir()
-    try:
+    with in_one_step(final) as partial:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         write_trained(read_trained(run_dir, checkpoint_path(run_dir, step)), partial, device)
         seal(partial)
         if final.exists():
             final.rename(make_aside(run_dir) / final.name)
         partial.rename(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return final
 
 

@@ -18,6 +18,7 @@ import torch
 
 from qerl import formats
 from qerl.base.errors import ConfigError, DataError
+from qerl.base.files import in_one_step
 from qerl.checkpoint import folder as sealed
 from qerl.checkpoint.activations import input_scales, with_input_scales
 from qerl.checkpoint.folder import BASE, REPORT
@@ -115,10 +116,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
     logger.info("quantizing %s to %s", source.name, folder)
     static = quant.activations == "static"
     inputs = calibrated_scales(source, quant, prompts) if static else {}
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with in_one_step(folder) as partial:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with TensorReader(source.tensors) as read:
             shares = source.format.shared_tensor is not None
@@ -140,5 +138,3 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         sealed.seal(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
