@@ -4,9 +4,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
-from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model import elementwise
 from qerl.model.layers import fuse_
+from tests.helpers.linear_twins import packed_nvfp4
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 TOKENS = torch.randint(32, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,7 @@ def policy_of(family, pack=False, **arguments):
     if pack:
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and "proj" in name:
-                model.set_submodule(name, NVFP4Linear.from_linear(module))
+                model.set_submodule(name, packed_nvfp4(module))
     assert fuse_(model) == 2 * (5 if family != "qwen3" else 7) + 1
     policy = attach_lora(model, **({"rank": 4, "alpha": 6} | arguments))
     torch.manual_seed(2)

@@ -8,6 +8,7 @@ from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.data.tasks import get_task
+from tests.helpers.built_rewards import build_rewards
 from training.loss.batch import Batch, MicroBatch
 from training.parts import Given, Loaded, make_parts
 from training.policy.packed_policy import PackedPolicy
@@ -16,7 +17,7 @@ from training.policy.teacher import find_teacher
 from training.policy.train_memory import plan_run
 from training.preflight.checks import sizes_at
 from training.preflight.plan import wishes_of
-from training.rewards.rewards import build_rewards, fixed_columns
+from training.rewards.rewards import fixed_columns
 from training.rollout.prompts import load_prompts
 from training.run import open_rollout_engine
 from training.run_dir.log import RunLog

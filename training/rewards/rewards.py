@@ -405,25 +405,9 @@ def fixed_columns(task: Task, max_new_tokens: int, max_steps: int = 0) -> dict[s
     return {"task": task, "max_new_tokens": max_new_tokens, "trainer_state": {"max_steps": max_steps}}
 
 
-def build_rewards(
-    wanted: Sequence[RewardConfig],
-    fixed: Mapping[str, Any],
-    examples: Sequence[Example],
-    run_dir: Path,
-    episodes: Sequence[str] = (),
-) -> Rewards:
-    """The rewards that a recipe wants; `fixed` comes from `fixed_columns`.
-
-    `episodes` are the further columns of a run with an environment.
-
-    Raises ConfigError for an unknown reward, or for arguments that it does not take.
-    """
-    return build_all_rewards([RewardsOf("", wanted, fixed, examples)], run_dir, episodes)
-
-
 @dataclass(frozen=True)
 class RewardsOf:
-    """What the rewards of one source are made of: the arguments of `build_rewards`."""
+    """What the rewards of one source are made of; `fixed` comes from `fixed_columns`."""
 
     name: str
     wanted: Sequence[RewardConfig]
@@ -432,7 +416,11 @@ class RewardsOf:
 
 
 def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: Sequence[str] = ()) -> Rewards:
-    """The rewards of all sources, whose examples are the run's rows, one source after another."""
+    """The rewards of all sources, whose examples are the run's rows, one source after another.
+
+    `episodes` are the further columns of a run with an environment. Raises ConfigError for an unknown reward, or for
+    arguments that it does not take.
+    """
     names = _metric_names([reward.name for source in sources for reward in source.wanted])
     functions, weights, places, first = [], [], [], 0
     for place, source in enumerate(sources):

@@ -45,12 +45,6 @@ class FP8Linear(PackedLinear):
         layout.check_values(tensors)
         return cls.of_buffers({CODES: codes, layout.SCALE: tensors[layout.SCALE]}, shape, bias, compute_dtype)
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, scales: ScaleKind = "pow2") -> FP8Linear:
-        """Quantize a dense linear."""
-        quantized = reference.quantize(linear.weight.detach(), scales)
-        return cls.from_tensors(*quantized, bias=linear.bias, compute_dtype=linear.weight.dtype)
-
     def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
         specs = layout.tensor_specs(self.out_features, self.in_features)
         codes = torch.zeros(specs[layout.CODES].shape, dtype=E4M3, device=device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from qerl.base.errors import CheckpointError, EngineError
 from qerl.formats.linear import PackedLinear
@@ -34,12 +33,6 @@ class NVFP4Linear(PackedLinear):
         shape = layout.check_tensors(tensors)
         layout.check_values(tensors)
         return cls.of_buffers(tensors, shape, bias, compute_dtype)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, global_scale: torch.Tensor | None = None) -> NVFP4Linear:
-        """Quantize a dense linear as llm-compressor would; `global_scale` is as in `reference.quantize`."""
-        packed = reference.quantize(linear.weight.detach(), global_scale)
-        return cls.from_tensors(*packed, bias=linear.bias, compute_dtype=linear.weight.dtype)
 
     def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
         specs = layout.tensor_specs(self.out_features, self.in_features)

@@ -20,7 +20,8 @@ from qerl.base.isolate import ReturnedError
 from qerl.base.own_function import LateError, OwnFunctionError
 from qerl.base.program import GivenFunction, given, given_function, given_rows, source_of, write_given_rows
 from qerl.data.tasks import Example, get_task
-from training.rewards.rewards import FAILED, build_rewards, fixed_columns
+from tests.helpers.built_rewards import build_rewards
+from training.rewards.rewards import FAILED, fixed_columns
 from training.run_dir.inputs import inputs_of
 
 

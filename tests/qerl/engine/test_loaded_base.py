@@ -12,13 +12,14 @@ from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
 from qerl.formats.nvfp4.kernel_layout import KernelLinear, adjacent, kernel_linears, place_in_kernel_layout_
 from qerl.formats.nvfp4.linear import NVFP4Linear
 from tests.helpers.bases import write_base
+from tests.helpers.linear_twins import packed_nvfp4
 from tests.helpers.roundings import ROUNDING
 
 
 def linears_of(sizes, scale=64.0):
     torch.manual_seed(0)
     dense = [torch.nn.Linear(64, rows, dtype=torch.bfloat16) for rows in sizes]
-    return [NVFP4Linear.from_linear(linear, torch.tensor([scale])) for linear in dense]
+    return [packed_nvfp4(linear, torch.tensor([scale])) for linear in dense]
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (48,)])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model import logprobs as module
 from qerl.model.logprobs import Head, dense_head, token_logprobs
+from tests.helpers.linear_twins import packed_nvfp4
 
 
 def plain(hidden, targets, head):
@@ -54,7 +54,7 @@ def test_entropies_have_a_gradient_only_if_the_loss_needs_it(monkeypatch):
 
 def test_a_packed_head_gives_its_dense_weight():
     torch.manual_seed(0)
-    packed = NVFP4Linear.from_linear(nn.Linear(32, 20, bias=False))
+    packed = packed_nvfp4(nn.Linear(32, 20, bias=False))
     head = dense_head(packed, 0.5)
     assert torch.equal(head.weight, packed.dense(torch.float32))
     assert head.temperature == 0.5

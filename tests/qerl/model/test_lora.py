@@ -23,6 +23,7 @@ from qerl.model.layers import fuse_
 from qerl.model.lora import Part, lora_linear, parts_of
 from qerl.model.master import LowRankSum, set_master_
 from tests.helpers.layer_policies import TOKENS, policy_of, run, stock_, tiny_model
+from tests.helpers.linear_twins import packed_nvfp4
 
 
 def humming_words(packed):
@@ -245,7 +246,7 @@ def rounded(x):
 
 
 def rounding(rows, columns=48):
-    linear = NVFP4Linear.from_linear(torch.nn.Linear(columns, rows))
+    linear = packed_nvfp4(torch.nn.Linear(columns, rows))
     linear.activations = Activations()
     return linear
 

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from qerl.formats.fp8 import reference as fp8
-from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.nvfp4 import reference
 from qerl.formats.nvfp4.activations import Activations, round_by_twin
 from qerl.formats.nvfp4.linear import NVFP4Linear
@@ -16,6 +15,7 @@ from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.lora import Part, lora_linear, parts_of
 from qerl.model.master import add_gradient_, master_of, set_master_
 from tests.helpers.layer_policies import TOKENS, tiny_model
+from tests.helpers.linear_twins import packed_fp8, packed_nvfp4
 
 
 class FakeQuantLinear(torch.nn.Linear):
@@ -32,7 +32,7 @@ class FakeQuantLinear(torch.nn.Linear):
 
 def with_master(linear, dtype, rounds=False):
     """(a packed linear of the same weight that has a master, its oracle)."""
-    packed = NVFP4Linear.from_linear(linear)
+    packed = packed_nvfp4(linear)
     packed.compute_dtype, packed.activations = dtype, Activations() if rounds else None
     oracle = FakeQuantLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, dtype=dtype)
     oracle.load_state_dict({name: value.to(dtype) for name, value in linear.state_dict().items()})
@@ -174,7 +174,7 @@ def test_a_master_behind_fp8_gets_the_gradient_of_what_was_computed(scales, roun
     """y = Q(x) Q(W)^T: straight-through, the master's gradient is dy^T Q(x), and a packed-in adapter's follows it."""
     torch.manual_seed(0)
     x, dy = torch.randn(3000, 256), torch.randn(3000, 256)
-    linears = [FP8Linear.from_linear(torch.nn.Linear(256, 128, bias=False), scales) for _ in range(2)]
+    linears = [packed_fp8(torch.nn.Linear(256, 128, bias=False), scales) for _ in range(2)]
     for linear in linears:
         linear.rounds_input = rounds
     read = fp8.dequantize_input(*fp8.quantize_input(x, scales)) if rounds else x
@@ -184,7 +184,7 @@ def test_a_master_behind_fp8_gets_the_gradient_of_what_was_computed(scales, roun
         torch.testing.assert_close(master.grad, columns.t() @ read, rtol=1e-4, atol=1e-3)
 
     a, b = torch.randn(4, 256, requires_grad=True), torch.randn(128, 4, requires_grad=True)
-    base = FP8Linear.from_linear(torch.nn.Linear(256, 128, bias=False), scales)
+    base = packed_fp8(torch.nn.Linear(256, 128, bias=False), scales)
     base.rounds_input = rounds
     lora_linear(x, [Part(base, a, b, 0.5, packed_in=True)]).backward(dy[:, :128])
     of_weight = dy[:, :128].t() @ read

@@ -12,13 +12,13 @@ from qerl.formats.fp8.training import E5M2, recipe_of
 from qerl.formats.nvfp4 import decode, slab_layout
 from qerl.formats.nvfp4 import reference as nvfp4
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelLinear, KernelWeight
-from qerl.formats.nvfp4.linear import NVFP4Linear
 from qerl.model.layers import mlp_forward
 from qerl.model.lora import Part, lora_linear
 from qerl.model.master import master_of, multiply_by_masters_, serving, set_master_
 from qerl.model.products import set_recipe_
+from tests.helpers.linear_twins import packed_fp8, packed_nvfp4
 
-KINDS = {"dense": lambda linear: linear, "nvfp4": NVFP4Linear.from_linear, "fp8": FP8Linear.from_linear}
+KINDS = {"dense": lambda linear: linear, "nvfp4": packed_nvfp4, "fp8": packed_fp8}
 RECIPES = ["tensorwise", "blockwise"]
 GRADIENTS = recipe_of("tensorwise", products="gradients")
 

@@ -11,8 +11,9 @@ import pytest
 from qerl.base.errors import ConfigError, RewardError
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
+from tests.helpers.built_rewards import build_rewards
 from tests.helpers.http_server import serving
-from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
+from training.rewards.rewards import check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b", {"level": 5})]
 FIXED = fixed_columns(get_task("gsm8k"), 100)

@@ -13,8 +13,9 @@ from qerl.base.program import given
 from qerl.config.recipe import save_config
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, with_grader
+from tests.helpers.built_rewards import build_rewards
 from tests.helpers.small_run import small_config
-from training.rewards.rewards import build_rewards, fixed_columns
+from training.rewards.rewards import fixed_columns
 from training.run_dir.log import read_metrics
 
 WORDS = ["Ann", "buys", "cups", "pens", "jars", "nuts", "keys", "maps"]

@@ -13,10 +13,11 @@ from qerl.base.errors import ConfigError, DataError, RewardError
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task, with_grader
+from tests.helpers.built_rewards import build_rewards
 from tests.helpers.processes import is_gone, until_gone
 from training.preflight.checks import check_config
 from training.rewards.grading import Grader
-from training.rewards.rewards import FAILED, build_rewards, fixed_columns
+from training.rewards.rewards import FAILED, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a"), Example("1+2?", "3", "b")]
 FIXED = fixed_columns(get_task("gsm8k"), 100)

@@ -12,12 +12,12 @@ from qerl.config.schema import RewardConfig
 from qerl.data.grading.grade import grade
 from qerl.data.tasks import Example, get_task
 from qerl.report.metrics import is_own
+from tests.helpers.built_rewards import build_rewards
 from training.rewards.rewards import (
     FAILED,
     JUDGE,
     REWARDS,
     accuracy,
-    build_rewards,
     check_rewards,
     find_reward,
     fixed_columns,

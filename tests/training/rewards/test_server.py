@@ -22,7 +22,8 @@ import pytest
 from qerl.base.errors import ConfigError, RewardError
 from qerl.config.schema import RewardConfig
 from qerl.data.tasks import Example, get_task
-from training.rewards.rewards import FAILED, build_rewards, check_rewards, fixed_columns
+from tests.helpers.built_rewards import build_rewards
+from training.rewards.rewards import FAILED, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 FIXED = fixed_columns(get_task("gsm8k"), 100)

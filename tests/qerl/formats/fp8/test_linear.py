@@ -14,6 +14,7 @@ from qerl.formats.fp8 import reference
 from qerl.formats.fp8.linear import FP8Linear
 from qerl.formats.fp8.reference import FP8Tensor
 from qerl.model.lora import Part, lora_linear
+from tests.helpers.linear_twins import packed_fp8
 
 OUT, IN = 200, 300
 
@@ -21,7 +22,7 @@ OUT, IN = 200, 300
 def twins(dtype=torch.float32, bias=True, scales="pow2"):
     torch.manual_seed(0)
     dense = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
-    packed = FP8Linear.from_linear(dense, scales)
+    packed = packed_fp8(dense, scales)
     dense.weight.data = packed.unpack(dtype)
     return packed, dense.requires_grad_(False)
 
