@@ -36,21 +36,15 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _PLACES = {  # name -> the module that defines it
-    "Model": "qerl.api.model",
-    "QerlError": "qerl.base.errors",
-    "Recipe": "qerl.api.recipe",
-    "Run": "qerl.api.run",
-    "compare": "qerl.api.training",
-    "distill": "qerl.api.training",
-    "evaluate": "qerl.api.training",
-    "export": "qerl.api.training",
-    "load": "qerl.api.model",
-    "merge": "qerl.api.training",
-    "plot": "qerl.api.run",
-    "quantize": "qerl.api.training",
-    "runs": "qerl.api.run",
-    "sft": "qerl.api.training",
-    "train": "qerl.api.training",
+    name: module
+    for module, names in {
+        "qerl.api.model": ("Model", "load"),
+        "qerl.api.recipe": ("Recipe",),
+        "qerl.api.run": ("Run", "plot", "runs"),
+        "qerl.api.training": ("compare", "distill", "evaluate", "export", "merge", "quantize", "sft", "train"),
+        "qerl.base.errors": ("QerlError",),
+    }.items()
+    for name in names
 }
 __all__ = ["__version__", *_PLACES]
 
@@ -82,7 +76,7 @@ disable_telemetry()  # before any library is imported
 def __getattr__(name: str) -> object:
     """A name of the Python interface, imported now (PEP 562)."""
     if name not in _PLACES:
-        raise AttributeError(f"module 'qerl' has no attribute {name!r}; it has {', '.join(_PLACES)}")
+        raise AttributeError(f"module 'qerl' has no attribute {name!r}; it has {', '.join(sorted(_PLACES))}")
     import importlib
 
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name]), name)

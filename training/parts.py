@@ -69,6 +69,7 @@ class Given:
             prompts = [prompt.ids for prompt in self.prompts]
             sampler.calibration = KVCalibration(opened.policy.base_model, prompts, KV_REFRESH, self.parallel)
         decode = text_of_engine(self.tokenizer, opened.engine).batch
+        weighted = weights_of(config), self.prompts, self.rewards, run.seed
         return Parts(
             prompts=self.prompts,
             rewards=self.rewards,
@@ -76,7 +77,7 @@ class Given:
             sampler=sampler,
             grader=Grader(self.rewards, decode, config.loss.mask_truncated),
             carry_over=self._carry_over(config),
-            curriculum=self._curriculum(config),
+            curriculum=Curriculum(*weighted) if config.data.curriculum else None,
             **shared,
         )
 
@@ -86,10 +87,6 @@ class Given:
         from training.rollout.carry_over import CarryOver
 
         return CarryOver(config, self.prompts, self.parallel)
-
-    def _curriculum(self, config: RunConfig) -> Curriculum | None:
-        given = (weights_of(config), self.prompts, self.rewards, config.run.seed)
-        return Curriculum(*given) if config.data.curriculum else None
 
 
 @dataclass(frozen=True, kw_only=True)

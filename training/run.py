@@ -30,6 +30,7 @@ from qerl.base.isolate import closed_at_end
 from qerl.base.parallel import ALONE, Parallel, check_same
 from qerl.base.program import write_given_rows
 from qerl.base.versions import versions
+from qerl.checkpoint.base_start import START, copy_start
 from qerl.checkpoint.folder import BASE, beside, weights_digest
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
@@ -52,7 +53,7 @@ from training.preflight.checks import (
     uses_card,
 )
 from training.preflight.plan import check_layers, check_ranks, checkpoint_bytes, trainee_of, trainer_bytes, wishes_of
-from training.preflight.start import keep_start_, settle_start, start_to_resume
+from training.preflight.start import settle_start, start_to_resume
 from training.rewards.rewards import rewards_of_run
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import check_shared, new_run_dir, only_writer, read_about, written
@@ -411,7 +412,8 @@ def _open_run_dir(run: Opened) -> None:
     config, base, run_dir = run.config, run.base, run.place.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     write_given_rows(run_dir)
-    keep_start_(run_dir, config.adapter.start, base.start)
+    if base.start is not None and not (run_dir / START).exists():
+        copy_start(base.start, run_dir / START, config.adapter.start)
     if not (run_dir / "config.yaml").exists():
         save_config(config, run_dir / "config.yaml")
     (run_dir / "metrics.jsonl").touch()

@@ -21,7 +21,8 @@ def refusal(error: Exception, ref: str, data: bool = False) -> str | None:
     for cause in _causes(error):
         # `datasets` raises an error of its own, of which the text alone says what the hub's client had raised.
         if isinstance(cause, GatedRepoError) or (data and "is a gated dataset" in str(cause)):
-            return f"{ref} is gated: accept its licence at {page}, then log in with {LOG_IN}{_token_known()}"
+            known = "; the token that is set here has no access yet" if has_token() else ""
+            return f"{ref} is gated: accept its licence at {page}, then log in with {LOG_IN}{known}"
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         hidden = isinstance(cause, RepositoryNotFoundError) or (data and "cannot be accessed" in str(cause))
         if hidden or (status == 401 and not has_token()):
@@ -43,10 +44,6 @@ def has_token() -> bool:
 
 def _to_whom() -> str:
     return " to the token that is set here" if has_token() else " without a token"
-
-
-def _token_known() -> str:
-    return "; the token that is set here has no access yet" if has_token() else ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

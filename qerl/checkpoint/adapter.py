@@ -122,11 +122,6 @@ def _factor_shape(name: str, own: tuple[int, ...], tensor: torch.Tensor) -> tupl
     return *outer, rows, columns
 
 
-def _layers_with(kind: str, shapes: ModelShapes) -> set[int]:
-    """The layers that have a kind of linear or norm."""
-    return set(shapes.decoder.sparse) if kind.startswith("experts.") else shapes.decoder.layers_with(kind)
-
-
 def _way_out(adapter: Path) -> str:
     line = f"qerl merge --adapter {shlex.quote(str(adapter))} --to {formats.BF16.name}"
     return f"`{line}` makes one model of base and adapter, where the base has a place for all of it"
@@ -134,7 +129,7 @@ def _way_out(adapter: Path) -> str:
 
 def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], shapes: ModelShapes) -> None:
     for kind, there in layers.items():
-        expected = _layers_with(kind, shapes)
+        expected = set(shapes.decoder.sparse) if kind.startswith("experts.") else shapes.decoder.layers_with(kind)
         if odd := sorted(there ^ expected):
             raise CheckpointError(
                 f"{adapter} acts on {kind} in {len(there)} layers, and {base} has it in {len(expected)} (not in both: "

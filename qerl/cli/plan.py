@@ -101,10 +101,11 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     from qerl.checkpoint.resolve import model_under
     from qerl.plan.engine_memory import card_of
     from qerl.plan.sizes import read_sizes
-    from training.preflight.plan import check_card, plan
+    from training.preflight.plan import lacks, plan
 
     card = this_card(gpus) if gpu is None else card_of(gpu)
-    check_card(config, card)
+    if (lacking := lacks(config, card)) is not None:
+        raise ConfigError(lacking)
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
     return plan(config, sizes, replace(card, ranks=gpus))

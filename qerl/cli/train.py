@@ -135,17 +135,9 @@ logger = logging.getLogger(__name__)
 # Options that are keys.
 SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "environment", "tools", "steps", "seed")
 PLACE = re.compile(r"(data|validation|environment|rewards)\.([\w.]*\.)?(source|grader|name)=")  # that may have moved
-NOT_WITH_RESUME = (
-    "task",
-    "columns",
-    "system_prompt",
-    "prompt_template",
-    "tools",
-    "seed",
-    "quantize_first",
-    "dry",
-    "teacher",
-)  # what --resume refuses
+NOT_WITH_RESUME = (  # what --resume refuses
+    "task", "columns", "system_prompt", "prompt_template", "tools", "seed", "quantize_first", "dry", "teacher",
+)  # fmt: skip
 
 
 def train(options: TrainOptions) -> None:

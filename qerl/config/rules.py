@@ -225,27 +225,9 @@ def checkpoints(config: RunConfig) -> Conflicts:
 
 
 RULES = (
-    batch,
-    carry_over,
-    task,
-    sources,
-    rewards,
-    engine,
-    number_format,
-    adapter_start,
-    qat,
-    train,
-    distill,
-    sft,
-    experts,
-    loss,
-    correction,
-    sampling_filters,
-    noise,
-    checkpoints,
-    environment,
-    validation,
-)
+    batch, carry_over, task, sources, rewards, engine, number_format, adapter_start, qat, train, distill, sft, experts,
+    loss, correction, sampling_filters, noise, checkpoints, environment, validation,
+)  # fmt: skip
 OF_SAMPLING = (carry_over, rewards, engine, correction, sampling_filters, noise)
 
 

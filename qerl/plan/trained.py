@@ -106,7 +106,7 @@ class Weights(Adapter):
     def trained(self, sizes: ModelSizes, ranks: int = 1) -> Trained:
         """There the gradient of one layer exists beside those, until it has been summed."""
         dealt = shared_out(trained_linears(self.qat, sizes.decoder), ranks)
-        of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
+        of_ranks = [[sum(math.prod(sizes.shape_of(name)) for name in layer) for layer in layers] for layers in dealt]
         count = max(map(sum, of_ranks)) + (sizes.norms * sizes.layers * sizes.hidden if self.qat.train_norms else 0)
         passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
         width = self.gradient_bytes
@@ -147,10 +147,6 @@ def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:
     layers = by_layer(linears)
     parts = [len(layers) * rank // ranks for rank in range(ranks + 1)]
     return [layers[first:end] for first, end in pairwise(parts)]
-
-
-def _numbers(linear: str, sizes: ModelSizes) -> int:
-    return math.prod(sizes.shape_of(linear))
 
 
 def quantized_linears(qat: QatConfig, decoder: Decoder) -> list[str]:

@@ -67,16 +67,14 @@ class Effect:
     prompts_from: str
 
 
-def measure_effect(
-    exact: ModelRef, merged: Path, limits: tuple[int, int], prompts_file: Path | None, engine: str = "auto"
-) -> Effect:
+def measure_effect(exact: ModelRef, merged: Path, limits: tuple[int, int], prompts_file: Path | None) -> Effect:
     """Compare the model in `merged` with `exact` (base and adapter). `limits`: prompts, and new tokens of each."""
     count, max_new_tokens = limits
     tokenizer = load_tokenizer(exact.base)
     prompts, origin = load_prompts(tokenizer, exact, count, prompts_file)
     context = max(map(len, prompts)) + max_new_tokens
     sampled, greedy = SamplingParams(max_new_tokens), SamplingParams(max_new_tokens, temperature=0.0)
-    options = EngineOptions(engine=engine, max_context=context)
+    options = EngineOptions(max_context=context)
     policy = open_model(exact, options)
     try:
         completions = policy.generate(prompts, sampled, seed=0)

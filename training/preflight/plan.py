@@ -140,7 +140,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     if chosen := cache_tokens * _chosen_bytes(config, sizes):
         common[CHOSEN] = chosen
     micro_batches, training = _trained(config, sizes, card.ranks, limit, common, problems)
-    lengths = full_lengths(config)
+    seconds = step_seconds(config, sizes, card, micro_batches, full_lengths(config))
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK + room.prefill(config, sizes)},
         "training": training,
@@ -148,18 +148,8 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     if calibrates(config.qat):
         memory = {CALIBRATING: calibration_memory(config.qat, config.data.max_prompt_tokens, sizes), **memory}
         problems += _calibration_problems(memory[CALIBRATING], limit)
-    return Plan(
-        card,
-        sizes,
-        limit,
-        memory,
-        step_seconds(config, sizes, card, micro_batches, lengths),
-        micro_batches,
-        cache_tokens,
-        context,
-        context - 1,
-        tuple(problems),
-    )
+    found = tuple(problems)
+    return Plan(card, sizes, limit, memory, seconds, micro_batches, cache_tokens, context, context - 1, found)
 
 
 def _calibration_problems(memory: dict[str, float], limit: int) -> list[Problem]:
@@ -240,12 +230,6 @@ def lacks(config: RunConfig, card: Card) -> str | None:
         f"{_dotted(FP8_CAPABILITY)}: Ada, Hopper or newer), and the card {card.name} has {_dotted(card.capability)}: "
         f"write {instead}, or take a card that has them, such as l4, 4060 or h100"
     )
-
-
-def check_card(config: RunConfig, card: Card) -> None:
-    """Raise ConfigError for a card that lacks what the recipe computes with."""
-    if (what := lacks(config, card)) is not None:
-        raise ConfigError(what)
 
 
 def _in_fp8(config: RunConfig) -> list[tuple[str, str, str]]:

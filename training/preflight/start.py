@@ -24,7 +24,6 @@ from qerl.checkpoint.base_start import (
     BaseStart,
     about_start,
     check_start,
-    copy_start,
     find_start,
     start_beside,
     start_of_adapter,
@@ -112,12 +111,6 @@ def start_to_resume(config: RunConfig, base: ModelRef, run_dir: Path) -> tuple[R
             f"{run_dir} trains with a start ({kind}), and its {START}/ is gone: put it back, or begin a new run"
         )
     return config, replace(base, start=start)
-
-
-def keep_start_(run_dir: Path, kind: str, start: BaseStart | None) -> None:
-    """Copy the components that act into the run's directory, in one step, unless they are there."""
-    if start is not None and not (run_dir / START).exists():
-        copy_start(start, run_dir / START, kind)
 
 
 def _of_adapter(config: RunConfig, base: ModelRef) -> tuple[str, BaseStart | None]:

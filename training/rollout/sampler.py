@@ -145,13 +145,16 @@ class Sampler:
         touched = self._set_noise(noise)
         drawn = draw(derive_seed(self._seed, step, f"rollout/{attempt}" if attempt else "rollout"))
         seconds = time.perf_counter() - started
-        self._after_rollout(noise)
+        self.clear_noise()
+        if self._noise_in_policy and noise.vectors is not None:
+            self._set_policy_noise(noise.vectors)
         memory, ended = card_memory("memory/rollout_card_gib"), time.perf_counter()
         self._engine.sleep()
+        shown = {"noise/stage": noise.stage, "noise/sigma": noise.sigma, "noise/std": noise.std}
         return drawn, {
             "seconds": seconds,
             "switch_s": started - asked + time.perf_counter() - ended,
-            "noise": {**_noise_metrics(noise), "noise/norms": touched},
+            "noise": shown | {"noise/norms": touched},
             "memory": memory,
         }
 
@@ -184,15 +187,6 @@ class Sampler:
         if touched != len(noise.vectors):
             raise EngineError(f"noise reached {touched} of {len(noise.vectors)} norms of the engine")
         return touched
-
-    def _after_rollout(self, noise: StepNoise) -> None:
-        self.clear_noise()
-        if self._noise_in_policy and noise.vectors is not None:
-            self._set_policy_noise(noise.vectors)
-
-
-def _noise_metrics(noise: StepNoise) -> dict[str, float]:
-    return {"noise/stage": noise.stage, "noise/sigma": noise.sigma, "noise/std": noise.std}
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -62,18 +62,14 @@ def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
     if config.every is None or not step or not values or values[-1][0] != step:
         return None
     last = shown(metric, values[-1][1])
-    since = _without_improvement([height(value) for _, value in values])
+    heights = [height(value) for _, value in values]
+    since = len(heights) - 1 - heights.index(max(heights))  # validations after the first of the best
     if config.stop_after is not None and since >= config.stop_after:
         return (
             f"validation {metric} ({last}) has not improved in {since} validations (validation.stop_after "
             f"{config.stop_after})"
         )
     return None
-
-
-def _without_improvement(values: Sequence[float]) -> int:
-    """How many values came after the first of the best."""
-    return len(values) - 1 - values.index(max(values))
 
 
 def shown(metric: str, value: float) -> str:

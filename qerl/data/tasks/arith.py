@@ -17,11 +17,6 @@ from qerl.base.errors import DataError
 SPLITS = ("train", "test")
 
 
-def file_of(split: str) -> Path:
-    """The file with the rows of a split."""
-    return Path(__file__).with_name(f"arith-{split}.jsonl.gz")
-
-
 def rows(split: str) -> Iterator[dict[str, Any]]:
     """All rows of a split, with the number that is the answer. Raises DataError for a split that does not exist."""
     for row in _read(split):
@@ -38,5 +33,5 @@ def solved(split: str) -> Iterator[dict[str, Any]]:
 def _read(split: str) -> Iterator[dict[str, str]]:
     if split not in SPLITS:
         raise DataError(f"task arith has no split {split!r}: write {' or '.join(map(repr, SPLITS))}")
-    with gzip.open(file_of(split), "rt", encoding="utf-8") as lines:
+    with gzip.open(Path(__file__).with_name(f"arith-{split}.jsonl.gz"), "rt", encoding="utf-8") as lines:
         yield from map(json.loads, lines)
