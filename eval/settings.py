@@ -129,8 +129,7 @@ class EvalSettings:
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0
     engine: Annotated[Literal[ENGINES], typer.Option(help="auto: vllm on a GPU, else transformers.")] = "auto"
     batch_size: Annotated[
-        int | None,
-        typer.Option(help="Completions sampled and saved together. Default: 64, with vllm 1024."),
+        int | None, typer.Option(help="Completions sampled and saved together. Default: 64, with vllm 1024.")
     ] = None
     suite: Annotated[
         Literal["lighteval"] | None,
@@ -161,8 +160,7 @@ class EvalSettings:
         typer.Option(help="none: a quantized base without the start that its folder has (docs/start.md)."),
     ] = "auto"
     deterministic: Annotated[
-        bool,
-        typer.Option("--deterministic", help="vllm repeats itself to the bit (slower); transformers does anyway."),
+        bool, typer.Option("--deterministic", help="vllm repeats itself to the bit (slower); transformers does anyway.")
     ] = False
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint.")

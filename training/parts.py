@@ -189,11 +189,7 @@ def make_parts(config: RunConfig, given: Given, opened: Loaded, log: RunLog) -> 
     """The parts of a run over what is open."""
     temperature = config.rollout.temperature if config.kind.samples else 1.0
     packed = PackedPolicy(
-        opened.policy.base_model,
-        temperature,
-        opened.plan,
-        config.loss.entropy_coef > 0,
-        config.rollout.deterministic,
+        opened.policy.base_model, temperature, opened.plan, config.loss.entropy_coef > 0, config.rollout.deterministic
     )
     shared = {
         "config": config,

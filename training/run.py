@@ -308,14 +308,7 @@ def settled_plan(config: RunConfig, base: ModelRef, place: Place, policy: Policy
     if (plan := parallel.broadcast(plan)) is not None:
         return plan
     entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
-    own = plan_run(
-        policy,
-        engine,
-        wishes_of(config, sizes_at(base)),
-        trainee_of(config).acting_rank,
-        entropy,
-        cap,
-    )
+    own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), trainee_of(config).acting_rank, entropy, cap)
     return smallest_plan(parallel.gather(own))
 
 

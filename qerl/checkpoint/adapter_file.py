@@ -274,10 +274,7 @@ def config_of_file(tensors: Mapping[str, torch.Tensor], rank: int, scaling: floa
     patterns = (
         {}
         if own == rank
-        else {
-            "rank_pattern": dict.fromkeys(PARAMETERS, own),
-            "alpha_pattern": dict.fromkeys(PARAMETERS, scaling * own),
-        }
+        else {"rank_pattern": dict.fromkeys(PARAMETERS, own), "alpha_pattern": dict.fromkeys(PARAMETERS, scaling * own)}
     )
     return {"target_parameters": list(PARAMETERS), **patterns}
 

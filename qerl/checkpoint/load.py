@@ -139,11 +139,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_model(
-    path: str | Path,
-    format: str,
-    dtype: str = "auto",
-    device: str = "cpu",
-    trust_remote_code: bool = False,
+    path: str | Path, format: str, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Open the weights at `path` (folder or hub id), frozen and in eval mode.
 

@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 STACK = ("torch", "transformers", "trl", "peft", "vllm", "compressed-tensors", "llmcompressor")
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def print_version(asked: bool) -> None:
@@ -198,8 +194,7 @@ def show(name: RecipeName) -> None:
 
 @recipes_app.command()
 def copy(
-    name: RecipeName,
-    out: Annotated[Path | None, typer.Option(help="File to write; default: ./NAME.yaml.")] = None,
+    name: RecipeName, out: Annotated[Path | None, typer.Option(help="File to write; default: ./NAME.yaml.")] = None
 ) -> None:
     """Copy a recipe's file here, to change it."""
     from qerl.config.recipe import copy_recipe

@@ -123,9 +123,7 @@ def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
         if column not in (*COLUMNS, *ASKING):
             meant = f"{{{source}: {column}}}" if source in COLUMNS else "{question: THEIR_NAME, answer: THEIR_NAME}"
             yield Conflict(
-                {f"{key}.{column}": source},
-                f"only our columns can be mapped ({', '.join(COLUMNS)})",
-                f"{key}: {meant}",
+                {f"{key}.{column}": source}, f"only our columns can be mapped ({', '.join(COLUMNS)})", f"{key}: {meant}"
             )
 
 

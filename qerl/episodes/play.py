@@ -48,12 +48,7 @@ class Environments:
         return Start(row, messages, ids, seed)
 
     def play(
-        self,
-        engine: Engine,
-        starts: Sequence[Start],
-        sampling: SamplingParams,
-        seed: int,
-        told: Finished | None = None,
+        self, engine: Engine, starts: Sequence[Start], sampling: SamplingParams, seed: int, told: Finished | None = None
     ) -> list[Episode]:
         """The episodes, in the order of their starts. `told` is called with each of the model's turns as it ends."""
         episodes = Episodes(self.runner, self.chat, self.limits, sampling, starts, told)

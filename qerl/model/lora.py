@@ -267,11 +267,7 @@ class Read(NamedTuple):
 
 
 def backward_to_factors(
-    upstream: Upstream,
-    read: Read,
-    h: torch.Tensor | None,
-    g: torch.Tensor | None,
-    parts: Sequence[Part],
+    upstream: Upstream, read: Read, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
 ) -> list[torch.Tensor | None]:
     """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B.
 

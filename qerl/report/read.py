@@ -71,10 +71,7 @@ Text = Annotated[Any, PlainValidator(_text)]
 Conversation = Annotated[Any, PlainValidator(_conversation)]  # text, or a list of messages
 
 # If a row has the first metric as a number, it must have the others too.
-TOGETHER = {
-    "noise/stage": ("noise/sigma",),
-    f"{PREFIX}sampled_groups": tuple(PREFIX + name for name in SUMMED),
-}
+TOGETHER = {"noise/stage": ("noise/sigma",), f"{PREFIX}sampled_groups": tuple(PREFIX + name for name in SUMMED)}
 
 
 class Metrics(Shape):

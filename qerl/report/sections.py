@@ -422,12 +422,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 def student(freedom: int) -> float:
     """The 97.5% quantile of Student's t, for at least four degrees of freedom within 0.3% (Fisher's expansion)."""
     z = NormalDist().inv_cdf(0.975)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return sum(term / freedom**power for power, term in enumerate(terms))
 
 

@@ -67,8 +67,7 @@ class ExportOptions:
         None
     )
     with_start: Annotated[
-        bool,
-        typer.Option("--with-start", help="Write an adapter and its frozen start as one adapter, for stock vLLM."),
+        bool, typer.Option("--with-start", help="Write an adapter and its frozen start as one adapter, for stock vLLM.")
     ] = False
     converter: Annotated[
         Path | None, typer.Option(help="Checkout of llama.cpp, for --to gguf; default: the installed converter.")

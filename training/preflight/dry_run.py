@@ -190,10 +190,7 @@ def _shown(answer: str) -> str:
 
 
 def _score(
-    rewards: Sequence[Reward],
-    prompts: Sequence[Prompt],
-    completions: Sequence[str],
-    environments: Environments | None,
+    rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str], environments: Environments | None
 ) -> list[list[float]]:
     from training.rewards.grading import columns_of_episodes
 

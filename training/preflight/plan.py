@@ -173,12 +173,7 @@ def _plan_of_rows(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
 
 
 def _trained(
-    config: RunConfig,
-    sizes: ModelSizes,
-    ranks: int,
-    limit: int,
-    common: dict[str, float],
-    problems: list[Problem],
+    config: RunConfig, sizes: ModelSizes, ranks: int, limit: int, common: dict[str, float], problems: list[Problem]
 ) -> tuple[MicroBatchPlan | None, dict[str, float]]:
     """The micro-batches beside what is always there, and what training takes then."""
     footprint = _footprint(config, sizes, ranks)

@@ -224,13 +224,7 @@ class GuardedReward:
     then = ""  # how to go on once it is corrected, where that is not said elsewhere
 
     def __init__(
-        self,
-        name: str,
-        reward: RewardConfig,
-        function: Reward,
-        fixed: Mapping[str, Any],
-        examples: Rows,
-        run_dir: Path,
+        self, name: str, reward: RewardConfig, function: Reward, fixed: Mapping[str, Any], examples: Rows, run_dir: Path
     ) -> None:
         self.__name__ = name
         self._task_grades = reward.name in GRADED and fixed["task"].grader is not None

@@ -176,11 +176,7 @@ class Curriculum:
     """
 
     def __init__(
-        self,
-        sources: Sequence[tuple[str, float]],
-        prompts: Sequence[Prompt],
-        rewards: Rewards,
-        seed: int,
+        self, sources: Sequence[tuple[str, float]], prompts: Sequence[Prompt], rewards: Rewards, seed: int
     ) -> None:
         self._prompts, self._seed = prompts, seed
         self._weights = [weight for _, weight in sources]
@@ -315,11 +311,7 @@ def prompts_of(task: Task, examples: Sequence[Example], renderer: Renderer) -> l
     rendered = renderer.rows([(example, messages_of(task, example)) for example in examples])
     return [
         Prompt(
-            number,
-            row.ids,
-            renderer.tokenizer.decode(row.ids, skip_special_tokens=False),
-            row.example,
-            row.messages,
+            number, row.ids, renderer.tokenizer.decode(row.ids, skip_special_tokens=False), row.example, row.messages
         )
         for number, row in enumerate(rendered)
     ]

@@ -46,10 +46,7 @@ class Marker:
     """The chat template of one model."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end_ids: Collection[int],
-        switches: Mapping[str, Any] | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], switches: Mapping[str, Any] | None = None
     ) -> None:
         """`end_ids` end an answer; `switches` are variables of the template.
 

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 from transformers import LogitsProcessor
-from transformers.generation import (
-    StoppingCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import StoppingCriteria, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from qerl.base.errors import EngineError
 from qerl.engine.interface import SamplingParams

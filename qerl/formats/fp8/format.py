@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from qerl.formats.linear import PackedLinear
 
 OTHER_METHOD = "fp8"
-WEIGHTS = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "block",
-    "block_structure": [layout.BLOCK, layout.BLOCK],
-}
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [layout.BLOCK, layout.BLOCK]}
 PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INPUTS = {"num_bits": 8, "type": "float", "group_size": layout.BLOCK, "dynamic": True}
 OTHER = {"weight_block_size": [layout.BLOCK, layout.BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
