@@ -72,7 +72,6 @@ class Comparison:
     also_different: str  # "" or settings that differ without forbidding the comparison
 
     def to_json(self) -> dict[str, Any]:
-        """What --out holds."""
         return {**asdict(self), "verdict": self.paired.verdict}
 
     @property

@@ -274,7 +274,6 @@ class EvalResult:
         return f"EvalResult({self.task}, {self.model}: {said}, {asked}, in {str(self.out)!r})"
 
     def to_json(self) -> dict[str, Any]:
-        """What result.json holds."""
         summary = self.summary
         return {
             "task": self.task,

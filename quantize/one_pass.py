@@ -447,7 +447,6 @@ def save_start(
 
 
 def start_bytes(source: Source, rank: int) -> int:
-    """Bytes of a start of `rank` for a model."""
     return sum(
         DTYPE_BYTES["BF16"] * rank * sum(source.tensors[f"{name}.weight"].shape) for name in modules_of_start(source)
     )

@@ -61,7 +61,6 @@ class QuantizeReport:
         return min(self._rated(), key=lambda layer: layer.sqnr_db, default=None)
 
     def to_json(self) -> dict:
-        """The content of quantize_report.json."""
         worst = self.worst()
         values = asdict(self)
         del values["out"]
@@ -112,7 +111,6 @@ class QuantizeReport:
 
 
 def table_of(title: str, rows: Mapping[str, str]) -> Table:
-    """Names and texts as a table for the terminal."""
     from rich.table import Table
 
     table = Table(title=title, show_header=False, title_justify="left")

@@ -310,7 +310,6 @@ def take_card(device: str, gpu: int | None) -> None:
 
 
 def progress_bar() -> Progress:
-    """A progress bar on stderr."""
     from rich.progress import MofNCompleteColumn, Progress
 
     from qerl.base.printable import SafeConsole

@@ -57,7 +57,6 @@ class Given:
         return inputs | (self.teacher.inputs() if self.teacher else {})
 
     def parts(self, config: RunConfig, opened: Loaded, shared: Mapping[str, Any]) -> TrainingParts:
-        """The parts of the run over what is open."""
         check_reference(opened.policy, config.loss.kl_coef)
         rollout, run = config.rollout, config.run
         sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
@@ -186,7 +185,6 @@ class Loaded:
 
 
 def make_parts(config: RunConfig, given: Given, opened: Loaded, log: RunLog) -> TrainingParts:
-    """The parts of a run over what is open."""
     temperature = config.rollout.temperature if config.kind.samples else 1.0
     packed = PackedPolicy(
         opened.policy.base_model, temperature, opened.plan, config.loss.entropy_coef > 0, config.rollout.deterministic

@@ -114,7 +114,6 @@ class Opened:
 
     @property
     def start_step(self) -> int:
-        """The steps that are done."""
         return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 

@@ -81,7 +81,6 @@ class SftParts(TrainingParts):
         return Objective(sft_loss, "dapo")
 
     def steps(self, start_step: int) -> StepPrompts:
-        """The rows of each step, from `start_step` on."""
         config = self.config
         return StepPrompts(
             self.rows.trained, config.sft.rows_per_step, 1, config.run.steps, config.run.seed, start_step

@@ -57,7 +57,6 @@ def runs(folder: str | os.PathLike = RUNS) -> Runs:
 
 
 def _listed(given: Any) -> list[Any]:
-    """One thing or several, as a list."""
     several = isinstance(given, Iterable) and not isinstance(given, str | os.PathLike)
     return list(given) if several else [given]
 

@@ -183,7 +183,6 @@ class Decoder:
         return [name for layer in range(self.layers) for name in self.linears_of(layer)]
 
     def linears_of(self, layer: int) -> list[str]:
-        """Those of one decoder layer."""
         attention = [f"model.layers.{layer}.{part}" for part in self._attention_of(layer)]
         if layer not in self.sparse:
             return attention + [f"model.layers.{layer}.{part}" for part in DENSE_MLP]

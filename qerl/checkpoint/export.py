@@ -75,7 +75,6 @@ class Masters:
 
     @property
     def packed(self) -> set[str]:
-        """The base's packed linears."""
         return set(self.format.quantized_linears(self.tensors))
 
     def output_bytes(self, dense: bool = False) -> int:

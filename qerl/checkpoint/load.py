@@ -425,12 +425,10 @@ class CompletionText:
         self._left_out = frozenset([*end_ids, tokenizer.eos_token_id, tokenizer.pad_token_id]) - {None}
 
     def __call__(self, token_ids: Sequence[int]) -> str:
-        """The text of one completion."""
         kept = [token for token in map(int, token_ids) if token not in self._left_out]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def batch(self, completions: Sequence[Sequence[int]]) -> list[str]:
-        """The texts of several."""
         return [self(token_ids) for token_ids in completions]
 
 

@@ -126,7 +126,6 @@ def _copy(source: Path, folder: Path, patterns: Iterable[str]) -> list[str]:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write indented JSON in UTF-8."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

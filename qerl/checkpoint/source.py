@@ -65,7 +65,6 @@ class Source:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The layout of the layers."""
         return decoder_of(self.config, self.name)
 
     @cached_property

@@ -53,7 +53,6 @@ def checks() -> list[Check]:
 
 
 def table(found: list[Check]) -> Table:
-    """The checks as a table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 

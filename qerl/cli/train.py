@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 def recipe_values(incomplete: str) -> list[str]:
-    """Names of shipped recipes."""
     from qerl.config.recipe import recipe_names
 
     return [name for name in recipe_names() if name.startswith(incomplete)]

@@ -149,7 +149,6 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether the field holds a list."""
     return get_origin(field.annotation) is tuple
 
 

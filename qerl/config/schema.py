@@ -240,7 +240,6 @@ class RunConfig(Section):
 
     @property
     def kind(self) -> RunKind:
-        """What kind of run this is."""
         qat = None if self.qat is None else {"mode": self.qat.mode}
         return RunKind.of({"sft": self.sft, "distill": self.distill, "qat": qat})
 

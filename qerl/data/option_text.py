@@ -48,7 +48,6 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def task_values(incomplete: str) -> list[str]:
-    """Names of tasks."""
     from qerl.data.tasks import TASKS
 
     return [name for name in TASKS if name.startswith(incomplete)]

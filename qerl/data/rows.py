@@ -256,7 +256,6 @@ def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
 
 
 def generated_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Rows that a task makes itself."""
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 

@@ -42,7 +42,6 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """The turn as a message of the assistant."""
         calls = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in self.calls]
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
 

@@ -71,7 +71,6 @@ class ExpertWeights(CachedWeight, nn.Module):
 
     @property
     def weight_device(self) -> torch.device:
-        """Where the weights are."""
         return next(iter(self._buffers.values())).device
 
     def write_(self, name: str, expert: int, first_row: int, tensor: torch.Tensor) -> None:

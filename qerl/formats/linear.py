@@ -207,7 +207,6 @@ class PackedLinear(CachedWeight, nn.Linear):
 
     @property
     def weight_device(self) -> torch.device:
-        """Where the packed weight is."""
         return next(iter(self._buffers.values())).device
 
     @property

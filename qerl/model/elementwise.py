@@ -42,7 +42,6 @@ class RMSNorm(nn.Module):
         return self.weight.float() + self.offset if self.offset else self.weight
 
     def dtype_of(self, x: torch.Tensor) -> torch.dtype:
-        """The dtype of the norm of x."""
         return self._dtype if x.dtype == torch.float32 else x.dtype
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,6 @@ def kept_factors() -> Iterator[None]:
 
 
 def cast(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The factor in `dtype`."""
     return factor if factor.dtype == dtype else _cached(("cast", dtype), (factor,), lambda: factor.to(dtype))
 
 

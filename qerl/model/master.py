@@ -39,7 +39,6 @@ class Receiver(Protocol):
 
 
 def master_of(module: nn.Module) -> nn.Parameter | None:
-    """The module's master; None if it has none."""
     return module._parameters.get(NAME)
 
 

@@ -220,7 +220,6 @@ class Wishes:
 
     @property
     def of_shapes(self) -> dict[str, Any]:
-        """What `Shapes` has of them."""
         return {name: getattr(self, name) for name in ("fp8_recipe", "rounds_kv", "gradient_bytes")}
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing."""
-
     title: str
     lines: Mapping[str, str]  # label -> metric
     log: bool = False

@@ -46,5 +46,4 @@ def is_own(name: str) -> bool:
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that do not depend on the machine."""
     return {key: value for key, value in metrics.items() if not key.startswith(MACHINE_PREFIXES)}

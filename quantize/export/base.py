@@ -120,7 +120,6 @@ class Base:
 
     @property
     def decoder(self) -> Decoder:
-        """The layout of the layers."""
         return decoder_of(self.config, self.name)
 
     def dense_shape(self, module: str) -> tuple[int, int]:

@@ -235,5 +235,4 @@ def evaluation_text(results: list[dict], of: str) -> str:
 
 
 def table_text(rows: dict[str, str]) -> str:
-    """Names and texts as a table."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])

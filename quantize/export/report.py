@@ -45,7 +45,6 @@ class _Written:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags for the model card."""
         of_format = {"adapter": (), GGUF: (GGUF,)}.get(self.to)
         return self.made, *(formats.get(self.to).card_tags if of_format is None else of_format)
 
@@ -63,7 +62,6 @@ class _Written:
         return table_of(self.kind, {**self.rows(), **written, **self.measured()})
 
     def to_json(self) -> dict:
-        """The content of the report's file."""
         return {name: value for name, value in asdict(self).items() if name != "out"}
 
 
@@ -139,7 +137,6 @@ class MergeReport(_Written):
         return [*self.notes, *([f"{lost}: {remedy}"] if lost else [])]
 
     def to_json(self) -> dict:
-        """The content of merge_report.json."""
         return {**super().to_json(), "warnings": self.warnings()}
 
     def rows(self, origin: str | None = None) -> dict[str, str]:

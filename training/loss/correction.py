@@ -48,7 +48,6 @@ def _ratio(
 
 
 def _is_outside(ratio: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
-    """Whether each ratio lies outside [floor, cap]."""
     return (ratio > config.cap) | (ratio < (config.floor or 0.0))
 
 

@@ -250,7 +250,6 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def trainee_of(config: RunConfig) -> Adapter:
-    """What a recipe trains."""
     return trainee(config.adapter, config.qat, config.model.format, config.optim.name)
 
 

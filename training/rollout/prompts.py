@@ -336,7 +336,6 @@ def _rollouts(config: RunConfig) -> int:
 def step_prompts(
     config: RunConfig, prompts: Sequence[Prompt], start_step: int, curriculum: Curriculum | None = None
 ) -> StepPrompts:
-    """The prompts of each step of a run, from `start_step` on."""
     updates = config.loss.num_iterations
     return StepPrompts(
         prompts,
@@ -351,7 +350,6 @@ def step_prompts(
 
 
 def weights_of(config: RunConfig) -> tuple[tuple[str, float], ...]:
-    """Name and weight of each source."""
     return tuple((source.name, source.weight) for source in sources_of(config.data))
 
 

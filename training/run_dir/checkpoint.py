@@ -108,7 +108,6 @@ def _make_room(run_dir: Path, step: int, reason: str, best: int | None) -> bool:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 

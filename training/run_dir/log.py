@@ -314,16 +314,13 @@ class Display:
         self._bar.close()
 
     def phase(self, name: str) -> None:
-        """Show what the run is doing from now on."""
         self._bar.set_description_str(name)
 
     def start_at(self, step: int) -> None:
-        """Count from the steps that are done."""
         self._bar.initial = self._bar.n = step
         self._bar.refresh()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show the metrics of a step."""
         self._bar.set_postfix_str(numbers(row, NUMBERS | MACHINE_NUMBERS), refresh=False)
         self._bar.update(row["step"] - self._bar.n)
 

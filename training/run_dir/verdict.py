@@ -73,12 +73,10 @@ def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
 
 
 def shown(metric: str, value: float) -> str:
-    """A value as people read it."""
     return f"{value:.1%}" if metric in SHARES else f"{value:.4f}" if metric == LOSS else f"{value:.3f}"
 
 
 def sentence(row: Mapping[str, Any]) -> str:
-    """A validation in one line."""
     when = f"after step {row['step']}" if row["step"] else "before the first step"
     if (loss := row.get(f"validation/{LOSS}")) is not None:
         return f"validation {when}: loss {loss:.4f}"

@@ -37,7 +37,6 @@ class UndecidedError(Exception):
 
 
 def value_at(tree: Tree, point: dict[str, Fraction]) -> Value | None:
-    """The value of an expression at a point; None where it has none."""
     try:
         return evaluate(tree, point)
     except ExpressionError:
