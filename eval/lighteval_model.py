@@ -1,7 +1,5 @@
 """lighteval's model class on our engine. Nothing is cached, as its cache would outlive a change of weights."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any
 

@@ -4,8 +4,6 @@ The command line, the quickstart and every other caller make an EvalSettings; it
 and its defaults are the only ones. Importing this loads no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

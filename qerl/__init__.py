@@ -10,8 +10,6 @@ Importing this loads nothing, and switches off what libraries report to their ma
 (docs/python-api.md) is imported when it is first used.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING

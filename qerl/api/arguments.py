@@ -5,8 +5,6 @@ A command may change its process as it likes, but a program goes on. So when a c
 any more. One thing stays: once CUDA has started, the process keeps its card, and CUDA_VISIBLE_DEVICES says which.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -6,8 +6,6 @@ CUDA_VISIBLE_DEVICES when it starts, and even `torch.cuda.is_available()` starts
 process its own card by its local rank.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

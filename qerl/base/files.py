@@ -7,8 +7,6 @@ which the readers of the single kinds of files turn into their own error.
 os.path is asked because it says no where pathlib raises: for a name that is too long, or a folder that may not be read.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The hub: names on it, whether it can be reached, and why it refuses a model or a data set. Loads nothing itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

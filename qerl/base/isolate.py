@@ -6,8 +6,6 @@ file of others says, within limits that they set themselves: chat templates and 
 formulas (qerl/data/grading/math_pool.py). What a function of the user's may return stands here too.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

@@ -10,8 +10,6 @@ Departures from a call in the run's process: two functions of one file share no 
 what the function prints goes into the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import difflib

@@ -4,8 +4,6 @@ The Triton kernels draw the same words by `tl.randint4x`. We compute Philox ours
 CUDA, and does not let one choose the counter.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ prints passes through `printable`: logs and errors (qerl/cli/terminal.py), table
 the answers of a chat.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

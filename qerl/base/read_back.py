@@ -1,7 +1,5 @@
 """Read back the JSON that qerl wrote, and check it: a file that was edited or cut short is one clear error."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

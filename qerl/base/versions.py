@@ -1,7 +1,5 @@
 """The installed versions of the packages that a result depends on."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from contextlib import suppress

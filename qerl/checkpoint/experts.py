@@ -15,8 +15,6 @@ of `self_attn`. In Gemma 4 the layers with full attention have head sizes of the
 values are the keys, normed otherwise. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

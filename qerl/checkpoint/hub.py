@@ -5,8 +5,6 @@ model comes from others, and its files' content ends up in copies, cards, logs a
 file of this machine there.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase

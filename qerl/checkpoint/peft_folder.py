@@ -9,8 +9,6 @@ took. Beside a frozen start it fits the 16-bit model as it is. One that was trai
 which the 16-bit model does not need: no 16-bit base is named for it.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import asdict, dataclass

@@ -10,8 +10,6 @@ A folder's name says nothing. The word `tiny` is the model that ships with the p
 `./tiny`). Importing this loads neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Start a command once for each of several cards of this machine, as torchrun does, and give each process its card."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -13,8 +13,6 @@
 `qerl eval` and `qerl chat` have --memory.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What every command does around its work: it logs to stderr, and shows errors that the user can fix as one line."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

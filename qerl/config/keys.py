@@ -5,8 +5,6 @@ written. A mapping given for a section merges into it key by key; everything els
 replaces what was there.
 """
 
-from __future__ import annotations
-
 import difflib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ imports no code of `training`. A recipe may start with `extends: NAME` (one leve
 `save_config` writes is always complete. A section merges key by key, everything else is replaced whole.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """What the sections of a RunConfig and their rules have in common. Importing this loads pydantic, nothing heavier."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

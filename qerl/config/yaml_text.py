@@ -9,8 +9,6 @@ ruamel.yaml 0.19 (YAML 1.2) would not make this shorter. It reads 1_000 as 1000,
 resolves aliases, takes keys of any type and writes `no` and 12:30 unquoted, so everything below would have to stay.
 """
 
-from __future__ import annotations
-
 import re
 from typing import ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """What the columns of somebody's rows are: which asks, which answers, and of what kind the answers are."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of commands that are typed as text: columns, names and variables of a chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

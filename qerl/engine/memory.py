@@ -5,8 +5,6 @@ others hold is measured once, before this process has loaded anything, and subtr
 `memory.cap_gib` by a limit of torch's allocator. Importing this loads no torch.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import cache

@@ -10,8 +10,6 @@ An object with `reset` and `step` is an environment of the user's own. One with 
 `environment_factory` makes it, whose public methods are tools.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

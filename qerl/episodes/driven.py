@@ -5,8 +5,6 @@ Here stand also the values that pass between the model, its environment and what
 plain functions as tools and the objects of TRL's `environment_factory`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

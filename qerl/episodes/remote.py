@@ -10,8 +10,6 @@ variable of the environment. A server of several episodes tells them apart by `e
 mapping with the text under `observation_key`; any other is shown as JSON. Messages stand under the key `messages`.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import uuid

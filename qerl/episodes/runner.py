@@ -6,8 +6,6 @@ the episodes. A call that does not return in time ends its own episode. Its thre
 once the rollout is over.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

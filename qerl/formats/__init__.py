@@ -5,8 +5,6 @@ is recognised, how it is opened, packed, quantized, merged and served. A new one
 (a subclass of `linear.PackedLinear`), and one line at the end of this file. Importing this loads no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the trainer's forward pass takes, in numbers that the planner of micro-batches needs too. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000

@@ -1,7 +1,5 @@
 """RMSNorm and rotary embedding with their gradients: Triton kernels on a GPU, their plain torch twins elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import ModuleType
 

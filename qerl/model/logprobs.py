@@ -13,8 +13,6 @@ logits of a chunk are there, and the backward pass only scales them. That takes 
 recomputing the logits would take three. Both products count for time/forward_s, the scaling for time/backward_s.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """RMSNorm, SwiGLU and rotary embedding in plain torch: the same as `qerl.model.kernels`, on any device."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@
 A card is known by its memory, bandwidth and rate.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ the embedded model then takes 20 times as long. OpenMP reads its variable when t
 `choose_threads` before that.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

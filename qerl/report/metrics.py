@@ -1,7 +1,5 @@
 """The names of metrics: a run's, and TRL's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ completions, is shown as plain text: the template escapes every value, and the p
 all scripts and requests. report.md has the report in words and tables; the terminal shows it too.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -1,8 +1,6 @@
 """The sections of a report, as tables and sentences: noise stages, evaluations, first steps against last, time and
 memory, differing configurations, validations, and the verdict: whether the run learned."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

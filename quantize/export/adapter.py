@@ -11,8 +11,6 @@ changed, which every merge adds, either to W or to Q + B0 A0:
 D is a plain LoRA, s B A - B0 A0 = s [B, -B0 / s] [A; A0]: its rank is larger by the rank of a trained start.
 """
 
-from __future__ import annotations
-
 import logging
 import shlex
 from collections.abc import Collection, Mapping

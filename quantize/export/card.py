@@ -4,8 +4,6 @@ It states only what the files hold: the base, the recipe, the last metrics, each
 interval, the versions, the licence that the base declares, and how to load the result.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

@@ -3,8 +3,6 @@
 Importing this loads no torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

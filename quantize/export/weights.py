@@ -7,8 +7,6 @@
 NVFP4 has about 16 values per block: where s B A is smaller than half a step, rounding W_hat + s B A gives W_hat back.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ stops the run, which can be resumed from its last checkpoint.
 anywhere but to that URL: a redirect is an error, and the environment's proxies are used for other machines only.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -12,8 +12,6 @@ state. Departures from the paper:
    drawn least often first. The order of the data stays the same as without them.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

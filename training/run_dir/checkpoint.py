@@ -11,8 +11,6 @@ runs/<name>/checkpoints/step-000040/
     checksums.json                                    written last; a folder without it is not a checkpoint
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -3,8 +3,6 @@
 What it would have shown from then on is appended to terminal.log in the run directory.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

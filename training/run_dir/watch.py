@@ -5,8 +5,6 @@ repeated after COOL_DOWN steps at the earliest. The bounds mark where a run is n
 far from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ with its parts in another order, or within operations that change nothing: `0+(\
 square root of its square. A number or a fraction in lowest terms is never a copy.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

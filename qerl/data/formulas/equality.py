@@ -6,8 +6,6 @@ is an interval. What qerl/data/formulas/expression.py does not understand (integ
 `fallback`, which is math-verify in its own process.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence

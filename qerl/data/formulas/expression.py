@@ -7,8 +7,6 @@ a base is the natural logarithm; "a/bc" is a/(bc); "2\frac{1}{3}" is a mixed num
 functions, and a degree sign elsewhere is a unit.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

@@ -3,8 +3,6 @@
 The results are for reading values from, not for showing; they may not be valid LaTeX any more.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

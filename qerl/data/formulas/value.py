@@ -8,8 +8,6 @@ expression of whole numbers that is too large for an exact value has a residue, 
 All sizes are bounded (powers, factorials, nesting), so that no expression takes longer than milliseconds.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import threading

@@ -11,8 +11,6 @@ A completion that thinks first is searched after the last `</think>`, and as a w
 searches take linear time, and look at no more than MAX_ANSWER_CHARS characters of an answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ from 0 to 1, which counts as correct from 0.5 on. With a parameter `completions`
 called as own rewards are (qerl/base/own_function.py).
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -5,8 +5,6 @@ independent of each other. A question's value (its share of right completions, o
 and the interval is for the mean of such numbers, whatever their distribution: `lower_limit`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ request, so that
 2. the verdict on a pair depends neither on what was compared before nor on how busy the machine is.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

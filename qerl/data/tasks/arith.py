@@ -4,8 +4,6 @@ A script of the tag `study-2026-11` has made them. The embedded model was pretra
 split, and no training ever sees the test split.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The game is played against the environment `word_game` (qerl/episodes/build.py),
 and says whether it comes before or after a guess. Which split a list of words belongs to is decided by a hash of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

@@ -8,8 +8,6 @@ has one bit of head room: e4m3 rounds alike under any such scale, down to 2^-15 
 had not been rounded, also where they saturate.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ or that rounded up to a power of two that is at least 1e-10; codes are x / scale
 both sides every product is one of two bfloat16 numbers: an FP8 product differs from one in 16 bits only in its sums.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

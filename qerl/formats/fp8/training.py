@@ -11,8 +11,6 @@ gradients are e4m3, or e5m2 under `hybrid`. A recipe may leave y alone and round
 pass stays the engine's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

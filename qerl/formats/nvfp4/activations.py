@@ -19,8 +19,6 @@ move all of them.
    2688 / global_scale saturate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -14,8 +14,6 @@ NVFP4A16 (quantize). Some of their behaviour is not obvious:
 4. The sign is set by x < 0: a negative weight that rounds to zero gives code 8 (-0.0), the weight -0.0 gives code 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

@@ -14,8 +14,6 @@ four codes into place in bfloat16 (`slabs.cuh`). Block scale (n, block) is
 zero scale lose their magnitude, so that the kernel needs no special case. Rows and columns are padded with zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

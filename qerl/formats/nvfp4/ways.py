@@ -8,8 +8,6 @@
 wrong when it opened is not used. A `Tiling` says how our kernel divides its work among the blocks of a launch.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
