@@ -103,6 +103,8 @@ STARTS = 3
 START_S = 120.0
 OURS = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 LONGEST_LINE = 1000  # characters of a printed line
+AT_ONCE = 2**15  # bytes that a connection takes whatever the other process does
+SOON_S = 0.05
 BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor, alive = map(int, sys.argv[2:4]); "
     "worker = sys.argv[4]; sys.argv[:] = ['']; importlib.import_module('qerl.base.isolate').end_with(alive); "
@@ -153,7 +155,7 @@ class Process:
 
     def __init__(self, name: str, worker: str, ours: bool = False) -> None:
         """What a worker prints is logged under `name`. One of `ours` is quiet instead, and sees no card."""
-        self._closed, self._pid = False, os.getpid()
+        self._closed, self._pid, self._ours = False, os.getpid(), ours
         self._connection, theirs = Pipe()
         alive, held = os.pipe()
         self._held = os.fdopen(held, "wb")  # closed when this process ends, however it does
@@ -193,9 +195,13 @@ class Process:
 
         timer = threading.Timer(timeout_s, end)
         timer.daemon = True
-        timer.start()
+        at_once = self._ours and len(request) <= AT_ONCE
         try:
+            if not at_once:
+                timer.start()
             self.send(request)
+            if at_once and not self._connection.poll(SOON_S):  # a thread for every row would cost more than the row
+                timer.start()
             reply = json.loads(self.receive())
             if late.is_set():
                 raise EOFError
