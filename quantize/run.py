@@ -63,9 +63,6 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     and MissingExtraError without llm-compressor. After any error `out` is as it was before; what a calibration made and
     the check refuses is kept beside it.
     """
-    from quantize import compressor, one_pass
-
-    started = time.perf_counter()
     options = (options or QuantizeOptions()).chosen()
     options.check()
     if options.start_of is not None:
@@ -75,6 +72,9 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     out = default_quantized_dir(model, named) if out is None else Path(out).expanduser()
     source = read_source(model, options.ignore, options.trust_remote_code, format=format)
     check_target(out, source.folder, options.overwrite, options.force)
+    from quantize import compressor, one_pass  # which takes seconds: a wrong path is said before
+
+    started = time.perf_counter()
     device = resolve_device(options.device)
     choice = choose(source, options, device)
     options = choice.options
