@@ -413,7 +413,8 @@ class ModelShapes:
     def shape_of(self, linear: str) -> tuple[int, int] | None:
         """(out, in) of a linear, by its full name, that is not an expert's; None if the model has none of that name."""
         parts = linear.split(".")
-        full = any(part.isdigit() and int(part) in self.decoder.full for part in parts)
+        own = self.decoder.full  # of most models empty
+        full = bool(own) and any(part.isdigit() and int(part) in own for part in parts)
         return (self.of_full if full else {}).get(parts[-1], self.projections.get(parts[-1]))
 
     def shapes_of(self, leaves: Iterable[str]) -> list[tuple[int, int]]:
