@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.helpers.bases import write_base
 from tests.helpers.card import skip_without_card
@@ -122,6 +123,14 @@ def versions_read_once():
     """Nothing is installed meanwhile, and each run reads and parses what is known of eight packages twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metadata, "version", cache(metadata.version))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def recipes_parsed_once():
+    """PyYAML takes 20 ms for a recipe, and a text has the same nodes each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "compose", cache(yaml.compose))
         yield
 
 
