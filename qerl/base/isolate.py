@@ -9,6 +9,7 @@ formulas (qerl/data/grading/math_pool.py). What a function of the user's may ret
 import atexit
 import contextlib
 import fcntl
+import importlib.util
 import json
 import logging
 import math
@@ -18,11 +19,14 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from qerl.base.errors import EngineError
@@ -97,6 +101,26 @@ def one_line(value: object) -> str:
         return f"(its text cannot be had: {type(error).__name__})"
     text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * LONGEST]).split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def raised(error: BaseException, file: str | None = None) -> str:
+    """What an error of the user's code says, with the last line of their `file` that it came from, if it is known."""
+    said, frames = one_line(error), traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
+    where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}{f': {said}' if said else ''}{where}"
+
+
+def load_module(place: str) -> ModuleType:
+    """The module of a file, or the one of that name."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place)
+    spec = importlib.util.spec_from_file_location(f"qerl_own_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up the module of a class here
+    spec.loader.exec_module(module)
+    return module
 
 
 STARTS = 3

@@ -13,8 +13,6 @@ what the function prints goes into the log.
 import asyncio
 import contextlib
 import difflib
-import importlib
-import importlib.util
 import inspect
 import json
 import logging
@@ -26,7 +24,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +36,7 @@ from typing import Any
 
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import close_to
-from qerl.base.isolate import LateError, OwnFunctionError, Process, ReturnedError, numbers, one_line, short
+from qerl.base.isolate import LateError, OwnFunctionError, Process, ReturnedError, load_module, numbers, raised, short
 
 
 class Caller:
@@ -399,20 +396,11 @@ class _Worker:
         except BaseException as error:  # also SystemExit, CancelledError, KeyboardInterrupt
             if not isinstance(error, Exception) and self._caller is not None:
                 self._caller.close()
-            said = one_line(error)
-            what = f"{type(error).__name__}{f': {said}' if said else ''}{self._line(error)}"
-            reply = {"raised": what, "index": None if self._caller is None else self._caller.index}
+            reply = {"raised": raised(error, self._file), "index": None if self._caller is None else self._caller.index}
         return reply | self._back_home()
 
     def _load(self, place: str, attribute: str) -> dict[str, Any]:
-        if place.endswith(".py"):
-            path = Path(place)
-            spec = importlib.util.spec_from_file_location(f"qerl_own_{path.stem}", path)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # dataclasses and pickle look up the module of a class here
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
+        module = load_module(place)
         self._file = getattr(module, "__file__", None)
         function = getattr(module, attribute, None)
         if not callable(function):
@@ -436,11 +424,6 @@ class _Worker:
         }
         values = self._caller.call(columns, {**fixed, **{name: own[name] for name in request["logs"]}}, expected)
         return {"rewards": [None if math.isnan(value) else value for value in values], "logged": logged}
-
-    def _line(self, error: BaseException) -> str:
-        """Where the user's file raised, as in ` (rewards.py, line 9)`; "" if that is not known."""
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self._file]
-        return f" ({Path(self._file).name}, line {frames[-1].lineno})" if frames else ""
 
     def _back_home(self) -> dict[str, Any]:
         """Undo os.chdir: relative paths of the function mean the same in each call."""

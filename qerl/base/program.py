@@ -31,7 +31,7 @@ from typing import Any
 
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import replace_text
-from qerl.base.isolate import LateError, OwnFunctionError, ReturnedError, one_line
+from qerl.base.isolate import LateError, OwnFunctionError, ReturnedError, raised
 from qerl.base.own_function import ENVIRONMENTS, Caller, seed_all, seed_of, signature_of
 
 logger = logging.getLogger(__name__)
@@ -107,9 +107,7 @@ class GivenFunction:
         except _LateError:
             raise LateError(f"did not return within {timeout_s:g} s", self._caller.index) from None
         except BaseException as error:  # also SystemExit
-            said = one_line(error)
-            what = f"raised {type(error).__name__}{f': {said}' if said else ''}"
-            raise OwnFunctionError(what, self._caller.index) from error
+            raise OwnFunctionError(f"raised {raised(error)}", self._caller.index) from error
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:

@@ -12,8 +12,6 @@ An object with `reset` and `step` is an environment of the user's own. One with 
 
 import ast
 import difflib
-import importlib
-import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from qerl.base.errors import ConfigError
+from qerl.base.isolate import load_module
 from qerl.base.program import PYTHON
 from qerl.config.data import is_url
 from qerl.config.names import ENVIRONMENTS
@@ -217,16 +216,11 @@ def _found(name: str, files: list[str]) -> Callable[..., Any]:
 
 
 def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole")
-    name = f"qerl_own_{path.stem}"
-    if getattr(sys.modules.get(name), "__file__", None) == str(path):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look up the module of a class here
-    spec.loader.exec_module(module)
-    return module
+    if place.endswith(".py"):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise ConfigError(f"file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole")
+        there, place = sys.modules.get(f"qerl_own_{path.stem}"), str(path)
+        if getattr(there, "__file__", None) == place:
+            return there
+    return load_module(place)

@@ -12,16 +12,14 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from qerl.base.errors import ConfigError
-from qerl.base.isolate import OwnFunctionError, Process, one_line
+from qerl.base.isolate import OwnFunctionError, Process, one_line, raised
 from qerl.episodes.build import Source, build
 from qerl.episodes.driven import Action, BadEnvironmentError, Driven, Reply, checked
 
@@ -65,7 +63,8 @@ class Host:
             answer = asdict(checked(self._do(request["episode"], request)))
         except BaseException as error:  # also SystemExit
             self._leave(request["episode"])
-            answer = {"raised": self._text(request["do"], error)}
+            bad = isinstance(error, BadEnvironmentError)
+            answer = {"raised": f"{request['do']} {one_line(error) if bad else f'raised {raised(error, self._file)}'}"}
         if self._here:
             answer["environment"] = getattr(instance, "environment", None)
         with self._lock:
@@ -90,14 +89,6 @@ class Host:
             return reply
         self._instances.pop(episode)
         return replace(reply, reward=reply.reward + environment.end())
-
-    def _text(self, did: str, error: BaseException) -> str:
-        if isinstance(error, BadEnvironmentError):
-            return f"{did} {one_line(error)}"
-        said = one_line(error)
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self._file]
-        where = f" ({Path(self._file).name}, line {frames[-1].lineno})" if frames else ""
-        return f"{did} raised {type(error).__name__}{f': {said}' if said else ''}{where}"
 
 
 LOAD_S = 120.0  # that loading the user's file may take
