@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qerl.base.philox import derive_seed
+from qerl.base.philox import derive_seed, permutation
 from training.loss.batch import (
     Batch,
     LossInputs,
@@ -78,14 +78,13 @@ def collect(parts: Parts, prompts: Sequence[Prompt], step: int) -> Collected:
     # Everything random until the next rollout follows from (seed, step). The dropout of each rank is its own, while
     # the order of rows has to be the same on all, whatever each has drawn until then.
     torch.manual_seed(derive_seed(config.run.seed, step, f"training/{parts.parallel.rank}"))
-    generator = torch.Generator().manual_seed(derive_seed(config.run.seed, step, "training"))
     sync_s = parts.sampler.sync(step)
     groups, metrics = sample_and_grade(parts, prompts, step)
     total_P_G = torch.stack([graded.total_G for graded in groups])
     advantages_P_G, equal_share = group_advantages(total_P_G, config.loss.advantage_scale)
     batch = padded_batch(groups, advantages_P_G, parts.tokenizer.pad_token_id, config.loss.mask_truncated)
     batch = score(parts, batch)
-    batch = batch.rows(torch.randperm(len(batch), generator=generator))
+    batch = batch.rows(permutation(len(batch), config.run.seed, step, "training"))
     batch = replace(batch, compares_replay=step % COMPARED_EVERY == 0)
     metrics |= {
         **length_metrics(groups),
@@ -126,9 +125,9 @@ def sample_and_grade(parts: Parts, prompts: Sequence[Prompt], step: int) -> tupl
         kept = sampled = draw(rows)
         metrics = {} if parts.carry_over is None else parts.carry_over.metrics(step, kept)
     else:
-        from training.rollout.dynamic_sampling import MAX_EXTRA_ROLLOUTS, extra_order, fill_batch
+        from training.rollout.dynamic_sampling import MAX_EXTRA_ROLLOUTS, fill_batch
 
-        order = extra_order(len(parts.prompts), parts.config.run.seed, step)
+        order = permutation(len(parts.prompts), parts.config.run.seed, step, "extra prompts").tolist()
         if parts.curriculum is not None:
             order = parts.curriculum.preferred(order)
         chosen = fill_batch(draw, rows, order, MAX_EXTRA_ROLLOUTS, lambda row: parts.prompts[row].source)

@@ -21,6 +21,11 @@ def derive_seed(seed: int, step: int, purpose: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def permutation(count: int, seed: int, step: int, purpose: str) -> torch.Tensor:
+    """The numbers below `count` (int64) in a random order, for one purpose at one step."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, step, purpose)))
+
+
 class Words(NamedTuple):
     """Four tensors of 32-bit words, as int64 from 0 to 2^32 - 1."""
 

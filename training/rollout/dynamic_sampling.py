@@ -19,9 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from qerl.base.philox import derive_seed
 from training.loss.groups import GradedGroup
 
 logger = logging.getLogger(__name__)
@@ -62,7 +59,7 @@ def fill_batch(
 ) -> Chosen:
     """The step's groups: one for each of `rows`, uninformative ones replaced by groups of further rows of their source.
 
-    `draw` samples and grades one group for each row that it is given; `order` is as from `extra_order`.
+    `draw` samples and grades one group for each row that it is given; `order` has all rows, as extra prompts are taken.
     """
     sampled, extra_rollouts = draw(rows), 0
     wanted = Counter(map(source_of, rows))  # groups of each source
@@ -128,12 +125,6 @@ def extra_prompts(informative: Sequence[bool], size: int) -> int:
         return 0
     share = (found + 1) / (len(informative) + 2)
     return min(math.ceil(MARGIN * (size - found) / share), max(2 * size, LEAST_BOUND))
-
-
-def extra_order(rows: int, seed: int, step: int) -> list[int]:
-    """The order in which the step at `step` takes extra prompts: a permutation of all rows."""
-    generator = torch.Generator().manual_seed(derive_seed(seed, step, "extra prompts"))
-    return torch.randperm(rows, generator=generator).tolist()
 
 
 def next_rows(order: Sequence[int], drawn: Sequence[int], kept: set[int], count: int) -> list[int]:

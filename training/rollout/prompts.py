@@ -21,10 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from qerl.base.errors import DataError
-from qerl.base.philox import derive_seed
+from qerl.base.philox import derive_seed, permutation
 from qerl.data.examples import examples_of
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
@@ -62,12 +60,11 @@ def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> lis
     """
     order: list[int] = []
     for number in range(max(epoch - 1, 0) if rows >= 2 * prompts_per_step else 0, epoch + 1):
-        generator = torch.Generator().manual_seed(derive_seed(seed, number, "data"))
-        permutation = torch.randperm(rows, generator=generator).tolist()
+        drawn = permutation(rows, seed, number, "data").tolist()
         begun = number * rows % prompts_per_step  # rows of the epoch before in the rollout that this epoch completes
         taken = set(order[-begun:] if begun else ())
-        head = dict.fromkeys([row for row in permutation if row not in taken][: prompts_per_step - begun])
-        order = [*head, *(row for row in permutation if row not in head)] if taken else permutation
+        head = dict.fromkeys([row for row in drawn if row not in taken][: prompts_per_step - begun])
+        order = [*head, *(row for row in drawn if row not in head)] if taken else drawn
     return order
 
 
@@ -131,7 +128,8 @@ class Walk:
             if not self._left:
                 if self._epoch == last:
                     break
-                self._begin_epoch()
+                self._left = deque(permutation(self._rows, self._seed, self._epoch, self._stream).tolist())
+                self._epoch += 1
             row = self._left.popleft()
             if row in taken:
                 waiting.append(row)
@@ -150,11 +148,6 @@ class Walk:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there; with other rows from the next epoch."""
         self._epoch, self._left = state["epoch"], deque(state["left"] if state["rows"] == self._rows else ())
-
-    def _begin_epoch(self) -> None:
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, self._epoch, self._stream))
-        self._left = deque(torch.randperm(self._rows, generator=generator).tolist())
-        self._epoch += 1
 
 
 FILE = "curriculum.json"  # in a checkpoint

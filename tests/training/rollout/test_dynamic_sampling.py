@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
+from qerl.base.philox import permutation
 from qerl.engine.transformers.engine import TransformersEngine
 from tests.helpers.small_run import numbers, small_config
 from training.loss.groups import GradedGroup, Group, Prompt, Sample, informative_groups
 from training.rollout.dynamic_sampling import (
     MAX_EXTRA_ROLLOUTS,
-    extra_order,
     extra_prompts,
     fill_batch,
     keep,
@@ -21,6 +21,10 @@ from training.rollout.dynamic_sampling import (
 from training.rollout.prompts import rollout_rows
 from training.run import resume, start
 from training.run_dir.log import read_metrics
+
+
+def order(rows, seed, step):
+    return permutation(rows, seed, step, "extra prompts").tolist()
 
 
 def group(row, informative, tokens=3):
@@ -84,9 +88,9 @@ def test_extra_prompts_are_those_drawn_least_often_among_those_not_kept():
 
 
 def test_extra_prompts_depend_only_on_seed_and_step():
-    assert extra_order(50, 0, 3) == extra_order(50, 0, 3)
-    assert sorted(extra_order(50, 0, 3)) == list(range(50))
-    assert len({tuple(extra_order(50, seed, step)) for seed in (0, 1) for step in (0, 1)}) == 4
+    assert order(50, 0, 3) == order(50, 0, 3)
+    assert sorted(order(50, 0, 3)) == list(range(50))
+    assert len({tuple(order(50, seed, step)) for seed in (0, 1) for step in (0, 1)}) == 4
 
 
 @pytest.mark.parametrize("size", [1, 8, 32])
@@ -99,7 +103,7 @@ def test_with_one_informative_group_in_four_every_batch_is_filled(size):
 
     steps, sampled = 100, 0
     for step in range(steps):
-        batch = fill_batch(draw, list(range(size)), extra_order(1000, 0, step), MAX_EXTRA_ROLLOUTS)
+        batch = fill_batch(draw, list(range(size)), order(1000, 0, step), MAX_EXTRA_ROLLOUTS)
         assert [member.informative for member in batch.kept] == [True] * size
         assert len({member.group.prompt.row for member in batch.kept}) == size
         sampled += len(batch.sampled)
