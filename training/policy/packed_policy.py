@@ -25,6 +25,7 @@ from qerl.model.packing import Layout, pack, row_lengths, split_by_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from qerl.model.logprobs import Head
     from qerl.model.packing import PackedRow
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.loss.divergence import Divergences
@@ -71,11 +72,7 @@ class PackedPolicy:
 
     def logprobs(self, row: PackedRow, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32: for a packed row's scored tokens, in a (B, C) block of zeros."""
-        if self._training:
-            self._recompute_in(row.cost)
-        with packed_attention_of(self._model), self._autocast():
-            hidden = hidden_states(self._model, row)
-            head = head_of(self._model, self._temperature)
+        with self._read(row) as (hidden, head):
             values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
         return row.scatter(values[0], shape), row.scatter(values[1], shape)
 
@@ -84,11 +81,7 @@ class PackedPolicy:
     ) -> Divergences:
         """How far the policy is from a teacher whose hidden states of the packed row are `taught`, each value in a
         (B, C) block of zeros."""
-        if self._training:
-            self._recompute_in(row.cost)
-        with packed_attention_of(self._model), self._autocast():
-            hidden = hidden_states(self._model, row)
-            head = head_of(self._model, self._temperature)
+        with self._read(row) as (hidden, head):
             found = teacher.divergences(hidden, taught, row.targets, head)
         return type(found)(*(row.scatter(values, shape) for values in found))
 
@@ -117,16 +110,20 @@ class PackedPolicy:
                 results[rows.to(self.device)] = self.logprobs(packed, (len(group), width))[0]
         return results
 
-    def _recompute_in(self, tokens: int) -> None:
-        recomputed = self._plan.recomputed(tokens)
-        for index, layer in enumerate(self._layers):
-            layer.gradient_checkpointing = index < recomputed
-        self.planned = max(self.planned, self._plan.needed(tokens))
+    @contextmanager
+    def _read(self, row: PackedRow) -> Iterator[tuple[torch.Tensor, Head]]:
+        """A packed row's hidden states, and the head that turns them into logits within it.
 
-    def _autocast(self) -> torch.autocast:
-        """The adapter's factors are float32; on a GPU their products run in bfloat16."""
-        on_gpu = self.device.type == "cuda"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu and self._model.dtype == torch.bfloat16)
+        The adapter's factors are float32; on a GPU their products run in bfloat16.
+        """
+        if self._training:
+            recomputed = self._plan.recomputed(row.cost)
+            for index, layer in enumerate(self._layers):
+                layer.gradient_checkpointing = index < recomputed
+            self.planned = max(self.planned, self._plan.needed(row.cost))
+        bf16 = self.device.type == "cuda" and self._model.dtype == torch.bfloat16
+        with packed_attention_of(self._model), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            yield hidden_states(self._model, row), head_of(self._model, self._temperature)
 
 
 @contextmanager
