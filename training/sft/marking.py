@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,9 +87,7 @@ class Marker:
             answers = conversation.answers
             spans = [self._span(conversation, answer, whole) for answer in answers]
             if None not in spans:
-                marked = self._marked(whole, spans)
-                self._check(whole, conversation, conversation.answers)
-                return [marked]
+                return [self._marked(whole, spans, conversation, answers)]
             return [self._single(conversation, answer) for answer in answers]
         except SandboxError as error:
             raise UnmarkableError(f"{REFUSES}: {error}") from error
@@ -126,15 +125,7 @@ class Marker:
             if len(spans) != sum(spoken):
                 raise UnmarkableError(f"the template marks {len(spans)} of {sum(spoken)} answers")
             spans = [spans[sum(spoken[:answer])] for answer in conversation.answers]
-        marked = self._marked(text, spans)
-        self._check(text, conversation, conversation.answers)
-        return marked
-
-    def _check(self, text: str, conversation: Conversation, learned: Sequence[int], count: int | None = None) -> None:
-        """Raise UnmarkableError if something of the first `count` messages or of the tools is not in the text."""
-        reason = self._written.missing(text, conversation.messages[:count], conversation.tools, learned)
-        if reason is not None:
-            raise UnmarkableError(reason)
+        return self._marked(text, spans, conversation, conversation.answers)
 
     def _span(self, conversation: Conversation, answer: int, whole: str) -> Span | None:
         """The characters of message `answer` in the whole text; None if the template wrote it otherwise alone."""
@@ -149,18 +140,17 @@ class Marker:
         prompt, whole = self._text(conversation, answer, prompt=True), self._text(conversation, answer + 1, False)
         if not whole.startswith(prompt):
             raise UnmarkableError("what it writes as the prompt for an answer is not how it begins with the answer")
-        marked = self._marked(whole, [(len(prompt), len(whole))])
-        self._check(whole, conversation, [answer], answer + 1)
-        return marked
+        begun = replace(conversation, messages=conversation.messages[: answer + 1])
+        return self._marked(whole, [(len(prompt), len(whole))], begun, [answer])
 
     def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
         """The first `count` messages; with what asks for an answer if they are a `prompt`."""
         messages = conversation.messages[:count]
         return render_text(self._tokenizer, messages, prompt, conversation.tools, self._switches)
 
-    def _marked(self, text: str, spans: Sequence[Span]) -> Marked:
-        text = text.encode(errors="replace").decode()
-        ids, places = self._encoded(text, spans)
+    def _marked(self, text: str, spans: Sequence[Span], conversation: Conversation, answers: Sequence[int]) -> Marked:
+        """A conversation's text as a row. Raises UnmarkableError also if a message or tool is not in the text."""
+        ids, places = self._encoded(text.encode(errors="replace").decode(), spans)
         learned, unended = [0] * len(ids), []
         for start, end in spans:
             inside = [i for i, place in enumerate(places) if _within(place, start, end)]
@@ -171,6 +161,8 @@ class Marker:
                 unended.append(self._closing(ids, inside))
         if not any(learned):
             raise UnmarkableError("no token of the assistant is left of it")
+        if (reason := self._written.missing(text, conversation.messages, conversation.tools, answers)) is not None:
+            raise UnmarkableError(reason)
         return Marked(ids, learned, tuple(unended))
 
     def _encoded(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
