@@ -9,7 +9,7 @@ from lighteval.tasks.prompt_manager import PromptManager
 from lighteval.tasks.requests import Doc
 from lighteval.utils.cache_management import SampleCache
 
-from eval.plan import batch_seed
+from eval.plan import part_seed
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.load import text_of_engine
@@ -63,7 +63,7 @@ class EngineModel(LightevalModel):
         settings = self._settings
         longest = max(len(prompts[number]) for number in numbers)
         sampling = SamplingParams(min(limit, self._context - longest), settings.temperature, settings.top_p)
-        seed = batch_seed(settings.seed, start)
+        seed = part_seed(settings.seed, start)
         completions = self._engine.generate([prompts[number] for number in numbers], sampling, seed=seed)
         for number, completion in zip(numbers, completions, strict=True):
             text = self._text(completion.token_ids)

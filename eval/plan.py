@@ -123,7 +123,7 @@ def make_plan(settings: EvalSettings) -> Plan:
         limits = replace(environments.limits, max_tokens=max_new_tokens, context=max(map(len, ids)) + max_new_tokens)
         environments = replace(environments, limits=limits)
     sampling = SamplingParams(max_new_tokens, settings.temperature, settings.top_p)
-    asking = Asking(sampling, 1, environments, lambda _, row: environment_seed(settings.seed, row))
+    asking = Asking(sampling, 1, environments, lambda _, row: part_seed(settings.seed, f"environment/{row}"))
     batches = plan_batches(ids, settings.samples, settings.batch_size)
     dropped = dropped.without(renderer.left_out)
     return Plan(settings, ref, task, dropped, tokenizer, prompts, asking, batches, environment)
@@ -254,9 +254,10 @@ def plan_batches(prompts: Sequence[Sequence[int]], samples: int, batch_size: int
     return [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
 
 
-def batch_seed(seed: int, batch: int) -> int:
-    """The seed of a batch, of at most 31 bits; it depends only on the evaluation's seed and the batch's number."""
-    return int.from_bytes(hashlib.sha256(f"eval/{seed}/{batch}".encode()).digest()[:4], "big") >> 1
+def part_seed(seed: int, part: int | str) -> int:
+    """The seed, of at most 31 bits, of a batch by its number, or of the environment of a row, all of whose episodes
+    begin alike. Nothing else decides it but the evaluation's seed."""
+    return int.from_bytes(hashlib.sha256(f"eval/{seed}/{part}".encode()).digest()[:4], "big") >> 1
 
 
 def default_out(ref: ModelRef, task: str, identity: dict[str, Any]) -> Path:
@@ -313,11 +314,6 @@ def identity_of(config: EnvironmentConfig, environments: Environments) -> list[A
     texts = [hashlib.sha256(source_of(KNOWN[name])).hexdigest() for name in given]
     files = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in environments.runner.files]
     return [config.model_dump(mode="json"), files, *([texts] if texts else [])]
-
-
-def environment_seed(seed: int, row: int) -> int:
-    """The seed of an environment of an evaluation. Episodes of one row begin alike."""
-    return int.from_bytes(hashlib.sha256(f"eval/{seed}/environment/{row}".encode()).digest()[:4], "big") >> 1
 
 
 def describe_identity(plan: Plan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.plan import Plan, batch_seed, episode_fields, make_plan
+from eval.plan import Plan, episode_fields, make_plan, part_seed
 from eval.result import EvalResult, Key, Row, Store, open_store, summarize
 from eval.settings import EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError
@@ -185,7 +185,7 @@ def complete(
         start = time.perf_counter()
         share = parallel.span(len(batch))
         prompts = [plan.prompts[row] for row, _ in batch[share]]
-        groups = plan.asking.groups(engine, prompts, batch_seed(plan.settings.seed, number), share.start)
+        groups = plan.asking.groups(engine, prompts, part_seed(plan.settings.seed, number), share.start)
         grading = TaskGrading(plan)
         graded = Grader(Rewards([grading], [1.0]), decode, mask_truncated=False).grade(groups, step, steps_done=step)
         own = [

@@ -345,11 +345,11 @@ def _cause(error: BaseException) -> str:
 
 
 def check_patience(who: str, args: Mapping[str, Any]) -> None:
-    """Raise ValueError, in words, for `args` of the recipe that no server can be asked with."""
+    """Raise ConfigError for `args` of the recipe that no server can be asked with."""
     for key in ("timeout_s", "backoff_s"):
         value = args.get(key, 1)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ValueError(f"{who}: args.{key} is {value!r}: write a number of seconds above 0")
+            raise ConfigError(f"{who}: args.{key} is {value!r}: write a number of seconds above 0")
     retries = args.get("retries", 0)
     if type(retries) is not int or retries < 0:
-        raise ValueError(f"{who}: args.retries is {retries!r}: write 0 or a whole number above")
+        raise ConfigError(f"{who}: args.retries is {retries!r}: write 0 or a whole number above")

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import eval.run
-from eval.plan import batch_seed, make_plan, plan_batches, with_prompt
+from eval.plan import make_plan, part_seed, plan_batches, with_prompt
 from eval.result import COMPLETIONS, RESULT
 from eval.run import engine_options, run_eval
 from eval.settings import EvalSettings
@@ -235,8 +235,8 @@ def test_batches_are_longest_first_and_hold_everything_once():
 
 def test_batch_seeds_never_change_and_differ_from_each_other():
     """Saved numbers depend on the seeds. The oracle: sha256 of "eval/0/0" begins with 6a3325c6 (sha256sum)."""
-    assert batch_seed(0, 0) == 0x6A3325C6 >> 1
-    assert len({batch_seed(seed, batch) for seed in range(20) for batch in range(50)}) == 1000
+    assert part_seed(0, 0) == 0x6A3325C6 >> 1
+    assert len({part_seed(seed, batch) for seed in range(20) for batch in range(50)}) == 1000
 
 
 def test_the_command_shows_the_table_and_where_the_files_are(settings, model, questions, tmp_path, monkeypatch, capsys):

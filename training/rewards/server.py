@@ -89,10 +89,7 @@ class RewardServer:
 
     def check_args(self, args: Mapping[str, Any]) -> None:
         """Raise ConfigError for values that `args` of the recipe cannot have."""
-        try:
-            check_patience(f"reward {self.url}", args)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_patience(f"reward {self.url}", args)
         check_headers(f"reward {self.url}", args.get("headers", {}))
         columns = args.get("columns", ())
         if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
@@ -210,12 +207,7 @@ class JudgeArgs:
             _refuse("body", self.body, "it sets what qerl sets, or is no mapping", "{temperature: 0, max_tokens: 512}")
         if type(self.concurrency) is not int or self.concurrency < 1:
             _refuse("concurrency", self.concurrency, "no request would be sent", "a whole number from 1")
-        try:
-            check_patience(
-                "reward judge", {name: getattr(self, name) for name in ("timeout_s", "retries", "backoff_s")}
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_patience("reward judge", vars(self))
         check_headers("reward judge", self.headers)
 
     def question(self, values: Mapping[str, Any]) -> bytes:

@@ -189,7 +189,7 @@ def _unseen(name: str, examples: list[Example], trained: Sequence[Prompt], episo
 
     def key(example: Example) -> str:
         row = [example.answer, sorted(example.extra.items())] if episodes else []
-        return _key(example.question) + repr(row)
+        return re.sub(r"\s+", "", example.question).casefold() + repr(row)
 
     known = {key(prompt.example) for prompt in trained}
     unseen = [example for example in examples if key(example) not in known]
@@ -204,10 +204,6 @@ def _unseen(name: str, examples: list[Example], trained: Sequence[Prompt], episo
     else:
         logger.info("validation: none of the %d questions of %s is a training row", len(examples), name)
     return unseen
-
-
-def _key(question: str) -> str:
-    return re.sub(r"\s+", "", question).casefold()
 
 
 def _prompts(
