@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -145,15 +146,10 @@ def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
     given, key = not config.kind.samples, length_key(config)
     longest = (sizes.positions or 2**17) - (0 if given else config.data.max_prompt_tokens)
 
-    def fits(steps: int) -> bool:
-        changed = with_values(config, {key: steps * TOKEN_STEP})
-        return not plan(changed, sizes, card).problems
+    def is_too_long(steps: int) -> bool:  # a run that fits also fits with fewer tokens
+        return bool(plan(with_values(config, {key: steps * TOKEN_STEP}), sizes, card).problems)
 
-    low, high = 0, longest // TOKEN_STEP
-    while low < high:  # a run that fits also fits with fewer tokens
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * TOKEN_STEP
+    return bisect_left(range(1, longest // TOKEN_STEP + 1), True, key=is_too_long) * TOKEN_STEP
 
 
 def length_key(config: RunConfig) -> str:
@@ -264,12 +260,7 @@ def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
 
 def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:
     """The least number from `low` to `high` that fits; None if `high` does not."""
-    if not fits(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
+    return bisect_left(range(high + 1), True, low, high, key=fits) if fits(high) else None
 
 
 def _options(values: dict[str, object]) -> str:
