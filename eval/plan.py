@@ -35,7 +35,7 @@ from qerl.checkpoint.load import check_chat_template, check_switches, local_fold
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_config
 from qerl.config.environment import EnvironmentConfig
-from qerl.data.examples import check_answers, check_source, load_examples
+from qerl.data.examples import DropReport, check_answers, check_source, load_examples
 from qerl.data.grading.grade import check_grader, find_grader
 from qerl.data.rows import is_local, sources_of
 from qerl.data.sequences import Renderer
@@ -50,7 +50,6 @@ from qerl.plan.sizes import sizes_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.data.examples import DropReport
     from training.loss.groups import Prompt
     from training.rollout.sampler import Asking
 

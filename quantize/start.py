@@ -27,7 +27,7 @@ from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import TensorReader, read_tensors
-from qerl.checkpoint.source import Source, read_source
+from qerl.checkpoint.source import Source, Tensors, read_source
 from qerl.checkpoint.verify import ReadTensor
 from quantize.one_pass import Start, one_pass_groups, read_factors, save_start, start_bytes
 from quantize.options import QuantizeOptions
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.table import Table
-
-    from qerl.checkpoint.source import Tensors
 
 
 USED = ("calibration", "calibration_size", "sequence_length", "start_rank", "start_of", "trust_remote_code", "device")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.parallel import ALONE, Parallel
 from qerl.checkpoint.load import text_of_engine
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Engine, SamplingParams
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import RunConfig
-    from qerl.engine.interface import Engine
     from qerl.engine.loaded_base import LoadedBase
     from qerl.episodes.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan

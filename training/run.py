@@ -38,8 +38,8 @@ from qerl.config.recipe import save_config
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
-from training.parts import Given, Loaded, make_parts
-from training.policy.policy import build_policy
+from training.parts import Given, Loaded, TrainingParts, make_parts
+from training.policy.policy import Policy, build_policy
 from training.policy.train_memory import plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import (
     check_activations,
@@ -83,8 +83,6 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
     from training.loss.groups import Prompt
-    from training.parts import TrainingParts
-    from training.policy.policy import Policy
     from training.validate import Validation
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl.base.philox import derive_seed
-from qerl.checkpoint.resolve import describe
+from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.engine.loaded_base import LoadedBase
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import deliver
@@ -28,7 +28,6 @@ from training.step import Collected, Loss, Objective
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
-    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from training.loss.batch import LossInputs, Metrics
     from training.run_dir.stop import Stop

@@ -48,7 +48,7 @@ from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, spread
 from training.run_dir.result import settle_best
 from training.run_dir.resume import set_rates_
-from training.step import backward
+from training.step import Collected, StepResult, backward
 from training.trial_adapter import try_adapter
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from training.parts import Parts, TrainingParts
     from training.policy.shards import Answer
     from training.rollout.prompts import StepPrompts
-    from training.step import Collected, StepResult
     from training.validate import Validation
 
 

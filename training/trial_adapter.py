@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.base.philox import derive_seed
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Completion, SamplingParams
 from qerl.engine.update import AdapterUpdate, deliver
 from training.loss.batch import experts_of_rows, padded_left, padded_right
-from training.loss.gates import Trial
+from training.loss.gates import MismatchGate, Trial
 
 if TYPE_CHECKING:
-    from qerl.engine.interface import Completion
-    from training.loss.gates import MismatchGate
     from training.parts import Parts
     from training.policy.policy import Policy
 

@@ -28,13 +28,11 @@ from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.grading.intervals import estimate
 from training.loss.groups import GradedGroup, logged_means
 from training.rewards.grading import Graded, Grader, merged_grades, reward_metrics
-from training.run_dir.stop import AskedError, EndedError
-from training.run_dir.verdict import best_of, ending
+from training.run_dir.stop import AskedError, EndedError, Stop
+from training.run_dir.verdict import Best, best_of, ending
 
 if TYPE_CHECKING:
     from training.parts import Parts, TrainingParts
-    from training.run_dir.stop import Stop
-    from training.run_dir.verdict import Best
     from training.validation.questions import Questions
 
 

@@ -23,7 +23,7 @@ from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.experts import decoder_of, fused
 from qerl.checkpoint.folder import format_of
 from qerl.checkpoint.shards import TensorInfo, TensorReader, read_config, read_tensors, weight_files
-from qerl.formats.base import BF16
+from qerl.formats.base import BF16, Format
 from qerl.formats.nvfp4.layout import INPUT_SCALE, PACKED
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.checkpoint.source import Tensors
-    from qerl.formats.base import Format
     from qerl.formats.nvfp4.activations import Activations
 
     Serve = Callable[[torch.Tensor], torch.Tensor]

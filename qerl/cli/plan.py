@@ -13,7 +13,7 @@ from qerl import formats
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.folder import run_named
 from qerl.cli.train import card_values, key_values, recipe_values
-from qerl.plan.engine_memory import MAX_SEQUENCES
+from qerl.plan.engine_memory import MAX_SEQUENCES, Card
 from qerl.plan.sizes import KNOWN
 from training.preflight.advice import MEAN_COMPLETION, Likely, duration, hours, in_words, likely
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from qerl.base.printable import SafeConsole
     from qerl.config.schema import RunConfig
-    from qerl.plan.engine_memory import Card
     from training.preflight.plan import Plan
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import CheckpointError
 from qerl.base.printable import printable
 from qerl.data.tasks import ASKS
-from qerl.engine.interface import Completion, Request, SamplingParams, Source, extended
+from qerl.engine.interface import Completion, Finished, Request, SamplingParams, Source, extended
 from qerl.episodes.driven import Ending, Episode, Limits, Start, Turn
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl.engine.interface import Finished
     from qerl.episodes.endpoint import Chat
     from qerl.episodes.runner import Answer, Runner
 

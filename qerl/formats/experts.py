@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from qerl.base.errors import CheckpointError
-from qerl.formats.linear import CachedWeight, moved_with_its_bits
+from qerl.formats.linear import CachedWeight, PackedLinear, moved_with_its_bits
 
 if TYPE_CHECKING:
     from qerl.formats.base import Format
-    from qerl.formats.linear import PackedLinear
 
 # Weights that are decoded at once. Plain torch needs 6 bytes for each of them beside the result: 0.2 GiB on a GPU, and
 # on a CPU what stays in its cache.

@@ -27,13 +27,12 @@ from transformers import AttentionInterface
 
 from qerl.base.errors import EngineError
 from qerl.model.logprobs import Head, dense_head
-from qerl.model.packing import Sequences, gather_rows
+from qerl.model.packing import PackedRow, Sequences, gather_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from qerl.formats.fp8.kv import KVScales
-    from qerl.model.packing import PackedRow
 
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (T, heads, d), (keys, kv heads, d) and (keys, kv heads, d)

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from qerl.base.errors import EngineError
 from qerl.model.costs import LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
 from qerl.plan.engine_memory import GIB
-from qerl.plan.sizes import RecipeName, rounding_work
+from qerl.plan.sizes import ModelSizes, RecipeName, TeacherWork, rounding_work
 
 if TYPE_CHECKING:
     from qerl.checkpoint.experts import StateShapes
-    from qerl.plan.sizes import ModelSizes, TeacherWork
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster

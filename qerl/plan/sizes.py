@@ -23,12 +23,11 @@ from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKVZ, ModelShapes, fused, shapes_of
 from qerl.checkpoint.shards import TensorInfo, read_config
 from qerl.formats.nvfp4.ways import padded_rank
-from qerl.plan.engine_memory import CONTEXT, KERNELS, MAX_BATCHED_TOKENS, kv_head_bytes
+from qerl.plan.engine_memory import CONTEXT, KERNELS, MAX_BATCHED_TOKENS, Card, kv_head_bytes
 
 if TYPE_CHECKING:
     from qerl.config.objectives import DistillConfig
     from qerl.config.quant import QatConfig
-    from qerl.plan.engine_memory import Card
     from qerl.plan.micro_batch_plan import Footprint
 
 

@@ -28,7 +28,7 @@ from qerl.config.recipe import load_config
 from qerl.data.examples import load_examples
 from qerl.data.rows import local_rows
 from qerl.data.tasks import messages_of, render_prompt
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
@@ -36,8 +36,6 @@ from quantize.export.base import Adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from qerl.engine.interface import Engine
 
 
 logger = logging.getLogger(__name__)

@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from qerl.engine.interface import of_length
-from qerl.model.packing import Layout, pack, row_lengths, split_by_tokens
+from qerl.engine.interface import Completion, of_length
+from qerl.model.packing import Layout, PackedRow, pack, row_lengths, split_by_tokens
 
 if TYPE_CHECKING:
-    from qerl.engine.interface import Completion
-    from qerl.model.packing import PackedRow
     from training.loss.divergence import Divergences
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.model.layers import recompute_by_
-from qerl.model.logprobs import token_logprobs
+from qerl.model.logprobs import Head, token_logprobs
 from qerl.model.lora import kept_factors
 from qerl.model.packed_attention import (
     check_config,
@@ -20,13 +20,11 @@ from qerl.model.packed_attention import (
     hidden_states,
     packed_attention_of,
 )
-from qerl.model.packing import Layout, pack, row_lengths, split_by_tokens
+from qerl.model.packing import Layout, PackedRow, pack, row_lengths, split_by_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qerl.model.logprobs import Head
-    from qerl.model.packing import PackedRow
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.loss.divergence import Divergences
     from training.policy.teacher import Teacher

@@ -12,7 +12,7 @@ import torch
 from qerl.base.errors import ConfigError
 from qerl.checkpoint.folder import weights_digest
 from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
-from qerl.checkpoint.resolve import describe, teacher_model
+from qerl.checkpoint.resolve import ModelRef, describe, teacher_model
 from qerl.checkpoint.shards import read_config
 from qerl.formats import BF16
 from qerl.model.logprobs import Head
@@ -23,7 +23,6 @@ from training.loss.divergence import Divergences, Pair, distillation_loss, token
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.model.packing import PackedRow
 

@@ -16,12 +16,12 @@ from qerl.base.isolate import closed_at_end
 from qerl.checkpoint.load import local_folder
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
-from qerl.data.tasks import task_of
+from qerl.data.tasks import Task, task_of
 from training.preflight.advice import Likely, likely
 from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.plan import validation_count
 from training.preflight.start import settle_start
-from training.rewards.rewards import rewards_of_run
+from training.rewards.rewards import Reward, rewards_of_run
 from training.run_dir.resume import starting_base
 from training.validation.questions import Questions, read_questions
 
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-    from qerl.data.tasks import Task
     from qerl.engine.interface import Source
     from qerl.episodes.endpoint import Chat
     from qerl.episodes.play import Environments
     from training.loss.groups import Prompt, Sample
-    from training.rewards.rewards import Reward
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from qerl.engine.interface import Completion, Request, SamplingParams, Source
-from training.loss.groups import Group, Sample
+from training.loss.groups import GradedGroup, Group, Prompt, Sample
 from training.rollout.prompts import rollout_rows
 
 if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
     from qerl.config.schema import RunConfig
-    from training.loss.groups import GradedGroup, Prompt
 
 
 @dataclass(frozen=True)

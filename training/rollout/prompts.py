@@ -27,16 +27,14 @@ from qerl.data.examples import examples_of
 from qerl.data.grading.grade import CORRECT_FROM
 from qerl.data.rows import naming, sources_of
 from qerl.data.sequences import Renderer
-from qerl.data.tasks import messages_of, task_of
-from training.loss.groups import Prompt
+from qerl.data.tasks import Example, Task, messages_of, task_of
+from training.loss.groups import GradedGroup, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig, RunConfig
-    from qerl.data.tasks import Example, Task
     from qerl.episodes.endpoint import Chat
-    from training.loss.groups import GradedGroup
     from training.rewards.rewards import Rewards
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl.base.errors import EngineError
 from qerl.base.philox import derive_seed
-from qerl.engine.interface import Engine, SamplingParams
+from qerl.engine.interface import Engine, Finished, SamplingParams
 from qerl.engine.update import deliver
 from qerl.model.norms import noise_norms, set_norm_noise_
 from training.loss.groups import Group, Prompt, Sample, grouped
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from qerl.config.noise import NoiseConfig
-    from qerl.engine.interface import Finished
     from qerl.episodes.driven import Episode
     from qerl.episodes.play import Environments
     from training.policy.kv_ranges import KVCalibration

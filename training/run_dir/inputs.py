@@ -19,7 +19,7 @@ from qerl.config.data import REWARD_NAMES, is_url
 from qerl.config.keys import drop_removed_
 from qerl.data.grading.grade import find_grader
 from qerl.data.rows import sources_of
-from qerl.data.tasks import task_of
+from qerl.data.tasks import Task, task_of
 from qerl.plan.trained import masters_dtype
 from training.rewards.rewards import find_reward
 from training.run_dir.folder import read_about
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from qerl.base.own_function import OwnFunction
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RewardConfig, RunConfig
-    from qerl.data.tasks import Task
     from training.loss.groups import Prompt
 
 

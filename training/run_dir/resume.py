@@ -27,7 +27,7 @@ from qerl.base.files import expanded, no_folder, replace_text
 from qerl.checkpoint.folder import MODEL, RUNS, beside, run_folder, weights_digest
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import starting_model
+from qerl.checkpoint.resolve import ModelRef, starting_model
 from qerl.config.recipe import load_config, save_config
 from qerl.data.rows import FORMATS
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
@@ -37,7 +37,6 @@ from training.run_dir.inputs import check_same_kind
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
-    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
 
 LAST = "last"  # the value of `--resume` if none is given

@@ -28,7 +28,7 @@ from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import TensorReader, read_json
 from qerl.checkpoint.source import HEADROOM_BITS, Source, packed_groups, power_of_two_scale_of, read_source
 from qerl.config.keys import drop_removed_
-from qerl.config.quant import CALIBRATION, QuantConfig
+from qerl.config.quant import CALIBRATION, CalibrationConfig, QatConfig, QuantConfig
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.formats import BF16
 from qerl.plan.sizes import CALIBRATED, CALIBRATION_ROWS
@@ -37,7 +37,6 @@ from qerl.plan.trained import masters_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.quant import CalibrationConfig, QatConfig
     from qerl.config.schema import RunConfig
     from training.loss.groups import Prompt
 

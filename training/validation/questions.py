@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.base.errors import ConfigError, DataError
-from qerl.config.schema import RewardConfig
+from qerl.config.schema import DataConfig, RewardConfig, RunConfig
 from qerl.data.examples import check_source, examples_of, load_examples
 from qerl.data.rows import Source, sources_of
 from qerl.data.sequences import Renderer
@@ -26,7 +26,6 @@ from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.schema import DataConfig, RunConfig
     from qerl.episodes.play import Environments
     from qerl.plan.sizes import ModelSizes
     from training.loss.groups import Prompt
