@@ -47,7 +47,7 @@ def set_master_(linear: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
     master = nn.Parameter(weight)
     linear.register_parameter(NAME, master)
     # Called as a module it takes the path of the fused layers, too: its own forward pass knows frozen weights only.
-    linear.forward = types.MethodType(_forward, linear)
+    linear.forward = types.MethodType(forward_alone, linear)
     return master
 
 
@@ -148,7 +148,8 @@ def _add_product_(total: torch.Tensor, left: torch.Tensor, x: torch.Tensor) -> N
         total.add_(left.to(wide) @ x.to(wide))
 
 
-def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def forward_alone(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear on the path of the fused layers, with its master if it has one."""
     from qerl.model.lora import Part, lora_linear
 
     return lora_linear(x, [Part(self, master=master_of(self))])

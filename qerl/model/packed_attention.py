@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -249,14 +249,18 @@ def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int
 
 
 @contextmanager
-def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block `model` reads packed rows. Blocks may be nested."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+def attending_by(name: str, config: PretrainedConfig) -> Iterator[None]:
+    """Inside the block the model of `config` attends by the function of that name. Blocks may be nested."""
+    before, config._attn_implementation = config._attn_implementation, name
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        config._attn_implementation = before
+
+
+def packed_attention_of(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside the block `model` reads packed rows."""
+    return attending_by(NAME, model.config)
 
 
 class _Switch:

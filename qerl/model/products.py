@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from qerl.formats.linear import PackedLinear
-from qerl.model.master import add_gradient_, master_of, place_of, served_of
+from qerl.model.master import add_gradient_, forward_alone, master_of, place_of, served_of
 
 if TYPE_CHECKING:
     from qerl.formats.fp8.reference import FP8Tensor
@@ -29,7 +29,7 @@ def set_recipe_(model: nn.Module, linears: Sequence[nn.Module], recipe: Recipe) 
     for linear in linears:
         setattr(linear, RECIPE, (recipe, served))
         if master_of(linear) is None:  # called as a module it takes the path of the fused layers, too
-            linear.forward = types.MethodType(_forward, linear)
+            linear.forward = types.MethodType(forward_alone, linear)
 
 
 def recipe_of(base: nn.Module) -> Recipe | None:
@@ -192,9 +192,3 @@ def _turned_of(bases: Sequence[nn.Linear], recipe: Recipe, dtype: torch.dtype) -
         return turned, 1.0
     weight, alpha = _weight_of(bases, dtype)
     return recipe.turned(weight), alpha
-
-
-def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    from qerl.model.lora import Part, lora_linear
-
-    return lora_linear(x, [Part(self)])

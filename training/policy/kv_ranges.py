@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.base.parallel import ALONE, Parallel
 from qerl.formats.fp8.kv import KVScales, Ranges, scales_of
-from qerl.model.packed_attention import set_kv_scales_
+from qerl.model.packed_attention import attending_by, set_kv_scales_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,8 +101,5 @@ def _recording(model: PreTrainedModel, seen: dict[int, torch.Tensor]) -> Iterato
         return own(module, *given, **named)
 
     AttentionInterface.register(NAME, attend)
-    config._attn_implementation = NAME
-    try:
+    with attending_by(NAME, config):
         yield
-    finally:
-        config._attn_implementation = before

@@ -12,7 +12,7 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ from qerl.formats.linear import PackedLinear, cached_weights
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.master import serving
 from qerl.model.norms import noise_norms, set_norm_noise_
-from qerl.model.packed_attention import rounded_kv, set_kv_scales_
+from qerl.model.packed_attention import attending_by, rounded_kv, set_kv_scales_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -334,15 +334,9 @@ def attend(
     return sdpa_attention_forward(module, query, *rounded_kv(module, key, value), *given, **named)
 
 
-@contextmanager
-def kv_in_8_bits(model: PreTrainedModel) -> Iterator[None]:
+def kv_in_8_bits(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Within it the model's layers round keys and values by the scales that they have."""
-    config = model.config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    return attending_by(NAME, model.config.get_text_config())
 
 
 AttentionInterface.register(NAME, attend)
