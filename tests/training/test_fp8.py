@@ -127,21 +127,6 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, tmp_path, change, messa
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "gptq", "calibration": "rows.jsonl"}, "--method gptq is not of --scheme fp8_block, which rounds"),
-        ({"global_scale": "pow2"}, "--global-scale pow2 is not of --scheme fp8_block"),
-        ({"scales": "int"}, "--scales 'int' is not known: write pow2, fp32"),
-        ({"activations": "static"}, "--activations static is not of --scheme fp8_block, .* dynamic scales"),
-        ({"scheme": "nvfp4", "scales": "fp32"}, "--scales fp32 is not of --scheme nvfp4"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(base, tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        quantize_checkpoint(str(base), tmp_path / "out", QuantizeOptions(**{"scheme": "fp8_block"} | options))
-
-
 def test_a_merged_model_leaves_inputs_in_16_bits_if_its_base_does(base, tmp_path):
     quantize_checkpoint(str(base), tmp_path / "out", QuantizeOptions(scheme="fp8_block", activations="none"))
     adapter = str(random_adapter(tmp_path / "adapter", base))
