@@ -267,15 +267,6 @@ class ModelSizes(ModelShapes):
         block = BLOCK * -(-self.states.bytes * attending // (BLOCK * self.kv_bytes()))
         return block * -(-tokens // block) + -(-block * linear // attending)
 
-    def tokens_of(self, cache: int, sequences: int) -> int:
-        """The tokens whose keys and values a cache of `cache` bytes holds, beside the states of so many sequences.
-
-        The blocks that vLLM 0.25.1 counts do not say it: the size that it notes is the smallest of all kinds of layers,
-        and a block of states has as many tokens as a context.
-        """
-        states = 0 if self.states is None else sequences * self.cached_tokens(0)
-        return max(0, cache // self.kv_bytes() - states)
-
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of a LoRA of `rank` on the projections `targets`; see `expert_adapter` for experts."""
         return rank * sum(map(sum, self.shapes_of(self.decoder.targets(targets))))

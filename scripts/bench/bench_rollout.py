@@ -47,6 +47,8 @@ from scripts.bench.provenance import command, machine, write
 if TYPE_CHECKING:
     import torch
 
+    from qerl.plan.sizes import ModelSizes
+
 BLOCK = 16  # tokens per block of vLLM's KV cache
 PART = ".part"  # suffix of the file on which a process holds a lock while it takes part in turns
 ROUNDS = 5  # the median of them counts
@@ -89,8 +91,6 @@ def measured(arguments: argparse.Namespace) -> dict:
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
     if arguments.open_only:
         return {"command": command(), "open_s": round(time.monotonic() - started, 1), **opened}
-    if opened["cache_tokens"] < (needed := max(arguments.sequences) * context(arguments)):
-        raise RuntimeError(f"the KV cache holds {opened['cache_tokens']} tokens and {needed} are to be sampled at once")
     report = {
         "command": command(),
         "open_s": round(time.monotonic() - started, 1),
@@ -198,13 +198,16 @@ def context(arguments: argparse.Namespace) -> int:
     return arguments.prompt_tokens + arguments.new_tokens
 
 
-def cache_bytes(arguments: argparse.Namespace) -> int:
-    """Bytes of a KV cache for all finished sequences in whole blocks, and a few spare blocks."""
-    from qerl.plan.sizes import read_sizes
-
-    sizes = read_sizes(arguments.model)
+def cache_bytes(arguments: argparse.Namespace, sizes: ModelSizes) -> int:
+    """Bytes of a KV cache for all finished sequences in whole blocks, with their states, and a few spare blocks."""
     each = sizes.cached_tokens(BLOCK * -(-(context(arguments) + 1) // BLOCK))
     return (max(arguments.sequences) * each + 64 * BLOCK) * sizes.kv_bytes()
+
+
+def check_cache(holds: int, needed: int) -> None:
+    """Raise RuntimeError if some sequences would have to wait for others, which is not what is measured."""
+    if holds < needed:
+        raise RuntimeError(f"the KV cache holds {holds} tokens and {needed} are to be sampled at once")
 
 
 def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
@@ -229,6 +232,8 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
+    each = read_sizes(arguments.model).cached_tokens(context(arguments))
+    check_cache(engine.cache_tokens, max(arguments.sequences) * each)
     if arguments.decode_steps:
         from qerl.engine.vllm.multi_step import allow_steps_
 
@@ -270,11 +275,11 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     from qerl.engine.vllm import register_hybrid
     from qerl.plan.sizes import read_sizes
 
-    if read_sizes(arguments.model).states:  # stock vLLM has Qwen3.5 for pictures and text only
+    if (sizes := read_sizes(arguments.model)).states:  # stock vLLM has Qwen3.5 for pictures and text only
         register_hybrid()
     shared = {}
     if arguments.memory_share:
-        size = cache_bytes(arguments)
+        size = cache_bytes(arguments, sizes)
         shared = {"gpu_memory_utilization": arguments.memory_share, "kv_cache_memory_bytes": size}
     llm = LLM(
         model=arguments.model,
@@ -302,6 +307,8 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
     cache = llm.llm_engine.vllm_config.cache_config
     tokens = cache.num_gpu_blocks * cache.block_size
+    if not arguments.memory_share:
+        check_cache(tokens, max(arguments.sequences) * context(arguments))
     return generate, {"kernel": f"vLLM's own ({arguments.kernel})", "cache_tokens": tokens}
 
 

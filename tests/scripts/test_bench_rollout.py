@@ -13,17 +13,28 @@ import bench_rollout
 import pytest
 from transformers import AutoConfig
 
+from qerl.plan.sizes import read_sizes
+
 
 @pytest.mark.parametrize("new_tokens", [129, 31, 15])
 def test_the_cache_fits_every_sequence_at_full_length_and_little_more(tmp_path, new_tokens):
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
-    asked = {"prompt_tokens": 128, "new_tokens": new_tokens, "sequences": [1, 256], "model": str(tmp_path)}
+    asked = {"prompt_tokens": 128, "new_tokens": new_tokens, "sequences": [1, 256]}
     per_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, width, bytes
-    tokens = bench_rollout.cache_bytes(argparse.Namespace(**asked)) / per_token
+    tokens = bench_rollout.cache_bytes(argparse.Namespace(**asked), read_sizes(str(tmp_path))) / per_token
     blocks_of_one = -(-(128 + new_tokens + 1) // 16)
     assert tokens >= 256 * 16 * blocks_of_one
     assert tokens < 256 * 16 * (blocks_of_one + 1)
+
+
+def test_a_cache_in_which_sequences_would_wait_for_others_is_refused():
+    """A 27B with linear attention: a sequence of 257 tokens takes four blocks of 784, three of them for its states."""
+    each = read_sizes("Qwen/Qwen3.5-27B").cached_tokens(257)
+    assert each == 4 * 784
+    bench_rollout.check_cache(128 * each, 128 * each)
+    with pytest.raises(RuntimeError, match="holds 398272 tokens and 401408 are to be sampled at once"):
+        bench_rollout.check_cache(127 * each, 128 * each)
 
 
 def engine(folder: Path, name: str) -> None:

@@ -64,7 +64,6 @@ class VLLMEngine(Engine):
     llm: Any = None  # vLLM's own LLM; None once the engine is closed
     found: Found | None = None  # what the engine uses of vLLM's model
     _reader: Reader | None = None  # of the experts that were chosen; None if they are not recorded
-    _at_once: int = 0  # how many sequences run at once, where states leave room for fewer than were asked for
     _held: Callable[[int], int] | None = None  # tokens of the cache that a sequence takes, where it is not its own
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
@@ -262,7 +261,11 @@ class VLLMEngine(Engine):
         self._cap.limit_()  # while the cache slept, the limit allowed for it
 
     def _cache_tokens(self, settings: opening.Settings) -> int:
-        """The tokens whose keys and values fit the cache, beside the states of as many sequences as run at once."""
+        """The tokens whose keys and values fit the cache; a sequence with states or windows takes `_held` of them.
+
+        The blocks that vLLM 0.25.1 counts do not say it for those: the size that it notes is the smallest of all kinds
+        of layers, and a block of states has as many tokens as a context.
+        """
         config = self.llm.llm_engine.vllm_config
         if not (settings.decoder.linear or settings.decoder.full):
             return config.cache_config.num_gpu_blocks * config.cache_config.block_size
@@ -270,10 +273,8 @@ class VLLMEngine(Engine):
         from qerl.plan.sizes import sizes_of
 
         sizes = sizes_of(settings.config.to_dict(), settings.base)
-        if settings.decoder.full:
-            self._held = sizes.cached_tokens
-        self._at_once = config.scheduler_config.max_num_seqs
-        return sizes.tokens_of(kv_cache_bytes(), self._at_once)
+        self._held = sizes.cached_tokens
+        return kv_cache_bytes() // sizes.kv_bytes()
 
     def _write_start(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Put the base's start beside its weights; returns where its factors lie, by base linear."""
@@ -294,7 +295,7 @@ class VLLMEngine(Engine):
     def _check_cache(self, lengths: Sequence[int]) -> None:
         """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
         held = lengths if self._held is None else [self._held(length) for length in lengths]
-        found = outgrown(held, self._at_once or self.options.max_sequences, self.cache_tokens)
+        found = outgrown(held, self.options.max_sequences, self.cache_tokens)
         if found is not None and not self._cache_warned:
             self._cache_warned = True
             logger.warning(*found)
