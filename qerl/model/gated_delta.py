@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -233,7 +234,7 @@ def register_products() -> None:
 
 
 CHUNK = 64  # tokens that are computed at once
-KEY_HEADS = 4  # whose chunks are gathered at once: 1 GiB for 16,384 tokens of 12 value heads of 128, by calculation
+GATHERED = 2**17  # tokens times value heads whose chunks are gathered at once: 0.7 GiB for heads of 128, by calculation
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -262,15 +263,17 @@ def products_backward(
     (1, T, H, K), v, do and dv (1, T, HV, V), h and dh (1, chunks, HV, K, V), and chunk_indices (chunks, 2) has each
     chunk's sequence and its number there. dg is the gradient of g ln 2, not yet summed over later tokens.
 
-    The products are batched ones of cuBLAS, with copies of transposed operands. For 16,384 tokens of 48 heads of 128
+    The products are batched ones of cuBLAS, with copies of transposed operands. A group of heads takes 175 calls of
+    torch, which a host needs longer for than the card where tokens are few. For 16,384 tokens of 48 heads of 128
     they are 116 GFLOP, and by calculation 12 to 15 GB are moved: 4 to 6 ms on an H100, 5% of a layer of 27B.
     """
     assert not state_v_first, "the gated delta rule of packed rows keeps its states by key dimension"
     rows = chunk_rows(cu_seqlens, chunk_indices, q.shape[1], chunk_size)
-    shared = v.shape[2] // q.shape[2]
+    heads, shared = q.shape[2], v.shape[2] // q.shape[2]
+    groups = -(-heads // max(1, GATHERED // (rows.tokens.numel() * shared)))
+    bounds = [heads * number // groups for number in range(groups + 1)]
     found = []
-    for first in range(0, q.shape[2], KEY_HEADS):
-        last = min(first + KEY_HEADS, q.shape[2])
+    for first, last in pairwise(bounds):
         keyed = [each[0, :, first:last].repeat_interleave(shared, 1) for each in (q, k)]
         valued = [each[0, :, first * shared : last * shared] for each in (v, do, dv, g)]
         states = [each[0, :, first * shared : last * shared] for each in (h, dh)]

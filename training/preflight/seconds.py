@@ -15,6 +15,8 @@ qerl/plan/sizes.py says.
 In a mixture of experts the weights of flops are those that a token is multiplied by, and products over experts have
 rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, and takes EXPERT_LAUNCH
 for each layer of experts. Training decodes all of them in each direction of every micro-batch.
+
+A layer with linear attention takes LINEAR_S of each micro-batch on top, whatever its tokens.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ DECODE_RATE, TRAIN_RATE = 0.91, 0.74  # shares of the card's rate that are reach
 ROUNDED_SHARE = 0.7  # of the seconds of a product in 16 bits, that it takes in FP8 with the rounding of its sides
 EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top, for routing and more kernels
 EXPERT_RATES = {"decode": 0.27, "train": 0.31}  # of products over experts, each of which has few rows
+LINEAR_S = 27e-3  # of a layer with linear attention, in both directions: a 9B's steps on an H200, and a 27B's
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
 
 
@@ -80,7 +83,7 @@ def step_seconds(
     flops = _flops(config, recomputed) * _paced(sizes) * tokens + 4 * sizes.head * sequences * lengths.new
     passes = max(1.0, tokens / max(tokens_at_once, 1))  # one per micro-batch
     beside = _gradient_seconds(config, sizes, card, tokens)
-    beside += _expert_seconds(config, sizes, card, passes, recomputed)
+    beside += _expert_seconds(config, sizes, card, passes, recomputed) + len(sizes.decoder.linear) * LINEAR_S * passes
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
     if rollout.carry_over:
         carried, decoding = _carried_over(config, sizes, card, lengths)
@@ -101,8 +104,9 @@ def _seconds_of_rows(config: RunConfig, sizes: ModelSizes, card: Card, micro_bat
     at_once = config.longest_row if micro_batches is None else micro_batches.micro_batch_tokens
     recomputed = micro_batches.recomputed(at_once) / sizes.layers if micro_batches else 0.0
     flops = (_flops(config, recomputed) * _paced(sizes) + 4 * sizes.head) * tokens
-    decoding = _expert_seconds(config, sizes, card, max(1.0, tokens / at_once), recomputed)
-    return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens) + decoding
+    passes = max(1.0, tokens / at_once)
+    beside = _expert_seconds(config, sizes, card, passes, recomputed) + len(sizes.decoder.linear) * LINEAR_S * passes
+    return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens) + beside
 
 
 def _flops(config: RunConfig, recomputed: float) -> float:

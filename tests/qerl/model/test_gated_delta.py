@@ -270,12 +270,14 @@ def test_where_gradients_of_fla_core_would_be_wrong_our_products_are_registered(
     )
 
 
-def test_products_have_the_gradients_of_each_chunk():
+@pytest.mark.parametrize("gathered", [2**17, 3 * 1024, 1])
+def test_products_have_the_gradients_of_each_chunk(monkeypatch, gathered):
     """Oracle: autograd in float64 of what a chunk computes, for sequences whose ends are off the grid of 64 tokens.
 
-    One has a state to begin with as any other chunk. Key heads have two value heads each, and are more than are
-    computed at once."""
-    lengths, heads, shared, key_dim, value_dim = [1, 63, 64, 65, 150], gated_delta.KEY_HEADS + 1, 2, 8, 12
+    One has a state to begin with as any other chunk. Key heads have two value heads each, a head 1024 rows of chunks:
+    all are computed at once, or two and three, or each alone."""
+    monkeypatch.setattr(gated_delta, "GATHERED", gathered)
+    lengths, heads, shared, key_dim, value_dim = [1, 63, 64, 65, 150], 5, 2, 8, 12
     generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
     chunks = [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // 64))]
 

@@ -66,7 +66,7 @@ def test_planned_memory_is_within_a_tenth_of_the_measured_one(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-7b-qerl", "step-7b-qerl-cap24", "qat/qat-7b", "peers/step-7b-qerl-fp8-gradients"]
+    "name", [name for name in WORKLOADS if name.startswith(("step-7b", "qat/", "peers/", "hybrid/"))]
 )
 def test_planned_seconds_are_within_15_percent_of_the_measured_ones(name):
     """For 32B and 70B only first steps of older code were measured; the page shows them."""
