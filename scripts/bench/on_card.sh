@@ -46,6 +46,8 @@
 #     hybrid   500 s  linear attention: fla-core's gradients, and the engine on a small Qwen3.5
 #     gemma    400 s  the engine on a small Gemma 4
 #     hybrid9  500 s  Qwen3.5-9B, its MLP in NVFP4: agreement, and decode speed beside vLLM's BF16 in turns; 30 GB of disk
+#     hybridstep 590 s  workload A of Qwen3.5-9B: ours, and TRL's with TileLang; 30 GB of disk
+#     hybrid27 590 s  Qwen3.5-27B: workload A under 80 GiB, and decode speed in turns; 70 GB of disk
 #     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B in turns; 25 GB of disk
 #     moestep  430 s  Qwen3-30B-A3B at full depth: decode speed, and workload A under 80 GiB; 17 GB of disk
 #     moepeer  400 s  workload A on those 16 layers: ours, and TRL's over BF16
@@ -438,6 +440,23 @@ batch_hybrid9() {
     turns 2 --sequences 1 8 32 128
     turn 9b-qerl 9b 0.4
     turn 9b-merged 9b-16 0.5 --engine stock --rank 0
+    wait
+}
+
+batch_hybridstep() {
+    checkpoint qwen3.5-9b 9b-nvfp4
+    checkpoint qwen3.5-9b 9b-16 --format bf16
+    script step-9b-qerl 330 bench_step 9b-nvfp4 --steps 4
+    script step-9b-trl-tuned 330 bench_trl 9b-16 --tuned --steps 3 --micro-batch 8
+}
+
+batch_hybrid27() { # the states of 128 sequences and their attention's blocks take 25 GiB of an engine
+    checkpoint qwen3.5-27b 27b
+    checkpoint qwen3.5-27b 27b-16 --format bf16
+    script step-27b-qerl-cap80 330 bench_step 27b --steps 2 --cap-gib 80
+    turns 2 --sequences 8 32 128
+    turn 27b-qerl 27b 0.4
+    turn 27b-merged 27b-16 0.55 --engine stock --rank 0
     wait
 }
 

@@ -59,9 +59,6 @@ logger = logging.getLogger(__name__)
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
 BREAKS = "vllm.compilation.breakable_cudagraph"  # the module that does so
-UNTRIED = (  # remove it after the batch `gemma` of scripts/bench/on_card.sh
-    "%s with vLLM has been tested on CPUs only: compare mismatch_kl of the first steps, or write %s"
-)
 
 
 class Settings:
@@ -187,7 +184,6 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     if decoder.linear:
         vllm_plugin.register_hybrid()
     if decoder.full:
-        logger.warning(UNTRIED, "Gemma 4", ENGINE.set_to("transformers"))
         vllm_plugin.register_gemma()
     options = settings.options
     arguments = {

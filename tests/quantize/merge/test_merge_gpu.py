@@ -1,6 +1,7 @@
 """Stock vLLM, without qerl's plugin, gives the greedy tokens of base + adapter from what `qerl merge` writes.
 
-All but the test of the printed lines last passed on an H200 on 2026-11-22, vLLM 0.25.1; that one has not run yet.
+They last passed on an H200, vLLM 0.25.1: the printed lines on 2026-11-27, the others on 2026-11-22. A server takes a
+minute to start, and lets nothing else take or release memory of the card meanwhile.
 """
 
 import importlib.util

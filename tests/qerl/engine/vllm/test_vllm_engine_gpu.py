@@ -1,7 +1,7 @@
 """The vllm engine on a card: scripts/checks/check_engine.py on small models of odd sizes.
 
 The expected numbers come from the checkpoint, from float64 products and from transformers in float32. Last run on an
-H200 with vLLM 0.25.1 on 2026-11-22, unless a test says otherwise.
+H200 with vLLM 0.25.1 on 2026-11-22, unless a test says otherwise; those of Qwen3.5 and Gemma 4 on 2026-11-27.
 """
 
 import json
@@ -40,7 +40,7 @@ CASES = [  # shape, format, kernel, flags
     ("tiny-gemma4", "bf16", "auto", ""),
 ]
 LINEARS, PACKED, NORMS = 14, 14, 4  # of the shapes with two layers
-OF = {  # the same of families whose layers differ, by what is ignored; Gemma 4 did not run yet
+OF = {  # the same of families whose layers differ, by what is ignored
     "tiny-qwen3.5": {"": (25, 25, 8), "re:.*_attn.*": (25, 12, 8)},
     "tiny-gemma4": {"": (26, 26, 16), "re:.*_attn.*": (26, 12, 16)},
 }
