@@ -127,7 +127,7 @@ STARTS = 3
 START_S = 120.0
 OURS = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 LONGEST_LINE = 1000  # characters of a printed line
-AT_ONCE = 2**15  # bytes that a connection takes whatever the other process does
+AT_ONCE = 2**15  # bytes that a connection takes whatever the other process does; Linux takes 200,000
 SOON_S = 0.05
 BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor, alive = map(int, sys.argv[2:4]); "

@@ -1,5 +1,6 @@
-"""Processes for code that is not ours: they end with the process that started them."""
+"""Processes for code that is not ours: they end with the process that started them, and when they are late."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl.base.isolate import LateError, Process
 from tests.helpers.processes import is_gone, until_gone
 
 # Holds Python's lock for as long as it likes, so that no thread beside it runs.
@@ -52,3 +54,15 @@ def test_a_busy_process_does_not_outlive_a_killed_parent(tmp_path):
         for pid in pids:
             if not is_gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("size", [10, 4_000_000])  # what a connection takes at once, and more
+def test_a_process_that_does_not_go_on_is_late_and_ended(monkeypatch, size):
+    begun, begin = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: begun.append(begin(*given, **more)) or begun[-1])
+    process = Process("renders prompts", "qerl.base.sandbox", ours=True)
+    assert process.ask(b"{}", 60) == {}
+    begun[0].send_signal(signal.SIGSTOP)
+    with pytest.raises(LateError, match=r"did not return within 0\.2 s"):
+        process.ask(json.dumps({"template": "a" * size}).encode(), 0.2)
+    assert begun[0].wait(60) == -signal.SIGKILL
