@@ -1,6 +1,6 @@
 """Arithmetic word problems with worked answers, two to four steps of + - * on small numbers: rows that ship with qerl.
 
-A script of the tag `study-2026-11` has made them. The embedded model was pretrained on other stories of the train
+A script of commit 49887883 has made them. The embedded model was pretrained on other stories of the train
 split, and no training ever sees the test split.
 """
 

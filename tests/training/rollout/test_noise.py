@@ -14,7 +14,7 @@ SIZES = {"model.layers.0.input_layernorm": 4096, "model.layers.1.input_layernorm
 
 TABLES = json.loads(
     (Path(__file__).parents[2] / "golden" / "noise_sigma.json").read_text()
-)  # by scripts/checks/golden_noise.py of the tag studies-2026-11
+)  # by scripts/checks/golden_noise.py of commit 812ec811
 
 
 def config_of(row):
