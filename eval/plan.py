@@ -31,7 +31,7 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.own_function import EPISODE_COLUMNS
 from qerl.base.program import PYTHON, source_of
 from qerl.checkpoint.folder import weights_digest
-from qerl.checkpoint.load import check_chat_template, check_switches, local_folder
+from qerl.checkpoint.load import check_chat_template, check_switches, load_tokenizer, local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_config
 from qerl.config.environment import EnvironmentConfig
@@ -86,8 +86,6 @@ class Plan:
 
 def make_plan(settings: EvalSettings) -> Plan:
     """Read everything but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
-    from qerl.checkpoint.load import load_tokenizer
-
     settings, asked = find_task(settings)
     check_grader(asked)
     check_source(asked, settings.data, "test", settings.columns)  # torch is imported below

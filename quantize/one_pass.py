@@ -39,6 +39,7 @@ from qerl.checkpoint.base_start import (
     write_start,
 )
 from qerl.checkpoint.experts import LINEARIZED, Decoder, all_experts
+from qerl.checkpoint.load import empty_model
 from qerl.checkpoint.shards import DTYPE_BYTES, read_json
 from qerl.checkpoint.source import HEADROOM_BITS, Source, finite, weight_for_scales
 from qerl.checkpoint.verify import ReadTensor
@@ -60,8 +61,6 @@ class LayeredModel:
     """The modules of a decoder, without weights, and what its layers are called with for rows of one length."""
 
     def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-        from qerl.checkpoint.load import empty_model
-
         self._model = empty_model(source.folder, dtype, source.trust_remote_code).eval()
         self._names = source.decoder.linearized
         if source.decoder.has_experts:

@@ -24,11 +24,12 @@ from qerl.base.errors import CheckpointError, ConfigError
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.base_start import START
 from qerl.checkpoint.hub import is_hub_id
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.checkpoint.source import Source, Tensors, read_source
-from qerl.checkpoint.verify import ReadTensor
+from qerl.checkpoint.verify import ReadTensor, sqnr_db
 from quantize.one_pass import Start, one_pass_groups, read_factors, save_start, start_bytes
 from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, OutputErrors, measure_outputs
@@ -71,8 +72,6 @@ def make_start(base: str, model: str, out: Path | None, options: QuantizeOptions
 
     Raises ConfigError and CheckpointError; after any error `out` is as it was before.
     """
-    from qerl.checkpoint.load import local_folder
-
     started = time.perf_counter()
     _check_options(options)
     ref = resolve_model(base, start="none")
@@ -181,8 +180,6 @@ def _check_others(source: Source, base: str, read: ReadTensor, written: ReadTens
 
 def _check_near(source: Source, base: str, weights: Mapping[str, torch.Tensor], packed: Tensors) -> None:
     """Raise CheckpointError for a linear that is not the original's, quantized."""
-    from qerl.checkpoint.verify import sqnr_db
-
     for name in (name for name in weights if name in source.chosen):
         module = source.chosen[name]
         parts = {part: packed[f"{module}.{part}"].to(weights[name].device) for part in source.format.tensors}

@@ -34,6 +34,7 @@ from qerl.checkpoint.adapter_file import (
     expert_tensors,
     for_whole_,
     is_of_experts,
+    read_adapter,
     to_peft,
 )
 from qerl.checkpoint.base_start import LORA_A, LORA_B, BaseStart, read_start
@@ -57,8 +58,6 @@ A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
 def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tensor], float]:
     """Read an adapter folder as `read_adapter` does. Raises CheckpointError if it belongs to another base."""
-    from qerl.checkpoint.adapter_file import read_adapter
-
     tensors, scaling = read_adapter(adapter)
     check_fit(adapter, tensors, base)
     return tensors, scaling

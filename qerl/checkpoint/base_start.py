@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qerl.base.errors import CheckpointError, ConfigError
 from qerl.base.files import in_one_step, mode_by_umask
-from qerl.checkpoint.adapter_file import PEFT_PREFIX
+from qerl.checkpoint.adapter_file import PEFT_PREFIX, read_adapter
 from qerl.checkpoint.folder import ADAPTER_FILES, TRAINED_ON, weights_digest
 from qerl.checkpoint.shards import read_json
 
@@ -78,7 +78,6 @@ def read_start(start: BaseStart) -> dict[str, torch.Tensor]:
 
     Raises CheckpointError for a folder that is not a whole start, ConfigError for a rank that it does not have.
     """
-    from qerl.checkpoint.adapter_file import read_adapter
     from qerl.checkpoint.source import all_finite
 
     tensors, scaling = read_adapter(start.folder)
@@ -100,7 +99,6 @@ def read_start(start: BaseStart) -> dict[str, torch.Tensor]:
 def check_start(start: BaseStart, base: str) -> None:
     """Raise CheckpointError unless the start fits the base and was made for the weights that the base has now."""
     from qerl.checkpoint.adapter import check_fit
-    from qerl.checkpoint.adapter_file import read_adapter
     from qerl.checkpoint.load import local_folder
 
     tensors, _ = read_adapter(start.folder)

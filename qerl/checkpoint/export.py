@@ -22,7 +22,9 @@ from qerl.base.errors import CheckpointError, ConfigError, first_line
 from qerl.base.hub import HUB_ID
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter import A_SUFFIX, B_SUFFIX, check_fit
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.folder import BASE, MODEL, WEIGHTS, beside, format_of, weights_digest
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.output import copy_small_files, write_json, write_weights
 from qerl.checkpoint.resolve import model_in_recipe, resolve_model
 from qerl.checkpoint.shards import TensorInfo, TensorReader, read_json, read_tensors, with_own_head
@@ -102,8 +104,6 @@ def read_trained(run: Path, checkpoint: Path) -> Masters:
 
     Raises CheckpointError if something is missing or of another run.
     """
-    from qerl.checkpoint.adapter_file import read_adapter
-
     if (checkpoint / WEIGHTS).is_dir():
         return read_masters(run / BASE, checkpoint / WEIGHTS)
     start = _start_of(run)
@@ -117,8 +117,6 @@ def read_trained(run: Path, checkpoint: Path) -> Masters:
 
 def _start_of(run: Path) -> Path:
     """The folder of the 16-bit model that a run began from. Raises CheckpointError if it is gone or another by now."""
-    from qerl.checkpoint.load import local_folder
-
     name, about = model_in_recipe(run)[0], run / "run.json"
     try:
         folder = local_folder(resolve_model(beside(run, name)).base)

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from qerl.base.devices import choose_card
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
 from qerl.base.printable import printable
 from qerl.checkpoint.folder import run_named
 from qerl.checkpoint.load import check_chat_template, check_switches, load_tokenizer, local_folder, text_of_engine
 from qerl.checkpoint.resolve import describe, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_config
-from qerl.cli.options import ENGINE_OPTIONS, Gpu
+from qerl.cli.options import ENGINE_OPTIONS, Gpu, options_named
 from qerl.data.option_text import Text, parse_switches
 from qerl.data.tasks import render_prompt
 from qerl.engine.interface import Completion, Engine, SamplingParams
@@ -224,8 +225,6 @@ class ChatOptions:
 
 def chat_command(options: ChatOptions) -> None:
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
-    from qerl.base.devices import choose_card
-    from qerl.cli.options import options_named
     from qerl.plan.threads import choose_threads
 
     choose_card(gpu=options.gpu)

@@ -19,6 +19,7 @@ import typer
 from eval.settings import EvalSettings, flag
 from qerl.base.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
 from qerl.base.parallel import ALONE, Parallel
+from qerl.base.printable import SafeConsole
 from qerl.checkpoint.folder import run_folder
 from qerl.checkpoint.resolve import newest_model
 from qerl.cli.launch import check_gpus, launch, one_card_each
@@ -62,7 +63,6 @@ def measure(settings: EvalSettings, parallel: Parallel = ALONE) -> list[EvalResu
 def show_results(settings: EvalSettings, results: Sequence[EvalResult]) -> None:
     """Print the table, one column for each result, and where the files are."""
     from eval.result import render_table
-    from qerl.base.printable import SafeConsole
 
     console = SafeConsole()
     labels = None if settings.run is None else [f"step {result.details['step']}" for result in results]
@@ -76,7 +76,6 @@ def show_results(settings: EvalSettings, results: Sequence[EvalResult]) -> None:
 def show_suite(settings: EvalSettings) -> None:
     """Run lighteval's task and print its table. Raises ConfigError for options that lighteval decides itself."""
     from eval.lighteval_suite import run_suite, suite_table
-    from qerl.base.printable import SafeConsole
 
     for name in ("run", "data", "columns", "pass_k", "samples", "prompt_template"):
         if getattr(settings, name) != getattr(EvalSettings, name):
@@ -90,8 +89,6 @@ def show_suite(settings: EvalSettings) -> None:
 @contextlib.contextmanager
 def _progress(parallel: Parallel) -> Iterator[OnBatch | None]:
     """A progress bar on a terminal. Elsewhere None, so that progress is logged."""
-    from qerl.base.printable import SafeConsole
-
     console = SafeConsole(stderr=True)
     if not parallel.first or not console.is_terminal:
         yield None
@@ -155,7 +152,6 @@ def compare_results(
     """Say whether the second evaluation is better or worse than the first, or that it cannot be told."""
     from eval.compare import compare
     from eval.result import write_json
-    from qerl.base.printable import SafeConsole
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'comparison.json'}")

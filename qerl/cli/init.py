@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qerl import formats
+from qerl.base.devices import installed_cards
 from qerl.base.errors import ConfigError
+from qerl.base.files import expanded, in_one_step, is_path, no_folder
 from qerl.base.printable import in_comment, quoted
 from qerl.cli.next_step import DEFAULT_RECIPE, say_next
 from qerl.cli.train import recipe_values
@@ -67,8 +70,6 @@ def init(options: InitOptions) -> Path:
 
     Raises DataError for rows that cannot be used, ConfigError for a recipe that cannot, or a folder that is there.
     """
-    from qerl.base.devices import installed_cards
-    from qerl.base.files import expanded, in_one_step, is_path, no_folder
     from qerl.config.recipe import load_recipe
     from qerl.data.guess import guess
 
@@ -119,8 +120,6 @@ _KINDS = {"number": "numbers", "text": "text", "none": "no answers"}
 
 def _quantize(config: RunConfig) -> str:
     """The option that a first run on the recipe's base needs, if any."""
-    from qerl import formats
-
     return " --quantize" if not config.kind.packs and formats.get(config.model.format).scheme else ""
 
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl import __version__
-from qerl.base.errors import ConfigError
+from qerl.base.devices import choose_card
+from qerl.base.errors import CheckpointError, ConfigError
+from qerl.base.printable import SafeConsole
 from qerl.checkpoint.folder import RUNS, run_folder
 from qerl.cli.chat import chat_command
 from qerl.cli.doctor import refuse_clashes
@@ -27,6 +29,8 @@ from qerl.cli.plan import plan_command
 from qerl.cli.terminal import run_command
 from qerl.cli.train import distill, recipe_values, sft, train, with_resume_value
 from qerl.data.option_text import task_values
+from qerl.data.tasks import TASKS
+from qerl.plan.sizes import read_sizes
 
 try:
     from qerl.cli.evaluate import compare_results, evaluate
@@ -75,7 +79,6 @@ def grade(
     grader: Annotated[str | None, typer.Option(help="Your own grading instead: file.py, file.py:function.")] = None,
 ) -> None:
     """Grade saved completions again, and say where a stored grade differs."""
-    from qerl.base.printable import SafeConsole
     from qerl.data.grading.grade_file import grade_file, graded_by
 
     SafeConsole().print(grade_file(graded_by(task, grader), file).table())
@@ -100,7 +103,6 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """List runs, the newest first: model, kind, steps, the last reward or loss, and how each of them ended."""
-    from qerl.base.printable import SafeConsole
     from qerl.report.read import list_runs
 
     found = list_runs(run_folder(str(folder)))
@@ -115,7 +117,6 @@ def doctor(
 ) -> None:
     """Check this machine: GPU, kernels, versions against the tested set, engine, disk, hub."""
     import qerl.cli.doctor
-    from qerl.base.printable import SafeConsole
 
     found = qerl.cli.doctor.checks()
     if as_json:
@@ -133,10 +134,6 @@ def tune(
     gpu: Gpu = None,
 ) -> None:
     """Find how our kernels (products in NVFP4) run fastest on this card. Engines take it from then on."""
-    from qerl.base.devices import choose_card
-    from qerl.base.printable import SafeConsole
-    from qerl.plan.sizes import read_sizes
-
     linears = read_sizes(model).fused_linears()
     choose_card(gpu=gpu)
     import torch
@@ -156,7 +153,6 @@ def tune(
 def _judged(before: Path, after: Path) -> Judged | None:
     """What a difference between two evaluations means, or why that cannot be said; None if a folder holds none."""
     from eval.compare import compare
-    from qerl.base.errors import CheckpointError
     from qerl.report.sections import Judged
 
     try:
@@ -215,8 +211,6 @@ def keys() -> None:
 @recipes_app.command()
 def tasks() -> None:
     """Every task, and the data set that it reads."""
-    from qerl.data.tasks import TASKS
-
     for name, task in TASKS.items():
         typer.echo(f"{name:12} {task.hub or ('generated' if task.generate else 'your rows: --data FILE')}")
 

@@ -10,12 +10,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl import formats
+from qerl.base.devices import best_card, visible_cards
 from qerl.base.errors import ConfigError
+from qerl.base.printable import SafeConsole
+from qerl.checkpoint.activations import GRPO_WARNING
 from qerl.checkpoint.folder import run_named
+from qerl.checkpoint.resolve import model_under
 from qerl.cli.train import card_values, key_values, recipe_values
-from qerl.plan.engine_memory import MAX_SEQUENCES, Card
-from qerl.plan.sizes import KNOWN
-from training.preflight.advice import MEAN_COMPLETION, Likely, duration, hours, in_words, likely
+from qerl.config.names import adapts_experts, expert_rank
+from qerl.plan.engine_memory import MAX_SEQUENCES, Card, card_named, card_of
+from qerl.plan.sizes import KNOWN, calibrated_tokens, calibrates, calibration_seconds, read_sizes, rounds_to_four_bits
+from training.preflight.advice import (
+    MEAN_COMPLETION,
+    Likely,
+    advice,
+    duration,
+    hours,
+    in_words,
+    largest_completion,
+    likely,
+    share_of,
+)
+from training.preflight.plan import START, lacks, plan, trainee_of, validation_sentences
+from training.preflight.seconds import TRAIN_RATE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,9 +87,7 @@ def plan_command(
     ] = None,
 ) -> None:
     """What a run will take of a card, before anything is loaded: memory by phase, hours, and what fits."""
-    from qerl.base.printable import SafeConsole
     from qerl.config.recipe import load_recipe
-    from training.preflight.advice import share_of
 
     model = None if model is None else run_named(model)
     if recipe is None:
@@ -97,11 +112,6 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
 
     `model`: where the recipe's model was found, if that is known already. Of `gpus` cards here the smallest counts.
     """
-    from qerl.checkpoint.resolve import model_under
-    from qerl.plan.engine_memory import card_of
-    from qerl.plan.sizes import read_sizes
-    from training.preflight.plan import lacks, plan
-
     card = this_card(gpus) if gpu is None else card_of(gpu)
     if (lacking := lacks(config, card)) is not None:
         raise ConfigError(lacking)
@@ -116,9 +126,6 @@ def this_card(gpus: int = 1) -> Card:
     That is the known card of the same name and size. If only the name is known, it has that card's speed and the memory
     that it reports (a laptop's 4090 has 16 GiB). Otherwise it is described by its memory alone.
     """
-    from qerl.base.devices import best_card, visible_cards
-    from qerl.plan.engine_memory import card_named, card_of
-
     seen = [card for card in visible_cards() if card.total_gib]
     if not seen:
         return replace(card_of("24"), name="a card of 24 GiB, as fast as 3090 (no GPU was found here)")
@@ -195,8 +202,6 @@ def micro_batch_sentences(made: Plan) -> list[str]:
 
 def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
     """What the experts are, and the adapter on them, in one sentence; none for a dense model."""
-    from qerl.config.names import adapts_experts, expert_rank
-
     sizes, decoder = made.sizes, made.sizes.decoder
     if not decoder.has_experts:
         return []
@@ -213,9 +218,6 @@ def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
-    from training.preflight.advice import advice, largest_completion
-    from training.preflight.plan import START, trainee_of, validation_sentences
-
     if made.problems:
         fitting = advice(config, made.sizes, made.card)
         lines = expert_sentences(config, made) + [f"Does not fit: {problem}." for problem in made.problems]
@@ -256,7 +258,6 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
 def _about_tilings(card: Card) -> list[str]:
     """How our kernel is set there, unless by the defaults of the card that they were measured on."""
     from qerl.formats.nvfp4.tuning import said_of, tables
-    from qerl.plan.engine_memory import card_named
 
     kinds = ((table, card_named(table.card, card.memory_gib)) for table in tables())
     table = next((table for table, known in kinds if known is not None and known.name == card.name), None)
@@ -267,10 +268,6 @@ def _about_tilings(card: Card) -> list[str]:
 
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:
-    from qerl.checkpoint.activations import GRPO_WARNING
-    from qerl.plan.sizes import calibrated_tokens, calibrates, calibration_seconds, rounds_to_four_bits
-    from training.preflight.seconds import TRAIN_RATE
-
     lines = []
     if calibrates(config.qat):
         length, rows = calibrated_tokens(config.qat, config.data.max_prompt_tokens)

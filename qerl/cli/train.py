@@ -21,12 +21,15 @@ import typer
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
-from qerl.checkpoint.folder import run_named
+from qerl.base.printable import SafeConsole
+from qerl.checkpoint.folder import default_quantized_dir, quantize_line, run_named
+from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.launch import check_gpus, launch, one_card_each
 from qerl.cli.next_step import after_training, say_next
 from qerl.cli.options import Gpu
 from qerl.cli.terminal import interrupts_counted
 from qerl.data.option_text import Text, parse_columns, parse_names, task_values
+from qerl.plan.engine_memory import CARDS
 from qerl.plan.threads import choose_threads
 
 if TYPE_CHECKING:
@@ -43,8 +46,6 @@ def recipe_values(incomplete: str) -> list[str]:
 
 def card_values(incomplete: str) -> list[str]:
     """Cards that `qerl plan` knows."""
-    from qerl.plan.engine_memory import CARDS
-
     return [name for name in CARDS if name.startswith(incomplete)]
 
 
@@ -234,7 +235,6 @@ def config_of(options: TrainOptions, recipe: str) -> RunConfig:
 
 def _dry_run(config: RunConfig) -> bool:
     """Show what the run would do, and return whether it would fit."""
-    from qerl.base.printable import SafeConsole
     from qerl.cli.plan import show_plan_at
 
     with interrupts_counted():
@@ -296,9 +296,7 @@ def _end(result: TrainResult, first: bool) -> None:
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
-    from qerl.checkpoint.folder import default_quantized_dir, quantize_line
     from qerl.checkpoint.load import check_chat_template
-    from qerl.checkpoint.resolve import resolve_model
 
     base = config.model.base
     if config.kind.packs:

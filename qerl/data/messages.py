@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.isolate import short
-from qerl.base.sandbox import unguarded
+from qerl.base.sandbox import SandboxError, render_text, unguarded
 from qerl.data.rows import is_empty, without_nulls
 
 if TYPE_CHECKING:
@@ -366,8 +366,6 @@ class Written:
     def _writes_thought(self, key: str) -> bool:
         """Whether it writes the thoughts of a last answer that stand in this key of the message."""
         if key not in self._writes:
-            from qerl.base.sandbox import SandboxError, render_text
-
             thought = {"content": f"<think>{PROBE}</think>a"} if key == "content" else {"content": "a", key: PROBE}
             asked = [{"role": "user", "content": "q"}, {"role": "assistant", **thought}]
             try:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import CheckpointError
-from qerl.base.sandbox import encode
+from qerl.base.sandbox import SandboxError, encode, render_text
 from qerl.checkpoint.load import CompletionText
 from qerl.data.messages import text_of
 from qerl.episodes.driven import Action, BadEnvironmentError, Call, Message, Reply, Schema, called, number
@@ -118,8 +118,6 @@ class Chat:
         return ids[1:] if ids and ids[0] == last else ids
 
     def _render(self, messages: Sequence[Message], tools: bool) -> str:
-        from qerl.base.sandbox import SandboxError, render_text
-
         try:
             return render_text(self._tokenizer, messages, True, self._schemas if tools else None, self._switches)
         except SandboxError as error:

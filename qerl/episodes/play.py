@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.base.isolate import at_end
 from qerl.base.own_function import ENVIRONMENTS, EPISODE_COLUMNS
+from qerl.checkpoint.load import end_token_ids
 from qerl.config.data import is_url
 from qerl.episodes.build import Source
 from qerl.episodes.driven import Episode, Limits, Message, Start
@@ -85,8 +86,6 @@ def open_environments(
     Raises ConfigError for an environment that cannot be used, and CheckpointError for a template without its tools.
     """
     from transformers import AutoConfig
-
-    from qerl.checkpoint.load import end_token_ids
 
     if config.name is not None and is_url(config.name):
         check_reachable(config.name)

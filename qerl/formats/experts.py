@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qerl.base.errors import CheckpointError
+from qerl.formats import BF16
 from qerl.formats.linear import CachedWeight, PackedLinear, moved_with_its_bits
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ class ExpertWeights(CachedWeight, nn.Module):
     @classmethod
     def over(cls, tensor: torch.Tensor) -> ExpertWeights:
         """16-bit weights that are `tensor` (experts, out, in) itself, which an engine holds."""
-        from qerl.formats import BF16
-
         weights = cls(BF16, tuple(tensor.shape), "meta", tensor.dtype)
         weights.weight = tensor
         return weights

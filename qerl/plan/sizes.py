@@ -21,7 +21,7 @@ from qerl import formats
 from qerl.base.errors import CheckpointError
 from qerl.base.files import is_path, no_folder
 from qerl.checkpoint.experts import FUSED, QKVZ, ModelShapes, fused, shapes_of
-from qerl.checkpoint.shards import TensorInfo, read_config
+from qerl.checkpoint.shards import TensorInfo, read_config, read_tensors, with_own_head
 from qerl.formats.nvfp4.ways import padded_rank
 from qerl.plan.engine_memory import CONTEXT, KERNELS, MAX_BATCHED_TOKENS, Card, kv_head_bytes
 
@@ -301,7 +301,6 @@ def read_sizes(base: str) -> ModelSizes:
     from qerl.checkpoint.folder import EMBEDDED, format_of
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.resolve import model_under
-    from qerl.checkpoint.shards import read_tensors, with_own_head
 
     base = model_under(base)
     name = base.rpartition("/")[2].lower()

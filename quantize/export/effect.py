@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.base.errors import DataError, QerlError
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import ModelRef, resolve_model, run_of_adapter
+from qerl.checkpoint.shards import TensorReader, read_tensors
 from qerl.config.recipe import load_config
 from qerl.data.examples import load_examples
 from qerl.data.rows import local_rows
@@ -156,8 +157,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> l
 
 def _neutralize(engine: Engine, exact: ModelRef) -> None:
     """Set the adapter to where its training began: B to zero or a start that was trained, and norms to the base's."""
-    from qerl.checkpoint.load import local_folder
-    from qerl.checkpoint.shards import TensorReader, read_tensors
     from quantize.export.adapter import neutral_factors, start_in_merge
 
     adapter = Adapter(exact.adapter, *read_adapter(exact.adapter))

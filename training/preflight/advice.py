@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.base.errors import ConfigError, QerlError
-from qerl.data.rows import sources_of
+from qerl.data.rows import is_local, local_rows, sources_of
 from qerl.plan.engine_memory import CARDS, Card
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
 from training.preflight.plan import Plan, check_ranks, lacks, plan, with_values
@@ -117,8 +117,6 @@ def _first_of(data: DataConfig) -> list[str]:
 
 def _first_rows(data: DataConfig, task: Task) -> list[Mapping[str, Any]]:
     """The first rows of a file, or of a task that makes its own; none of a data set on the hub."""
-    from qerl.data.rows import is_local, local_rows
-
     if data.source is not None:
         rows = (row for _, row in local_rows(data.source, data.split)) if is_local(data.source) else iter(())
     else:

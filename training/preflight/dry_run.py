@@ -17,6 +17,7 @@ from qerl.checkpoint.load import local_folder
 from qerl.data.grading.grade import grade
 from qerl.data.rows import sources_of
 from qerl.data.tasks import Task, task_of
+from qerl.engine.interface import Completion, SamplingParams
 from training.preflight.advice import Likely, likely
 from training.preflight.checks import read_given, read_prompts, sizes_at
 from training.preflight.plan import validation_count
@@ -205,7 +206,6 @@ def _score(
 
 def _episodes(environments: Environments, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Sample]:
     """The episodes in which the model says the same text in each of its turns."""
-    from qerl.engine.interface import SamplingParams
     from training.rollout.sampler import Asking
 
     asking = Asking(SamplingParams(environments.limits.max_tokens), 1, environments)
@@ -220,8 +220,6 @@ class _Saying:
         self._said = [chat.said(text) for text in texts]
 
     def run(self, source: Source, seed: int) -> None:
-        from qerl.engine.interface import Completion
-
         while requests := source.begin(wait=True, together=True):
             for request in requests:
                 said, most = self._said[request.index], request.sampling.max_new_tokens
