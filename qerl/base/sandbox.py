@@ -16,14 +16,16 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import counted
@@ -215,7 +217,7 @@ def try_tokenizer(file: Path) -> None:
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
     """The messages in the chat template, as transformers writes them. Raises ValueError for a text too long."""
-    render_jinja_template = _renderer()
+    render_jinja_template = template_module().render_jinja_template
     _limit(request["cpu_s"])
     marked = request.get("marked", False)
     (text,), places = render_jinja_template(
@@ -246,17 +248,32 @@ def probe(request: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _renderer() -> Callable[..., Any]:
-    """transformers' function that renders a chat template, without the rest of transformers.
+def template_module() -> ModuleType:
+    """transformers' module of chat templates and of the schemas of tools, without the rest of transformers if that is
+    not loaded.
 
-    The two packages around its module are entered without running their `__init__`, which would take 0.6 s of processor
-    time more; the distributions of all packages, which transformers lists for its checks of versions, another 0.2 s.
+    The two packages around it are entered without running their `__init__`, which would take 0.6 s of processor time
+    more, and are taken out again, so that who imports transformers later gets the whole; the distributions of all
+    packages, which transformers lists for its checks of versions, take another 0.2 s. A type of torch stands in a hint
+    only where torch is loaded, which for a schema transformers would do.
     tests/qerl/base/test_sandbox.py compares prompts with the whole package's.
     """
-    for name in ("transformers", "transformers.utils"):
-        sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
+    name = "transformers.utils.chat_template_utils"
+    if "transformers" in sys.modules:
+        return importlib.import_module(name)
+    listed = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = dict
-    return importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
+    try:
+        for package in ("transformers", "transformers.utils"):
+            sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
+        module = importlib.import_module(name)
+    finally:
+        importlib.metadata.packages_distributions = listed
+        logging.getLogger("transformers").handlers.clear()  # the whole package adds its own
+        for package in [each for each in sys.modules if each.partition(".")[0] == "transformers"]:
+            del sys.modules[package]
+    module.is_torch_available = lambda: "torch" in sys.modules
+    return module
 
 
 def _limit(cpu_s: int) -> None:

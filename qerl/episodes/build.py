@@ -168,10 +168,10 @@ def build(source: Source) -> Built:
 
 def schema_of(function: Callable[..., Any]) -> Schema:
     """The JSON schema of a tool, of its type hints and docstring. Raises ConfigError for a tool without them."""
-    from transformers.utils import chat_template_utils as templates
+    from qerl.base.sandbox import template_module
 
     try:
-        return templates.get_json_schema(function)
+        return template_module().get_json_schema(function)
     except Exception as error:
         name, why = getattr(function, "__name__", function), " ".join(str(error).split())[:160]
         raise ConfigError(

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.data.tasks import render_prompt
 from tests.helpers.bases import TINY
 
+ROOT = Path(__file__).parents[3]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4? ä 中 {{ x }} [/x]"}]
 USER = [{"role": "user", "content": "a"}]
 TEMPLATES = (
@@ -41,6 +45,40 @@ def test_prompts_are_those_of_transformers(tokenizer, monkeypatch, template):
     for messages in (MESSAGES[1:], MESSAGES, USER):
         theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert render_prompt(tokenizer, messages) == theirs
+
+
+SCHEMAS = """
+import sys
+from qerl.episodes.build import schema_of
+
+def double(number: int, words: list[str] | None = None) -> int:
+    '''Twice as much.
+
+    Args:
+        number: any
+        words: none
+    '''
+
+ours = schema_of(double)
+assert not {"torch", "transformers"} & set(sys.modules)
+from transformers.utils import get_json_schema
+import torch
+
+def hear(sound: torch.Tensor):
+    '''Hear.
+
+    Args:
+        sound: any
+    '''
+
+assert [ours, schema_of(hear)] == [get_json_schema(double), get_json_schema(hear)]
+"""
+
+
+def test_schemas_are_those_of_transformers_which_is_not_loaded_for_them():
+    """Each process of an environment would take 3 s of processor time for it."""
+    done = subprocess.run([sys.executable, "-c", SCHEMAS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_half_characters_of_stdin_are_replaced(tokenizer):
