@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from qerl.checkpoint.experts import Decoder
+from qerl.checkpoint.experts import Decoder, decoder_of
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm import engine, opening
 from qerl.engine.vllm.engine import Found, VLLMEngine
@@ -11,16 +11,19 @@ from qerl.engine.vllm.sync import Gains
 CONTEXT, VOCABULARY = 100, 1000
 
 
-def no_vllm(monkeypatch, folder, open_llm, find):
-    """Let VLLMEngine open what `open_llm()` returns, and find in it what `find(llm)` returns."""
+def no_vllm(monkeypatch, folder, open_llm, find, config=None):
+    """Let VLLMEngine open what `open_llm()` returns, and find in it what `find(llm)` returns.
+
+    `config` is the model's, of transformers; None: of one decoder layer.
+    """
     settings = SimpleNamespace(
         base=str(folder),
         format="bf16",
         stop_token_ids=tuple,
         context=CONTEXT,
         model_len=CONTEXT + 1,
-        config=SimpleNamespace(vocab_size=VOCABULARY),
-        decoder=Decoder(1),
+        config=config or SimpleNamespace(vocab_size=VOCABULARY),
+        decoder=Decoder(1) if config is None else decoder_of(config.to_dict(), str(folder)),
     )
     for name, stand_in in {
         "check_vllm": lambda: None,
@@ -45,8 +48,8 @@ def vllm_parts():
     )
 
 
-def opened_engine(monkeypatch, folder, llm, model=None):
+def opened_engine(monkeypatch, folder, llm, model=None, config=None):
     """An engine on `llm`, of which it keeps the only reference if the caller lets go of its own."""
     given = [llm]
-    no_vllm(monkeypatch, folder, given.pop, lambda llm: Found(model, Gains({}), {}, "qerl", "qerl"))
+    no_vllm(monkeypatch, folder, given.pop, lambda llm: Found(model, Gains({}), {}, "qerl", "qerl"), config)
     return VLLMEngine(str(folder), "bf16", EngineOptions(max_sequences=4))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from qerl.base.errors import EngineError
 from qerl.engine.interface import UNRECORDED, Request, SamplingParams, Source
@@ -26,6 +27,7 @@ from qerl.engine.vllm.requests import (
     serve,
     slots_of,
 )
+from qerl.plan.sizes import KNOWN
 from tests.helpers.request_sources import Supplied
 from tests.helpers.vllm_stand_in import opened_engine, vllm_parts
 
@@ -221,6 +223,18 @@ def opened(monkeypatch, tmp_path):
     monkeypatch.setattr(requests, "sampling_params", lambda *given: seeds.append(given[-1]))
     monkeypatch.setattr(requests, "scoring_params", lambda: None)
     return SimpleNamespace(llm=llm, engine=opened_engine(monkeypatch, tmp_path, llm, model), model=model, seeds=seeds)
+
+
+@pytest.mark.parametrize(("room", "waits"), [(4, False), (3, True)])
+def test_sequences_that_wait_for_room_beside_states_are_told_of(opened, monkeypatch, tmp_path, caplog, room, waits):
+    """27B: a short sequence takes four blocks of 784 tokens of 64 KiB, three of which are its states."""
+    config = AutoConfig.for_model(**{**KNOWN["qwen3.5-27b"], "vocab_size": 1000})
+    cache = SimpleNamespace(kv_cache_bytes=lambda: room * 4 * 784 * 65536)
+    monkeypatch.setitem(sys.modules, "qerl.engine.vllm.worker", cache)
+    engine = opened_engine(monkeypatch, tmp_path, opened.llm, opened.model, config)
+    assert engine.cache_tokens == room * 4 * 784
+    engine.generate([[1]] * 4, SamplingParams(max_new_tokens=8), seed=0)
+    assert ("the KV cache holds 9408 tokens and the rollout's longest 4 sequences have 12544" in caplog.text) == waits
 
 
 def test_many_requests_go_to_vllm_in_parts_and_those_that_wait_are_not_lost_when_a_call_ends(monkeypatch, opened):
