@@ -5,9 +5,10 @@ input and runs twice. Fewer tokens at a time take less memory, but every micro-b
 additional tokens: it decodes all packed weights once in each direction (as long as 170 tokens take: 2.6 bytes per
 weight at 4 TB/s against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. With
 4 micro-batches instead of 8, a 7B's step of 3.6 s is 80 ms shorter (benchmarks/step-7b-qerl-tokens*.json). With experts
-it decodes many more weights than a token is multiplied by, and costs as many more tokens. Whole weights have a third
-pass, the products of their gradients, in which nothing is decoded but the sums are read and written. The plan compares
-the combinations that fit.
+it decodes many more weights than a token is multiplied by, and costs as many more tokens. With linear attention it
+waits for the host, as long as an H200 takes for 7,600 tokens of a 27B and 13,300 of a 9B; other cards are planned by
+that, too. Whole weights have a third pass, the products of their gradients, in which nothing is decoded but the sums
+are read and written. The plan compares the combinations that fit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.base.errors import EngineError
-from qerl.model.costs import LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
+from qerl.model.costs import LINEAR_S, LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
 from qerl.plan.engine_memory import GIB
 from qerl.plan.sizes import ModelSizes, RecipeName, TeacherWork, rounding_work
 
@@ -29,6 +30,7 @@ CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
+RATE = 530e12  # flops per second, by which further seconds of a micro-batch count as tokens
 DECODE_TOKENS = 170.0  # of these are for decoding the weights that a token is multiplied by, of 2.6 bytes each
 MARGIN = 0.08  # share of the available memory left for fragments and cuBLAS's workspaces
 # Plans whose cost is within these factors of the least count as equally fast. Recomputing has to save more than 2%:
@@ -87,6 +89,7 @@ class Shapes:
     states: StateShapes | None = None  # of layers with linear attention
     linear: float = 0.0  # the share of such layers
     gemma: bool = False  # layers of Gemma 4, which are transformers' own
+    waits: float = 0.0  # tokens that take as long as a micro-batch waits for the host, where there is linear attention
 
     @classmethod
     def of(cls, sizes: ModelSizes, rank: int, trained: int) -> Shapes:
@@ -107,6 +110,7 @@ class Shapes:
             states=sizes.states,
             linear=len(sizes.decoder.linear) / sizes.layers,
             gemma=bool(sizes.decoder.full),
+            waits=len(sizes.decoder.linear) * LINEAR_S * RATE / (4 * sizes.active),
         )
 
     @property
@@ -159,7 +163,7 @@ class Shapes:
             # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
-            overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1),
+            overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1) + self.waits,
             gradients=gradients if self.gradient_bytes else None,
         )
 

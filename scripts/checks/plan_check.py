@@ -87,8 +87,10 @@ WORKLOADS = {  # by the name of the benchmark's file
     "peers/step-7b-qerl-fp8-gradients": replace(A, settings=("train.fp8_recipe=tensorwise_gradients",)),
     "experts/step-a3b-qerl-cap80": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, 80),
     "experts/step-a3b-16-layers-qerl": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, layers=16),
-    "hybrid/step-9b-qerl": replace(A, base="Qwen/Qwen3.5-9B"),
-    "hybrid/step-27b-qerl-cap80": replace(A, base="Qwen/Qwen3.5-27B", cap=80),
+    "hybrid/step-9b-qerl": replace(A, base="Qwen/Qwen3.5-9B", settings=("run.micro_batch_tokens=16384",)),
+    "hybrid/step-27b-qerl-cap80": replace(
+        A, base="Qwen/Qwen3.5-27B", cap=80, settings=("run.micro_batch_tokens=4096",)
+    ),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
     "step-70b-qerl-cap80": Workload("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
 }

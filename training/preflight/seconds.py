@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.model.costs import BEGUN
+from qerl.model.costs import BEGUN, LINEAR_S
 from qerl.plan.engine_memory import MAX_SEQUENCES, Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes, rounding_seconds, rounds_to_four_bits, teacher_flops
@@ -40,7 +40,6 @@ DECODE_RATE, TRAIN_RATE = 0.91, 0.74  # shares of the card's rate that are reach
 ROUNDED_SHARE = 0.7  # of the seconds of a product in 16 bits, that it takes in FP8 with the rounding of its sides
 EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top, for routing and more kernels
 EXPERT_RATES = {"decode": 0.27, "train": 0.31}  # of products over experts, each of which has few rows
-LINEAR_S = 29e-3  # of a layer with linear attention, in both directions: a 9B's steps on an H200, and a 27B's
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
 
 
