@@ -16,11 +16,13 @@ On a card the recurrence is fla-core's (`chunk_gated_delta_rule`), elsewhere its
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from qerl.base.errors import EngineError
 from qerl.model.lora import lora_linear, parts_of
 from qerl.model.packing import Copies, Sequences, copies_of, gather_rows
+
+logger = logging.getLogger(__name__)
 
 
 class States(NamedTuple):
@@ -191,12 +195,8 @@ def delta_rule(
 
 @cache
 def fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """fla-core's function for 16 bits on a card. Raises EngineError if it is missing.
-
-    Triton keeps on disk which variant of a kernel was fastest: timing them takes 150 s, and a run that is resumed would
-    otherwise choose anew, with other bits.
-    """
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+    """fla-core's function for 16 bits on a card. Raises EngineError if it is missing."""
+    keep_timings("chunk_gated_delta_rule_bwd_kernel", "step")
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
@@ -208,6 +208,22 @@ def fla_rule() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     if needs_products(torch.cuda.get_device_capability(), triton.__version__):
         register_products()
     return chunk_gated_delta_rule
+
+
+def keep_timings(kernel: str, what: str) -> None:
+    """Let Triton keep on disk which variants of kernels are fastest, and say so if none of a `kernel` has been timed.
+
+    Timing them takes minutes, and a run that is resumed would otherwise choose anew, with other bits.
+    """
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    if not any(folder.glob(f"*/{kernel}*.autotune.json")):
+        logger.info(
+            "linear attention: the first %s on a card takes two to three minutes longer, in which Triton times "
+            "variants of its kernels; what it finds is kept in %s",
+            what,
+            folder,
+        )
 
 
 def needs_products(capability: tuple[int, int], triton: str) -> bool:

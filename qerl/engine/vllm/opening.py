@@ -176,12 +176,14 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     import torch
 
     from qerl.engine import vllm as vllm_plugin
+    from qerl.model.gated_delta import keep_timings
 
     import_vllm()
     decoder = settings.decoder
     if decoder.has_experts or decoder.linear or decoder.full:
         _take_new_runner_()
     if decoder.linear:
+        keep_timings("chunk_gated_delta_rule_fwd_kernel", "start")
         vllm_plugin.register_hybrid()
     if decoder.full:
         vllm_plugin.register_gemma()
@@ -267,7 +269,8 @@ def _take_new_runner_() -> None:
 def set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # 100 s of a start, and another choice has other bits
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # read when a kernel is imported: see `keep_timings`
+    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM has Triton print a line for each variant that it times
     if BREAKS not in sys.modules:  # it reads the variable once
         os.environ.setdefault(BREAKABLE, "1")
     if not has_module("flashinfer"):

@@ -16,7 +16,7 @@ from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.adapter_file import linear_targets
 from qerl.config.names import PROJECTIONS
 from qerl.model import gated_delta, packing
-from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, products_backward, states_of
+from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, keep_timings, products_backward, states_of
 from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.logprobs import token_logprobs
 from qerl.model.packed_attention import check_config, has_states, head_of, hidden_states, packed_attention_of
@@ -239,6 +239,20 @@ def test_a_card_without_fla_core_is_refused_before_a_rollout(monkeypatch):
     check_config(config, "cpu")
     with pytest.raises(EngineError, match=r"pip install fla-core==0\.6\.0"):
         check_config(config, "cuda")
+
+
+def test_the_first_step_says_that_kernels_are_timed_and_where_that_is_kept(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    caplog.set_level("INFO")
+    (tmp_path / "A").mkdir()
+    (tmp_path / "A" / "chunk_gated_delta_rule_fwd_kernel_h.autotune.json").touch()
+    keep_timings("chunk_gated_delta_rule_bwd_kernel", "step")
+    assert "the first step on a card takes two to three minutes longer, in which Triton times" in caplog.text
+    assert f"kept in {tmp_path}" in caplog.text
+    caplog.clear()
+    (tmp_path / "A" / "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64.autotune.json").touch()
+    keep_timings("chunk_gated_delta_rule_bwd_kernel", "step")
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
