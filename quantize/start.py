@@ -8,16 +8,15 @@ the folder's. The folder has to hold the original's weights, quantized: its othe
 SmoothQuant move scales into norms), and its linears are near the original's.
 """
 
-from __future__ import annotations
-
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from rich.table import Table
 
 from qerl import formats
 from qerl.base.errors import CheckpointError, ConfigError
@@ -35,12 +34,6 @@ from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, OutputErrors, measure_outputs
 from quantize.report import output_rows, start_row, table_of
 from quantize.run import START_RANK, Choice, calibration_rows, choose, progress_bar, resolve_device
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from rich.table import Table
-
 
 USED = ("calibration", "calibration_size", "sequence_length", "start_rank", "start_of", "trust_remote_code", "device")
 USED += ("overwrite", "force", "batch_size")

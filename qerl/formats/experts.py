@@ -9,17 +9,14 @@ The tensors are as in the format's linear, with the experts along a first dimens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from qerl.base.errors import CheckpointError
 from qerl.formats import BF16
+from qerl.formats.base import Format
 from qerl.formats.linear import CachedWeight, PackedLinear, moved_with_its_bits
-
-if TYPE_CHECKING:
-    from qerl.formats.base import Format
 
 # Weights that are decoded at once. Plain torch needs 6 bytes for each of them beside the result: 0.2 GiB on a GPU, and
 # on a CPU what stays in its cache.

@@ -16,15 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from qerl.base.errors import EngineError
+from qerl.checkpoint.experts import StateShapes
 from qerl.model.costs import LINEAR_S, LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
 from qerl.plan.engine_memory import GIB
 from qerl.plan.sizes import ModelSizes, RecipeName, TeacherWork, rounding_work
-
-if TYPE_CHECKING:
-    from qerl.checkpoint.experts import StateShapes
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster

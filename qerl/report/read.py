@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import FiniteFloat, PlainValidator, model_validator
+from rich.console import Console
 
 from qerl.base.errors import ConfigError, DataError
 from qerl.base.files import no_folder, parse_json, read_lines
@@ -30,9 +31,6 @@ from qerl.base.read_back import OF_EVALUATION, Row, Shape, read_object, read_row
 from qerl.checkpoint.folder import LOCK, MODEL, adapter_damage, adapters_of_run, is_begun
 from qerl.config.objectives import RunKind
 from qerl.config.recipe import read_config
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PREFIX = "dynamic_sampling/"
 SUMMED = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tokens", "filled_groups")

@@ -4,8 +4,6 @@ Ours are the folders, the id by which a resumed run continues, the resolved reci
 completions as tables of at most ROWS rows. The trainer's arguments name project and run (training/trainer.py).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -14,8 +12,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import TrainerCallback
 from transformers.integrations import (
     MLflowCallback,
     SwanLabCallback,
@@ -27,14 +26,10 @@ from transformers.integrations import (
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
 from qerl.config.data import without_secrets
+from qerl.config.schema import RunConfig
 from qerl.report.read import FINISHED, STOPPED, has_result
 from qerl.report.sections import flatten
 from training.run_dir.folder import IDS
-
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
-
-    from qerl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
