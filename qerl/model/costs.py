@@ -7,9 +7,9 @@ LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a voc
 # token is between 6.7 (Llama 2 7B) and 68 times (Qwen2.5 3B) the size of its keys and values.
 REPEATED = 6
 BEGUN = 11  # tokens that a completion counts as at least, for the states that it goes on from: see `Shapes._hybrid`
-LINEAR_S = (
-    29e-3  # that a layer with linear attention takes of a micro-batch beside its products: see docs/lab/cost-model.md
-)
+# What a layer with linear attention takes of a micro-batch beside its products, in both directions: the host needs
+# LINEAR_S at least, and an H200 as long for BUSY tokens times value heads (docs/lab/cost-model.md).
+LINEAR_S, BUSY = 29e-3, 16384 * 32
 UNRECORDED = 255  # in the recorded ids of experts: the choice is not known, and the trainer makes its own
 
 

@@ -216,7 +216,9 @@ def keep_timings(kernel: str, what: str) -> None:
     Timing them takes minutes, and a run that is resumed would otherwise choose anew, with other bits.
     """
     os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    folder = Path(
+        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    )
     if not any(folder.glob(f"*/{kernel}*.autotune.json")):
         logger.info(
             "linear attention: the first %s on a card takes two to three minutes longer, in which Triton times "
@@ -253,6 +255,7 @@ def register_products() -> None:
 
 
 CHUNK = 64  # tokens that are computed at once
+KEY_HEADS = 4  # whose chunks are gathered at once at least
 GATHERED = 2**17  # tokens times value heads whose chunks are gathered at once: 0.7 GiB for heads of 128, by calculation
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -289,7 +292,7 @@ def products_backward(
     assert not state_v_first, "the gated delta rule of packed rows keeps its states by key dimension"
     rows = chunk_rows(cu_seqlens, chunk_indices, q.shape[1], chunk_size)
     heads, shared = q.shape[2], v.shape[2] // q.shape[2]
-    groups = -(-heads // max(1, GATHERED // (rows.tokens.numel() * shared)))
+    groups = min(-(-heads // KEY_HEADS), -(-heads // max(1, GATHERED // (rows.tokens.numel() * shared))))
     bounds = [heads * number // groups for number in range(groups + 1)]
     found = []
     for first, last in pairwise(bounds):

@@ -5,10 +5,10 @@ input and runs twice. Fewer tokens at a time take less memory, but every micro-b
 additional tokens: it decodes all packed weights once in each direction (as long as 170 tokens take: 2.6 bytes per
 weight at 4 TB/s against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. With
 4 micro-batches instead of 8, a 7B's step of 3.6 s is 80 ms shorter (benchmarks/step-7b-qerl-tokens*.json). With experts
-it decodes many more weights than a token is multiplied by, and costs as many more tokens. With linear attention it
-waits for the host, as long as an H200 takes for 7,600 tokens of a 27B and 13,300 of a 9B; other cards are planned by
-that, too. Whole weights have a third pass, the products of their gradients, in which nothing is decoded but the sums
-are read and written. The plan compares the combinations that fit.
+it decodes many more weights than a token is multiplied by, and costs as many more tokens. With linear
+attention the host sets the pace of small micro-batches, and of larger ones the card. Whole weights have a third pass,
+the products of their gradients, in which nothing is decoded but the sums are read and written. The plan compares the
+combinations that fit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, Literal
 
 from qerl.base.errors import EngineError
 from qerl.checkpoint.experts import StateShapes
-from qerl.model.costs import LINEAR_S, LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
-from qerl.plan.engine_memory import GIB
+from qerl.model.costs import BUSY, LINEAR_S, LOGIT_TOKENS, REPEATED, even_budget, kept_bytes
+from qerl.plan.engine_memory import CARDS, GIB, Card
 from qerl.plan.sizes import ModelSizes, RecipeName, TeacherWork, rounding_work
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
-RATE = 530e12  # flops per second, by which further seconds of a micro-batch count as tokens
+RATE = 0.77  # share of a card's rate, by which further seconds of a micro-batch count as tokens
 DECODE_TOKENS = 170.0  # of these are for decoding the weights that a token is multiplied by, of 2.6 bytes each
 MARGIN = 0.08  # share of the available memory left for fragments and cuBLAS's workspaces
 # Plans whose cost is within these factors of the least count as equally fast. Recomputing has to save more than 2%:
@@ -50,6 +50,8 @@ class Footprint:
     teacher: int = 0  # while a teacher runs, before the policy keeps anything
     overhead: float = OVERHEAD_TOKENS  # what a micro-batch costs beside its tokens, as a number of further tokens
     gradients: float | None = None  # the same for the gradients of whole weights; None without
+    waits: float = 0.0  # as many tokens' time for the host in layers with linear attention, up to `busy` tokens;
+    busy: float = math.inf  # from there on these layers take as long for each token
 
     def needed(self, tokens: int, recomputed: int) -> int:
         """The peak of a micro-batch whose first `recomputed` layers recompute.
@@ -87,11 +89,12 @@ class Shapes:
     states: StateShapes | None = None  # of layers with linear attention
     linear: float = 0.0  # the share of such layers
     gemma: bool = False  # layers of Gemma 4, which are transformers' own
-    waits: float = 0.0  # tokens that take as long as a micro-batch waits for the host, where there is linear attention
+    waits: float = 0.0  # see Footprint
+    busy: float = math.inf
 
     @classmethod
-    def of(cls, sizes: ModelSizes, rank: int, trained: int) -> Shapes:
-        """Those of a model, with an adapter of `rank` and `trained` parameters in all."""
+    def of(cls, sizes: ModelSizes, rank: int, trained: int, card: Card | None = None) -> Shapes:
+        """Those of a model, with an adapter of `rank` and `trained` parameters in all; `card`: None if not known."""
         return cls(
             hidden=sizes.hidden,
             intermediate=sizes.inner,
@@ -108,7 +111,7 @@ class Shapes:
             states=sizes.states,
             linear=len(sizes.decoder.linear) / sizes.layers,
             gemma=bool(sizes.decoder.full),
-            waits=len(sizes.decoder.linear) * LINEAR_S * RATE / (4 * sizes.active),
+            **({} if card is None or sizes.states is None else _waiting(sizes, card)),
         )
 
     @property
@@ -161,9 +164,21 @@ class Shapes:
             # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
-            overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1) + self.waits,
+            overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1),
+            waits=self.waits,
+            busy=self.busy,
             gradients=gradients if self.gradient_bytes else None,
         )
+
+
+def _waiting(sizes: ModelSizes, card: Card) -> dict[str, float]:
+    seconds = len(sizes.decoder.linear) * LINEAR_S
+    return {"waits": seconds * RATE * card.tflops * 1e12 / (4 * sizes.active), "busy": busy_tokens(sizes, card)}
+
+
+def busy_tokens(sizes: ModelSizes, card: Card) -> float:
+    """The tokens of a micro-batch from which a card needs longer for layers with linear attention than its host."""
+    return BUSY / sizes.states.value_heads * card.gb_per_s / CARDS["h200"].gb_per_s
 
 
 def _mean_rows(sizes: ModelSizes, leaf: str) -> int:
@@ -198,6 +213,7 @@ class MicroBatchPlan:
             return 0.0
         tokens = self.micro_batch_tokens if tokens is None else tokens
         cost = (2 + self.recomputed(tokens) / footprint.layers) * (1 + footprint.overhead / tokens)
+        cost += 2 * footprint.waits / min(tokens, footprint.busy)
         return cost if footprint.gradients is None else cost + 1 + footprint.gradients / tokens
 
     def needed(self, tokens: int) -> int:

@@ -447,7 +447,7 @@ batch_hybridstep() {
     checkpoint qwen3.5-9b 9b-nvfp4
     checkpoint qwen3.5-9b 9b-16 --format bf16
     script step-9b-qerl 330 bench_step 9b-nvfp4 --steps 4
-    script step-9b-trl-tuned 330 bench_trl 9b-16 --tuned --steps 3 --micro-batch 8
+    script step-9b-trl-tuned 330 bench_trl 9b-16 --tuned --steps 3
 }
 
 batch_hybrid27() { # the states of 128 sequences and their attention's blocks take 25 GiB of an engine

@@ -15,6 +15,7 @@ from qerl.base.errors import EngineError
 from qerl.engine.memory import own_bytes
 from qerl.model.packed_attention import hidden_states, packed_attention_of
 from qerl.model.packing import pack
+from qerl.plan.engine_memory import Card, card_named
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from qerl.plan.sizes import sizes_of
 
@@ -66,10 +67,17 @@ def footprint_of(policy: Policy, wishes: Wishes, rank: int, entropy_gradient: bo
 def _shapes(policy: Policy, wishes: Wishes, rank: int) -> Shapes:
     trained = sum(parameter.numel() for parameter in policy.parameters())
     return replace(
-        model_shapes(policy.base_model.config.get_text_config(), rank, trained),
+        model_shapes(policy.base_model.config.get_text_config(), rank, trained, _this_card()),
         trained_bytes=policy.trained_bytes,
         **wishes.of_shapes,
     )
+
+
+def _this_card() -> Card | None:
+    """The known card that this process trains on; None on a CPU or an unknown one."""
+    if not torch.cuda.is_available():
+        return None
+    return card_named(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB)
 
 
 def recorded_plan(about: Mapping[str, Any], micro_batch_tokens: int | None) -> MicroBatchPlan | None:
@@ -83,9 +91,9 @@ def recorded_plan(about: Mapping[str, Any], micro_batch_tokens: int | None) -> M
     return plan if micro_batch_tokens in (None, plan.micro_batch_tokens) else None
 
 
-def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
+def model_shapes(config: PretrainedConfig, rank: int, trained: int, card: Card | None = None) -> Shapes:
     """The sizes of a model with this transformers config."""
-    return Shapes.of(sizes_of(config.to_dict(), "the model"), rank, trained)
+    return Shapes.of(sizes_of(config.to_dict(), "the model"), rank, trained, card)
 
 
 def measure_layer(model: PreTrainedModel) -> int:

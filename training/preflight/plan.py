@@ -139,7 +139,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     cache_tokens = int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype))
     if chosen := cache_tokens * _chosen_bytes(config, sizes):
         common[CHOSEN] = chosen
-    micro_batches, training = _trained(config, sizes, card.ranks, limit, common, problems)
+    micro_batches, training = _trained(config, sizes, card, limit, common, problems)
     seconds = step_seconds(config, sizes, card, micro_batches, full_lengths(config))
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK + room.prefill(config, sizes)},
@@ -167,23 +167,23 @@ def _plan_of_rows(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     weights, problems = int(sizes.weights_bytes(config.model.format)), []
     limit, _ = budget_bytes(int(card.memory_gib * GIB), None, config.memory.cap_gib, 0)
     common = {"weights": weights, **_trainer(config, sizes, card.ranks), "context": CONTEXT, "kernels": KERNELS}
-    micro_batches, training = _trained(config, sizes, card.ranks, limit, common, problems)
+    micro_batches, training = _trained(config, sizes, card, limit, common, problems)
     seconds, longest = step_seconds(config, sizes, card, micro_batches, full_lengths(config)), config.longest_row
     return Plan(card, sizes, limit, {"training": training}, seconds, micro_batches, 0, 0, longest, tuple(problems))
 
 
 def _trained(
-    config: RunConfig, sizes: ModelSizes, ranks: int, limit: int, common: dict[str, float], problems: list[Problem]
+    config: RunConfig, sizes: ModelSizes, card: Card, limit: int, common: dict[str, float], problems: list[Problem]
 ) -> tuple[MicroBatchPlan | None, dict[str, float]]:
     """The micro-batches beside what is always there, and what training takes then."""
-    footprint = _footprint(config, sizes, ranks)
+    footprint = _footprint(config, sizes, card)
     made = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     if config.kind.samples:
         tokens = largest_rows(config, sizes, made, full_lengths(config))[1]
     else:
         tokens = max(config.longest_row, made.micro_batch_tokens if made else 0)
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
-    return made, {**common, **_training(config, sizes, ranks, made.needed(tokens) if made else least)}
+    return made, {**common, **_training(config, sizes, card.ranks, made.needed(tokens) if made else least)}
 
 
 def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
@@ -374,9 +374,9 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
     return f"lower rollout.memory to {math.floor(digits * fitting / unit) / digits:g}"
 
 
-def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
-    trained, work = trainee_of(config).trained(sizes, ranks), teacher_work(config.distill, sizes)
-    shapes = Shapes.of(sizes, trainee_of(config).acting_rank, trained.count)
+def _footprint(config: RunConfig, sizes: ModelSizes, card: Card) -> Footprint:
+    trained, work = trainee_of(config).trained(sizes, card.ranks), teacher_work(config.distill, sizes)
+    shapes = Shapes.of(sizes, trainee_of(config).acting_rank, trained.count, card)
     shapes = replace(shapes, trained_bytes=trained.gradient_bytes, **wishes_of(config).of_shapes)
     found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)

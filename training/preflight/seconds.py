@@ -16,7 +16,8 @@ In a mixture of experts the weights of flops are those that a token is multiplie
 rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, and takes EXPERT_LAUNCH
 for each layer of experts. Training decodes all of them in each direction of every micro-batch.
 
-A layer with linear attention takes LINEAR_S of each micro-batch on top, whatever its tokens.
+A layer with linear attention takes LINEAR_S of each micro-batch on top, in which the host calls its kernels, or as long
+as the card needs for its tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.model.costs import BEGUN, LINEAR_S
 from qerl.plan.engine_memory import MAX_SEQUENCES, Card
-from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
+from qerl.plan.micro_batch_plan import MicroBatchPlan, busy_tokens, largest_micro_batch
 from qerl.plan.sizes import ModelSizes, rounding_seconds, rounds_to_four_bits, teacher_flops
 from qerl.plan.trained import trainee
 
@@ -82,7 +83,7 @@ def step_seconds(
     flops = _flops(config, recomputed) * _paced(sizes) * tokens + 4 * sizes.head * sequences * lengths.new
     passes = max(1.0, tokens / max(tokens_at_once, 1))  # one per micro-batch
     beside = _gradient_seconds(config, sizes, card, tokens)
-    beside += _expert_seconds(config, sizes, card, passes, recomputed) + len(sizes.decoder.linear) * LINEAR_S * passes
+    beside += _expert_seconds(config, sizes, card, passes, recomputed) + _linear_seconds(sizes, card, passes, tokens)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
     if rollout.carry_over:
         carried, decoding = _carried_over(config, sizes, card, lengths)
@@ -104,7 +105,7 @@ def _seconds_of_rows(config: RunConfig, sizes: ModelSizes, card: Card, micro_bat
     recomputed = micro_batches.recomputed(at_once) / sizes.layers if micro_batches else 0.0
     flops = (_flops(config, recomputed) * _paced(sizes) + 4 * sizes.head) * tokens
     passes = max(1.0, tokens / at_once)
-    beside = _expert_seconds(config, sizes, card, passes, recomputed) + len(sizes.decoder.linear) * LINEAR_S * passes
+    beside = _expert_seconds(config, sizes, card, passes, recomputed) + _linear_seconds(sizes, card, passes, tokens)
     return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens) + beside
 
 
@@ -132,6 +133,13 @@ def _expert_seconds(config: RunConfig, sizes: ModelSizes, card: Card, passes: fl
     format = formats.get(config.model.format)
     moved = sizes.of_experts * (format.bytes_per_weight + 2) if format.quantized else 0.0
     return passes * (2 + recomputed) * moved / (card.gb_per_s * 1e9)
+
+
+def _linear_seconds(sizes: ModelSizes, card: Card, passes: float, tokens: float) -> float:
+    """What layers with linear attention take beside their products in `passes` micro-batches of `tokens` in all."""
+    if sizes.states is None:
+        return 0.0
+    return len(sizes.decoder.linear) * LINEAR_S * max(passes, tokens / busy_tokens(sizes, card))
 
 
 def largest_rows(

