@@ -50,8 +50,8 @@ class Footprint:
     teacher: int = 0  # while a teacher runs, before the policy keeps anything
     overhead: float = OVERHEAD_TOKENS  # what a micro-batch costs beside its tokens, as a number of further tokens
     gradients: float | None = None  # the same for the gradients of whole weights; None without
-    waits: float = 0.0  # as many tokens' time for the host in layers with linear attention, up to `busy` tokens;
-    busy: float = math.inf  # from there on these layers take as long for each token
+    waits: float = 0.0  # the same for layers with linear attention, in a micro-batch of up to `busy` tokens
+    busy: float = 1.0  # of which a larger one costs as many `waits` as it has times so many tokens
 
     def needed(self, tokens: int, recomputed: int) -> int:
         """The peak of a micro-batch whose first `recomputed` layers recompute.
@@ -90,7 +90,7 @@ class Shapes:
     linear: float = 0.0  # the share of such layers
     gemma: bool = False  # layers of Gemma 4, which are transformers' own
     waits: float = 0.0  # see Footprint
-    busy: float = math.inf
+    busy: float = 1.0
 
     @classmethod
     def of(cls, sizes: ModelSizes, rank: int, trained: int, card: Card | None = None) -> Shapes:
