@@ -154,6 +154,13 @@ def test_a_run_that_died_resumes_to_the_same_numbers(finished, packed, tmp_path)
     assert same_adapters(result.adapter, finished / "adapter")
 
 
+def test_layers_that_recompute_learn_the_same_to_the_bit(finished, packed, tmp_path):
+    recomputes = small_config(packed, tmp_path, "loss.kl_coef=0.1", "run.gradient_checkpointing=true", steps=4)
+    result = start(recomputes, "tiny")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+
+
 def test_the_merged_model_is_what_transformers_opens(finished, packed, tmp_path):
     options = ExportOptions(adapter=str(finished), to="bf16", out=tmp_path / "out", prompt_count=2, max_new_tokens=4)
     report = export(options)
