@@ -285,9 +285,9 @@ def products_backward(
     (1, T, H, K), v, do and dv (1, T, HV, V), h and dh (1, chunks, HV, K, V), and chunk_indices (chunks, 2) has each
     chunk's sequence and its number there. dg is the gradient of g ln 2, not yet summed over later tokens.
 
-    The products are batched ones of cuBLAS, with copies of transposed operands. A group of heads takes 175 calls of
-    torch, which a host needs longer for than the card where tokens are few. For 16,384 tokens of 48 heads of 128
-    they are 116 GFLOP, and by calculation 12 to 15 GB are moved: 4 to 6 ms on an H100, 5% of a layer of 27B.
+    The products are batched ones of cuBLAS, with copies of transposed operands. For 16,384 tokens of 48 heads of 128
+    they are 116 GFLOP, and by calculation 12 to 15 GB are moved: 4 to 6 ms on an H100, 5% of a layer of 27B. A group of
+    heads takes 175 calls of torch, for which the host needs longer than the card where tokens are few.
     """
     assert not state_v_first, "the gated delta rule of packed rows keeps its states by key dimension"
     rows = chunk_rows(cu_seqlens, chunk_indices, q.shape[1], chunk_size)
