@@ -21,7 +21,6 @@ import os
 import re
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,13 +238,18 @@ def needs_products(capability: tuple[int, int], triton: str) -> bool:
 
 
 def register_products() -> None:
-    """Have fla-core compute `chunk_bwd_dqkwg` by `products_backward`. Remove it with Triton 3.7.1."""
+    """Have fla-core compute `chunk_bwd_dqkwg` by a kernel of ours. Remove it with Triton 3.7.1."""
     from fla.backends import BaseBackend, register
 
     class Products(BaseBackend):
         backend_type = "qerl"
         priority = 4  # TileLang's is 5, and lower ones come first
-        chunk_bwd_dqkwg = staticmethod(products_backward)
+
+        @staticmethod
+        def chunk_bwd_dqkwg(*args: Any, **names: Any) -> tuple[torch.Tensor, ...]:
+            from qerl.model.delta_products import products_backward
+
+            return products_backward(*args, **names)
 
         def chunk_bwd_dqkwg_verifier(self, *args: Any, **names: Any) -> tuple[bool, str | None]:
             packed = all(names.get(name) is not None for name in ("g", "w", "cu_seqlens"))
@@ -254,105 +258,7 @@ def register_products() -> None:
     register("common")(Products)
 
 
-CHUNK = 64  # tokens that are computed at once
-KEY_HEADS = 4  # whose chunks are gathered at once at least
-GATHERED = 2**17  # tokens times value heads whose chunks are gathered at once: 0.7 GiB for heads of 128, by calculation
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def products_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    h: torch.Tensor,
-    dh: torch.Tensor,
-    w: torch.Tensor | None = None,
-    g: torch.Tensor | None = None,
-    g_gamma: torch.Tensor | None = None,
-    dv: torch.Tensor | None = None,
-    scale: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    chunk_size: int = CHUNK,
-    chunk_indices: torch.Tensor | None = None,
-) -> Four:
-    """dq, dk (1, T, H, K), dw (1, T, HV, K) and dg, float32 (1, T, HV), as fla-core's `chunk_bwd_dqkwg`.
-
-    A chunk has the state h before it, the gradient dh of the state after it, and logarithms to base 2 of cumulative
-    decays g. Its output is scale (2^g q h + A v), with A = q k^T 2^(g_i - g_j) on and below the diagonal, and the state
-    after it 2^(g_last) h + (2^(g_last - g) k)^T v. There v stands for u - w h, and dv is its gradient. q and k are
-    (1, T, H, K), v, do and dv (1, T, HV, V), h and dh (1, chunks, HV, K, V), and chunk_indices (chunks, 2) has each
-    chunk's sequence and its number there. dg is the gradient of g ln 2, not yet summed over later tokens.
-
-    The products are batched ones of cuBLAS, with copies of transposed operands. For 16,384 tokens of 48 heads of 128
-    they are 116 GFLOP, and by calculation 12 to 15 GB are moved: 4 to 6 ms on an H100, 5% of a layer of 27B. A group of
-    heads takes 175 calls of torch, for which the host needs longer than the card where tokens are few.
-    """
-    assert not state_v_first, "the gated delta rule of packed rows keeps its states by key dimension"
-    rows = chunk_rows(cu_seqlens, chunk_indices, q.shape[1], chunk_size)
-    heads, shared = q.shape[2], v.shape[2] // q.shape[2]
-    groups = min(-(-heads // KEY_HEADS), -(-heads // max(1, GATHERED // (rows.tokens.numel() * shared))))
-    bounds = [heads * number // groups for number in range(groups + 1)]
-    found = []
-    for first, last in pairwise(bounds):
-        keyed = [each[0, :, first:last].repeat_interleave(shared, 1) for each in (q, k)]
-        valued = [each[0, :, first * shared : last * shared] for each in (v, do, dv, g)]
-        states = [each[0, :, first * shared : last * shared] for each in (h, dh)]
-        dq, dk, dw, dg = _of_heads((*keyed, *valued), states, rows, q.shape[-1] ** -0.5 if scale is None else scale)
-        dq, dk = (each.unflatten(1, (-1, shared)).sum(2) for each in (dq, dk))
-        found.append((dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype), dg))
-    return tuple(torch.cat(parts, 1)[None] for parts in zip(*found, strict=True))
-
-
-class Rows(NamedTuple):
-    """The tokens of each chunk; one that is not full goes on with its last token."""
-
-    tokens: torch.Tensor  # (chunks, size) int64
-    beyond: torch.Tensor  # (chunks, size) bool: which of them are not its own
-    own: torch.Tensor  # (T,) where each token is among the chunks * size
-
-
-def chunk_rows(starts: torch.Tensor, indices: torch.Tensor, tokens: int, size: int) -> Rows:
-    """The rows of chunks of sequences that begin at `starts` (N + 1,) in a row of so many tokens."""
-    begin = starts[indices[:, 0]] + size * indices[:, 1]
-    places = begin[:, None] + torch.arange(size, device=starts.device)
-    end = starts[indices[:, 0] + 1, None]
-    flat = torch.where(places < end, places, tokens).flatten()
-    own = torch.empty(tokens + 1, dtype=torch.int64, device=starts.device)
-    own.index_copy_(0, flat.long(), torch.arange(len(flat), device=starts.device))
-    return Rows(torch.minimum(places, end - 1).long(), places >= end, own[:tokens])
-
-
-def _of_heads(inputs: tuple[torch.Tensor, ...], states: list[torch.Tensor], rows: Rows, scale: float) -> Four:
-    """dq, dk, dw (T, heads, K) and dg (T, heads) of some heads, in float32 (float64 of float64)."""
-    q, k, v, do, dv, g = (each[rows.tokens].transpose(1, 2) for each in inputs)  # (chunks, heads, size, ...)
-    for each in (v, do, dv):
-        each.masked_fill_(rows.beyond[:, None, :, None], 0)
-    h, dh = (each.to(q.dtype) for each in states)
-    size, until = g.shape[-1], g[..., -1:] - g
-    above = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-    decays = (g[..., :, None] - g[..., None, :]).masked_fill_(above, -torch.inf).exp2_()
-    inner = (_product(do, v.mT) * decays * scale).to(q.dtype)
-    dw = -_product(dv, h.mT)
-    dk = _product(v, dh.mT) * until.exp2()[..., None]
-    of_last = g[..., -1:].exp2() * _product(h.flatten(2)[..., None, :], dh.flatten(2)[..., None])[..., 0]
-    of_last = of_last + (dk * k).sum((-2, -1))[..., None]
-    dq = _product(do, h.mT) * (g.exp2() * scale)[..., None] + _product(inner, k)
-    dk = dk + _product(inner.mT, q)
-    dg = (dq * q).sum(-1) - (dk * k).sum(-1)
-    is_last = ~rows.beyond & F.pad(rows.beyond[:, 1:], (0, 1), value=True)
-    dg = dg + is_last[:, None] * of_last
-    return tuple(each.transpose(1, 2).flatten(0, 1)[rows.own] for each in (dq, dk, dw, dg))
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b for the last two dimensions; of 16 bits the float32 sums as they are."""
-    if a.dtype in (torch.float32, torch.float64):
-        return a @ b
-    if not a.is_cuda:
-        return a.float() @ b.float()
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+CHUNK = 64  # tokens that the twin computes at once
 
 
 def delta_rule_twin(

@@ -3,7 +3,6 @@
 Gemma 4, whose layers differ too, is held to the same oracle.
 """
 
-import math
 import sys
 import types
 
@@ -15,8 +14,8 @@ from qerl.base.errors import EngineError
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.adapter_file import linear_targets
 from qerl.config.names import PROJECTIONS
-from qerl.model import gated_delta, packing
-from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, keep_timings, products_backward, states_of
+from qerl.model import packing
+from qerl.model.gated_delta import delta_rule, delta_rule_twin, fla_rule, keep_timings, states_of
 from qerl.model.layers import fuse_, recompute_by_
 from qerl.model.logprobs import token_logprobs
 from qerl.model.packed_attention import check_config, has_states, head_of, hidden_states, packed_attention_of
@@ -279,55 +278,4 @@ def test_where_gradients_of_fla_core_would_be_wrong_our_products_are_registered(
     fla_rule.cache_clear()
     assert fla_rule() is rule.chunk_gated_delta_rule
     fla_rule.cache_clear()
-    assert [(operation, found.priority < 5, found.chunk_bwd_dqkwg) for operation, found in seen] == (
-        [("common", True, products_backward)] if takes else []
-    )
-
-
-@pytest.mark.parametrize("gathered", [2**17, 3 * 1024, 1])
-def test_products_have_the_gradients_of_each_chunk(monkeypatch, gathered):
-    """Oracle: autograd in float64 of what a chunk computes, for sequences whose ends are off the grid of 64 tokens.
-
-    One has a state to begin with as any other chunk. Key heads have two value heads each, a head 1024 rows of chunks:
-    all are computed at once, or two and three, or each alone."""
-    monkeypatch.setattr(gated_delta, "GATHERED", gathered)
-    lengths, heads, shared, key_dim, value_dim = [1, 63, 64, 65, 150], 5, 2, 8, 12
-    generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
-    chunks = [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // 64))]
-
-    def rand(*shape):
-        return torch.randn(1, *shape, generator=generator, dtype=torch.float64)
-
-    values = heads * shared
-    q, k, w = rand(tokens, heads, key_dim), rand(tokens, heads, key_dim), rand(tokens, values, key_dim)
-    v, do, dv = (rand(tokens, values, value_dim) for _ in range(3))
-    h, dh = (rand(len(chunks), values, key_dim, value_dim) for _ in range(2))
-    starts, scale = torch.tensor([0, *lengths]).cumsum(0), 0.3
-    natural = torch.zeros(1, tokens, values, dtype=torch.float64)
-    exact = [torch.zeros_like(each) for each in (q, k, w, natural)]
-    for number, (sequence, index) in enumerate(chunks):
-        begin = int(starts[sequence]) + 64 * index
-        own = slice(begin, min(begin + 64, int(starts[sequence + 1])))
-        steps = -torch.rand(own.stop - own.start, values, generator=generator, dtype=torch.float64)
-        natural[0, own] = steps.cumsum(0)
-        leaves = [each[0, own].clone().requires_grad_() for each in (q, k, natural)]
-        q_, k_, g_ = leaves
-        q_, k_ = (each.repeat_interleave(shared, 1).transpose(0, 1) for each in (q_, k_))
-        v_, g_, state = v[0, own].transpose(0, 1), g_.t(), h[0, number]
-        decays = (g_[:, :, None] - g_[:, None]).masked_fill(torch.ones(len(steps), len(steps)).triu(1) > 0, -torch.inf)
-        out = scale * (g_.exp()[..., None] * (q_ @ state) + (q_ @ k_.mT * decays.exp()) @ v_)
-        after = g_[:, -1, None, None].exp() * state + ((g_[:, -1:] - g_).exp()[..., None] * k_).mT @ v_
-        loss = (out * do[0, own].transpose(0, 1)).sum() + (after * dh[0, number]).sum()
-        for place, gradient in zip((0, 1, 3), torch.autograd.grad(loss, leaves), strict=True):
-            exact[place][0, own] = gradient
-        exact[2][0, own] = -(dv[0, own].transpose(0, 1) @ state.mT).transpose(0, 1)
-    packed = {"cu_seqlens": starts, "chunk_indices": torch.tensor(chunks)}
-    g = natural / math.log(2)
-    found = products_backward(q, k, v, do, h, dh, w=w, g=g, dv=dv, scale=scale, **packed)
-    for name, mine, right in zip(("dq", "dk", "dw", "dg"), found, exact, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
-    narrow = [each.bfloat16() for each in (q, k, v, do, h, dh, w, dv)]
-    near = products_backward(*narrow[:6], w=narrow[6], g=g.float(), dv=narrow[7], scale=scale, **packed)
-    assert [each.dtype for each in near] == [*3 * [torch.bfloat16], torch.float32]
-    for mine, right in zip(near, exact, strict=True):
-        assert (mine.double() - right).norm() < 1e-2 * right.norm()
+    assert [(operation, found.priority < 5) for operation, found in seen] == ([("common", True)] if takes else [])
