@@ -20,6 +20,7 @@ VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 TIMEOUT_S = 10
 BF16_CAPABILITY = (8, 0)  # Ampere and newer
 FP8_CAPABILITY = (8, 9)  # for products of e4m3: Ada, Hopper and newer
+VLLM_ATTENDS = 10  # major capability of B200: vLLM has better kernels for prompts there than our attention goes with
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

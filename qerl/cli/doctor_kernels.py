@@ -8,10 +8,10 @@ from importlib.util import find_spec
 import torch
 
 from qerl import formats
-from qerl.base.devices import FP8_CAPABILITY
+from qerl.base.devices import FP8_CAPABILITY, VLLM_ATTENDS
 from qerl.base.errors import ConfigError
 from qerl.cli.doctor import Check
-from qerl.formats.cuda.nvrtc import has_kernels, has_portable_kernels
+from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels
 from qerl.formats.fp8 import kv, training
 from qerl.formats.fp8 import reference as fp8
 from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout, tuning
@@ -39,7 +39,8 @@ def kernel_checks() -> list[Check]:
             *found,
             kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device, (QERL,)), exact=True),
             kernel_check("kernel product (cuda, without Hopper's instructions)", lambda: _cuda_product(device)),
-            Check("ok", "kernel lora, attention (cuda)", "not used on this card: Hopper alone"),
+            *_attention_checks(device),
+            Check("ok", "kernel lora (cuda)", "not used on this card: Hopper alone"),
             Check("ok", "kernel choice", "a guess on this card: compare rollout.kernel: marlin, and tell us"),
             _tilings(device),
         ]
@@ -51,10 +52,19 @@ def kernel_checks() -> list[Check]:
         kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device, (QERL, HUMMING_WGMMA, MARLIN)), exact=True),
         kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
         kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
-        kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
-        kernel_check("kernel attention, 8-bit cache (cuda)", lambda: _cuda_attention(device, bits=8)),
+        *_attention_checks(device),
         _tilings(device),
     ]
+
+
+def _attention_checks(device: torch.device) -> list[Check]:
+    what, of = "kernel attention (cuda)", capability(device)
+    if of[0] == VLLM_ATTENDS:
+        return [Check("ok", what, "not used on this card: vLLM attends")]
+    found, what = [kernel_check(what, lambda: _cuda_attention(device))], "kernel attention, 8-bit cache (cuda)"
+    if of < FP8_CAPABILITY:
+        return [*found, Check("ok", what, f"not on compute capability {of}, which has no FP8")]
+    return [*found, kernel_check(what, lambda: _cuda_attention(device, bits=8))]
 
 
 def _tilings(device: torch.device) -> Check:
@@ -72,9 +82,9 @@ def _fp8_checks(device: torch.device) -> list[Check]:
         kernel_check("kernel decode fp8 (triton)", lambda: _fp8_decode(device), exact=True),
         kernel_check("kernel pack fp8 (triton)", lambda: _fp8_pack(device), exact=True),
     ]
-    what, capability = "kernel product fp8 (vllm)", torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
-        less = f"not on compute capability {capability}, which has no FP8: train on {formats.DEFAULT.label} weights"
+    what, of = "kernel product fp8 (vllm)", torch.cuda.get_device_capability(device)
+    if of < FP8_CAPABILITY:
+        less = f"not on compute capability {of}, which has no FP8: train on {formats.DEFAULT.label} weights"
         return [*found, Check("ok", what, less)]
     found.append(kernel_check("kernel product fp8, one scale (torch)", lambda: _fp8_tensorwise(device)))
     if find_spec("vllm") is None:

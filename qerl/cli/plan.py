@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl import formats
-from qerl.base.devices import best_card, visible_cards
+from qerl.base.devices import VLLM_ATTENDS, best_card, visible_cards
 from qerl.base.errors import ConfigError
 from qerl.base.printable import SafeConsole
 from qerl.checkpoint.activations import GRPO_WARNING
@@ -251,7 +251,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         )
     ours = rollout.kernel in ("auto", "qerl") and "qerl" in formats.get(config.model.format).kernels
     if ours and made.card.capability is not None:
-        lines += _about_tilings(made.card)
+        lines += _about_tilings(made.card) + _about_attention(config, made)
     return lines
 
 
@@ -265,6 +265,15 @@ def _about_tilings(card: Card) -> list[str]:
         return []
     kernel = "Hopper" if card.capability == MEASURED else "cards from Ampere on"
     return [f"Decoding multiplies by qerl's kernel for {kernel}; its tilings are {said_of(table, card.capability)}."]
+
+
+def _about_attention(config: RunConfig, made: Plan) -> list[str]:
+    """That a decode step attends by our kernel on a card where it was not measured."""
+    sizes = made.sizes
+    ours = sizes.states is None and not sizes.decoder.full and config.rollout.kv_cache_dtype in ("auto", "fp8")
+    if not ours or made.card.capability[0] in (MEASURED[0], VLLM_ATTENDS):
+        return []
+    return ["Decode steps attend by qerl's kernel, too, at a guess; rollout.kernel: marlin takes vLLM's for both."]
 
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:

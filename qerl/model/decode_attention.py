@@ -1,8 +1,8 @@
-"""Decode-step attention on Hopper: one new token per sequence, over a paged KV cache that its key and value go into.
+"""Decode-step attention: one new token per sequence, over a paged KV cache that its key and value go into.
 
-The fast twin of `reference_attend_`; `qerl/formats/cuda/sources/attend.cu` explains how it works. Its limit is the size
-of the keys and values, 4 * tokens * key heads * head_dim bytes (half of it for a cache in 8 bits), divided by the
-memory bandwidth.
+The fast twin of `reference_attend_` on every card from Ampere on; `qerl/formats/cuda/sources/attend.cu` explains how it
+works. Its limit is the size of the keys and values, 4 * tokens * key heads * head_dim bytes (half of it for a cache in
+8 bits), divided by the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from qerl.formats.cuda import nvrtc
 from qerl.formats.cuda.nvrtc import Kernel, Launch, Variant, kernel
 from qerl.formats.fp8.kv import decode, encode
 
@@ -32,35 +33,54 @@ class Split(NamedTuple):
     blocks: int  # per multiprocessor
 
 
-class Splits(NamedTuple):
-    """With `few` key heads more warps share a head; with `many` a block waits less for its slowest warp."""
+class Build(NamedTuple):
+    """The kernel as it is compiled and launched on a kind of card.
+
+    With `few` key heads more warps share a head; with `many` a block waits less for its slowest warp.
+    """
 
     few: Split
     many: Split
+    early: bool = False  # whether a launch may start while the one before it ends, which Hopper was the first to have
+    architecture: str = ""  # as for `nvrtc.kernel`
+
+    def split_for(self, sequences: int, key_heads: int) -> Split:
+        return self.many if sequences * key_heads >= MANY_HEADS else self.few
 
 
 # By the bits of the cache: codes take fewer registers than bfloat16, so that more warps have loads in flight.
-SPLITS = {16: Splits(Split(4, 3), Split(2, 6)), 8: Splits(Split(4, 4), Split(2, 8))}
+HOPPER = {16: Build(Split(4, 3), Split(2, 6), early=True), 8: Build(Split(4, 4), Split(2, 8), early=True)}
+# A guess: no such card has timed it. So many blocks leave all values in registers, on 12.0 too, where most are needed.
+OTHERS = {16: Build(Split(4, 2), Split(2, 4)), 8: Build(Split(4, 3), Split(2, 6))}
 MANY_HEADS = 512  # key heads, counted over all sequences, from which `many` is faster
 
 
-def split_for(sequences: int, key_heads: int, bits: int = 16) -> Split:
-    return SPLITS[bits].many if sequences * key_heads >= MANY_HEADS else SPLITS[bits].few
+def build_for(device: torch.device, bits: int) -> Build:
+    return (HOPPER if nvrtc.has_kernels(device) else OTHERS)[bits]
 
 
 class Space:
     """Kernels and work space of `attend_`, shared by all layers of a model. Create it before a graph is captured.
 
-    `bits` is the width of an element of the cache, 16 or 8.
+    `bits` is the width of an element of the cache, 16 or 8; 8 needs `FP8_CAPABILITY`. `build` is for measurements.
     """
 
-    def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device, bits: int = 16) -> None:
+    def __init__(
+        self,
+        sequences: int,
+        key_heads: int,
+        head_dim: int,
+        device: torch.device,
+        bits: int = 16,
+        build: Build | None = None,
+    ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.key_heads, self.head_dim, self.bits = key_heads, head_dim, bits
-        few, many = SPLITS[bits]
+        self.build = build or build_for(device, bits)
+        few, many = self.build.few, self.build.many
         self.blocks = {split: split.blocks * processors for split in (few, many)}
-        self.kernels = {split: _load("attend", head_dim, split, bits) for split in (few, many)}
-        self._write_plans = _load("attend_plan", head_dim, few, bits)
+        self.kernels = {split: self._load("attend", split) for split in (few, many)}
+        self._write_plans = self._load("attend_plan", few)
         most = 2 * self.blocks[many] * GROUP
         plans = torch.zeros(sum(self.blocks.values()) + 2, 4, dtype=torch.int32, device=device)
         self._plans = plans
@@ -76,14 +96,14 @@ class Space:
         graph is captured for a fixed number. Nothing has to survive from one step to the next: vLLM allocates this
         space in the memory of its KV cache, which a sleep gives back.
         """
-        of_splits = (number for split in SPLITS[self.bits] for number in (self.blocks[split], split.warps))
+        splits = (self.build.few, self.build.many)
+        of_splits = (number for split in splits for number in (self.blocks[split], split.warps))
         sizes = (len(lengths), self.key_heads, *of_splits, MAX_SHARERS, SLACK)
         self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, self.done, lengths, *sizes)
 
-
-def _load(entry: str, head_dim: int, split: Split, bits: int) -> Kernel:
-    source, defines = variant(head_dim, split, bits)
-    return kernel(source, entry, defines)
+    def _load(self, entry: str, split: Split) -> Kernel:
+        source, defines = variant(self.head_dim, split, self.bits)
+        return kernel(source, entry, defines, self.build.architecture)
 
 
 class Plan(NamedTuple):
@@ -154,8 +174,10 @@ def rotates(head_dim: int, bits: int) -> bool:
     return bits == 16 and head_dim >= 64
 
 
-def variants(head_dim: int, bits: int = 16) -> list[Variant]:
-    return [variant(head_dim, split, bits) for split in SPLITS[bits]]
+def variants(head_dim: int, bits: int, device: torch.device) -> list[Variant]:
+    """What has to be compiled for a model on `device`."""
+    build = build_for(device, bits)
+    return [variant(head_dim, split, bits) for split in (build.few, build.many)]
 
 
 def variant(head_dim: int, split: Split, bits: int) -> Variant:
@@ -183,9 +205,9 @@ def attend_(
         raise ValueError(
             f"heads of {space.head_dim} values over a cache in {space.bits} bits have to be rotated before"
         )
-    split = split_for(len(query), space.key_heads, space.bits)
+    split = space.build.split_for(len(query), space.key_heads)
     space.kernels[split](
-        Launch((space.blocks[split], 1, 1), 32 * split.warps, early=True),
+        Launch((space.blocks[split], 1, 1), 32 * split.warps, early=space.build.early),
         *(query, key, value),
         *(cache.keys, cache.values),
         out,

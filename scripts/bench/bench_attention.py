@@ -6,7 +6,8 @@
 One call writes the new tokens to the cache and attends. It is timed in a CUDA graph over more layers than the card's
 cache holds. The limit is the bytes of keys and values divided by the bandwidth of a copy. `mixed` draws lengths from 64
 to 1000 tokens. With --bits 8 the cache has e4m3 codes; FlashAttention then rounds queries to 8 bits as well, which is
-timed with the rest. --splits 4x3,2x6 takes other numbers of warps and blocks than the kernel's own.
+timed with the rest. --architecture compute_80 also times what other cards run, as code of that capability which the
+driver translates for this one. --splits 4x3,2x6 takes other numbers of warps and blocks than the kernels' own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +35,32 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--bits", type=int, choices=(16, 8), default=16)
+    parser.add_argument("--architecture", help="compute_80, or for 8 bits compute_89")
     parser.add_argument("--splits", help="for few and for many heads, as WARPSxBLOCKS,WARPSxBLOCKS")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_card("vllm")
-    if arguments.splits:
-        take_splits(arguments.bits, arguments.splits)
     bandwidth = copy_gb_per_s()
     cases = [*((sequences, length) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")), LONG]
     rows = [row(arguments, sequences, length, bandwidth) for sequences, length in cases]
-    report = {"command": command(), **machine(), "gb_per_s": bandwidth, "us": rows}
-    write(report, arguments.out)
+    write({"command": command(), **machine(), "gb_per_s": bandwidth, "us": rows}, arguments.out)
     for entry in rows:
-        line = "{sequences:5} x {tokens!s:>5}  ours {ours:7.2f}  flash attention {flash:7.2f}  limit {limit:7.2f}"
-        print(line.format(**entry))
+        print("  ".join(f"{name} {value!s:>6}" for name, value in entry.items()))
 
 
-def take_splits(bits: int, text: str) -> None:
-    from qerl.model import decode_attention
+def builds(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Our kernel as this card has it, and as others do."""
+    import torch
 
-    given = [decode_attention.Split(*map(int, one.split("x"))) for one in text.split(",")]
-    decode_attention.SPLITS[bits] = decode_attention.Splits(*given)
+    from qerl.model.decode_attention import OTHERS, Split, build_for
+
+    found = {"ours": build_for(torch.device("cuda", 0), arguments.bits)}
+    if arguments.architecture:
+        found["others"] = OTHERS[arguments.bits]._replace(architecture=arguments.architecture)
+    if arguments.splits:
+        few, many = (Split(*map(int, one.split("x"))) for one in arguments.splits.split(","))
+        found = {name: build._replace(few=few, many=many) for name, build in found.items()}
+    return found
 
 
 def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwidth: float) -> dict[str, Any]:
@@ -61,23 +68,21 @@ def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwi
 
     from qerl.formats.nvfp4.tuning import graph_us
 
-    longest = 1000 if length == "mixed" else length
+    low, longest = (64, 1000) if length == "mixed" else (length, length)
     generator = torch.Generator("cuda").manual_seed(sequences)
-    low = 64 if length == "mixed" else longest
     lengths = torch.randint(low, longest + 1, (sequences,), generator=generator, device="cuda", dtype=torch.int32)
-    ours, flash = calls(arguments, lengths, longest)
+    times = {name: graph_us([call]) for name, call in calls(arguments, lengths, longest).items()}
     needed = 2 * int(lengths.sum()) * arguments.key_heads * arguments.head_dim * arguments.bits // 8
     return {
         "sequences": sequences,
         "tokens": length,
-        "ours": round(graph_us([ours]) / LAYERS, 2),
-        "flash": round(graph_us([flash]) / LAYERS, 2),
+        **{name: round(us / LAYERS, 2) for name, us in times.items()},
         "limit": round(needed / bandwidth / 1e3, 2),
     }
 
 
-def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Two functions that do the same work for all layers, by our kernel and by vLLM's."""
+def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> dict[str, Callable[[], None]]:
+    """Functions that do the same work for all layers, by our kernel (`builds`) and by vLLM's."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -98,8 +103,10 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
     slots = table.gather(1, last[:, None] // PAGE)[:, 0].long() * PAGE + last % PAGE
     query, key, value = (torch.randn(count, n, dim, **numbers) for n in (heads, key_heads, key_heads))
     out, scale, batch = torch.empty_like(query), dim**-0.5, Batch(table, lengths, slots)
-    space = Space(count, key_heads, dim, query.device, arguments.bits)
-    space.plan_(lengths)
+    sizes = count, key_heads, dim, query.device, arguments.bits
+    spaces = {name: Space(*sizes, build) for name, build in builds(arguments).items()}
+    for space in spaces.values():
+        space.plan_(lengths)
     starts = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     options = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "max_seqlen_k": longest, "causal": True}
     options |= {"window_size": [-1, -1], "num_splits": 32}  # vLLM's limit in CUDA graphs
@@ -109,7 +116,7 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
     descale = one.expand(count, key_heads)
     rounded = {"q_descale": descale, "k_descale": descale, "v_descale": descale} if eight else {}
 
-    def ours() -> None:
+    def ours(space: Space) -> None:
         for cache in layers:
             attend_(out, (query, key, value), cache, batch, scale, space)
 
@@ -123,7 +130,7 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
             inputs |= {"seqused_k": lengths, "softmax_scale": scale, "scheduler_metadata": schedule, "fa_version": 3}
             flash_attn_varlen_func(**inputs, **options)
 
-    return ours, flash
+    return {**{name: partial(ours, space) for name, space in spaces.items()}, "flash": flash}
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ the sum over splits): for a 7B model on an H200, 14.6 us per layer for one seque
 tokens, whose keys and values are 73 MB. Ours is one launch. All other steps are left to FlashAttention. Remove when
 vLLM's own decode attention is no slower.
 
-With keys and values in 8 bits FlashAttention would also round queries and the weights of the softmax, which neither the
-trainer nor our kernel does. So all other steps are computed there by vLLM's Triton kernel, which decodes keys and
-values and multiplies in 16 bits.
+With keys and values in 8 bits FlashAttention 3 would also round queries and the weights of the softmax, which neither
+the trainer nor our kernel does, and FlashAttention 2, that of other cards than Hopper, takes none. So all other steps
+are computed there by vLLM's Triton kernel, which decodes keys and values and multiplies in 16 bits.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class DecodeImpl(FlashAttentionImpl):
         plain = plain and self.kv_sharing_target_layer_name is None
         plain = plain and self.kv_cache_dtype in ("auto", "bfloat16", *EIGHT_BITS)
         self.decodes = plain and takes(self.num_heads, self.num_kv_heads, self.head_size)
-        self._in_8_bits = self.decodes and self.kv_cache_dtype in EIGHT_BITS
+        takes_8_bits = self.vllm_flash_attn_version == 3
+        self._in_8_bits = self.kv_cache_dtype in EIGHT_BITS and (self.decodes or not takes_8_bits)
         self._shape = (self.num_kv_heads, self.head_size, 8 if self._in_8_bits else 16)
         self.angles: torch.Tensor | None = None
         if self._in_8_bits:  # vLLM then hands queries on as they are
@@ -149,7 +150,7 @@ class DecodeImpl(FlashAttentionImpl):
             causal=True,
             window_size=self.sliding_window,
             block_table=metadata.block_table,
-            softcap=0,
+            softcap=self.logits_soft_cap,
             q_descale=None,
             k_descale=layer._k_scale,
             v_descale=layer._v_scale,
@@ -160,6 +161,10 @@ class DecodeImpl(FlashAttentionImpl):
 
 class DecodeBackend(FlashAttentionBackend):
     forward_includes_kv_cache_update = True
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype in EIGHT_BITS or super().supports_kv_cache_dtype(kv_cache_dtype)
 
     @staticmethod
     def get_name() -> str:

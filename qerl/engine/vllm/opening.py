@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
-from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY
+from qerl.base.devices import BF16_CAPABILITY, FP8_CAPABILITY, VLLM_ATTENDS
 from qerl.base.errors import (
     CAP_GIB,
     ENGINE,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from qerl.engine.options import EngineOptions
 
 logger = logging.getLogger(__name__)
-
 
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # the variable by which vLLM lets a graph stop at attention, and go on
@@ -313,7 +312,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin, "gdn_prefill_backend": "triton"},
         **({"hf_overrides": overrides} if (overrides := settings.overrides()) else {}),
         **({"load_format": vllm_plugin.LOADER} if settings.served else {}),
-        **({"attention_config": {"backend": "CUSTOM"}} if _takes_our_attention(settings) else {}),
+        **attention_config(settings, kernel),
         "compilation_config": {"mode": 0, "cudagraph_mode": graphs_of_steps()},
         **settings.for_states(),
     }
@@ -326,16 +325,21 @@ def vllm_method(format: str) -> str:
     return method
 
 
-def _takes_our_attention(settings: Settings) -> bool:
-    """Whether our kernel computes attention in decode steps. Not beside states, whose pages vLLM pads keys and values
-    to, nor for the head sizes of Gemma 4: vLLM takes FlashAttention 4 or Triton's kernel in all of its layers."""
+def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
+    """vLLM's argument by which our kernel attends in decode steps. None beside states, whose pages vLLM pads keys and
+    values to, for the head sizes of Gemma 4, nor for who asks for another product where ours was not measured."""
     import torch
 
-    from qerl.formats.cuda.nvrtc import has_kernels
+    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels
 
     if settings.decoder.linear or settings.decoder.full or settings.options.kv_cache_dtype not in ("auto", "fp8"):
-        return False
-    return has_kernels(torch.device("cuda", torch.cuda.current_device()))
+        return {}
+    if has_kernels(device := torch.device("cuda", torch.cuda.current_device())):
+        return {"attention_config": {"backend": "CUSTOM"}}
+    if not has_portable_kernels(device) or capability(device)[0] == VLLM_ATTENDS or kernel not in ("qerl", ""):
+        return {}
+    # Version 2 is vLLM's choice there for all other steps; a Hopper that stands in for such a card takes it by this.
+    return {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}
 
 
 def graphs_of_steps() -> str:
@@ -442,10 +446,10 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
         return
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
     ours = sizes.head_dim in decode_attention.HEAD_DIMS and sizes.states is None and not sizes.decoder.full
-    attention = decode_attention.variants(sizes.head_dim, bits) if ours else []
+    attention = decode_attention.variants(sizes.head_dim, bits, device) if ours else []
     needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
     if not nvrtc.has_kernels(device):
-        needed, attention = [portable.variants], []
+        needed = [portable.variants]
     widths = {columns for _, columns in [*sizes.projections.values(), *sizes.of_full.values()]}
     nvrtc.compile_ahead(
         [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]

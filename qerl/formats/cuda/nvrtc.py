@@ -107,18 +107,33 @@ def _end(waiting: deque[_Job], threads: list[threading.Thread]) -> None:
 Variant = tuple[str, tuple[str, ...]]  # a source in `FOLDER`, and the macros it is compiled with ("TILES=2")
 
 
+def capability(device: torch.device | None = None) -> tuple[int, int]:
+    """The compute capability that our kernels are chosen and compiled for: that of `device`, or of the current one.
+
+    QERL_CAPABILITY=8.0 has a Hopper run what a card of 8.0 would, as code that the driver translates: for trying what
+    cards that are not at hand get.
+    """
+    if stands_in():
+        major, minor = os.environ["QERL_CAPABILITY"].split(".")
+        return int(major), int(minor)
+    return torch.cuda.get_device_capability(device)
+
+
+def stands_in() -> bool:
+    """Whether the card runs what another one would."""
+    return bool(os.environ.get("QERL_CAPABILITY"))
+
+
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Whether our CUDA kernels run on `device`: it must be a Hopper card, with the CUDA bindings that torch brings."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return _has_bindings()
+    return device.type == "cuda" and capability(device)[0] == 9 and _has_bindings()
 
 
 @cache
 def has_portable_kernels(device: torch.device) -> bool:
     """Whether the kernels for every card from Ampere on run on `device`; they also need torch's CUDA bindings."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY and _has_bindings()
+    return device.type == "cuda" and capability(device) >= BF16_CAPABILITY and _has_bindings()
 
 
 def _has_bindings() -> bool:
@@ -261,7 +276,7 @@ class Binaries:
     def _work(self, source: str, defines: tuple[str, ...], architecture: str = "") -> tuple[Path, Callable[[], bytes]]:
         """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
         text, headers = source_texts(source)
-        architecture = architecture or _architecture(torch.cuda.get_device_capability())
+        architecture = architecture or _architecture(capability())
         key = hashlib.sha256(
             repr((text, headers, defines, architecture, self._compiler_version())).encode()
         ).hexdigest()[:24]
@@ -278,8 +293,8 @@ class Binaries:
         return binary
 
 
-def _architecture(capability: tuple[int, int]) -> str:
-    return f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
+def _architecture(of: tuple[int, int]) -> str:
+    return f"{'compute' if stands_in() else 'sm'}_{of[0]}{of[1]}{'a' if of >= (9, 0) else ''}"
 
 
 BINARIES = Binaries()

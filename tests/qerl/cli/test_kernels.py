@@ -28,27 +28,31 @@ def test_a_kernel_that_cannot_start_is_an_error_in_one_line():
 
 
 @pytest.mark.parametrize(
-    ("hopper", "ampere", "tried", "said"),
+    ("capability", "tried", "said"),
     [
-        (True, True, {"decode", "product", "lora", "attention"}, ""),
-        (False, True, {"decode", "product"}, "a guess on this card: compare rollout.kernel: marlin"),
-        (False, False, set(), "they need a card from Ampere on"),
+        ((9, 0), {"decode", "product", "lora", "attention", "attention, 8-bit cache"}, ""),
+        ((8, 9), {"decode", "product", "attention", "attention, 8-bit cache"}, "a guess on this card: compare"),
+        ((8, 6), {"decode", "product", "attention"}, "not on compute capability (8, 6), which has no FP8"),
+        ((10, 0), {"decode", "product"}, "not used on this card: vLLM attends"),
+        ((7, 5), set(), "they need a card from Ampere on"),
     ],
 )
-def test_which_of_our_kernels_a_card_runs(monkeypatch, tmp_path, hopper, ampere, tried, said):
+def test_which_of_our_kernels_a_card_runs(monkeypatch, tmp_path, capability, tried, said):
     """A kernel of each card is named by its task and `(cuda`; what is not run says why."""
+    hopper, ampere = capability == (9, 0), capability >= (8, 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(doctor_kernels, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(doctor_kernels, "has_portable_kernels", lambda device: ampere)
-    card = tuning.Card("NVIDIA A10", (9, 0) if hopper else (8, 6), 72)
+    card = tuning.Card("NVIDIA A10", capability, 72)
     monkeypatch.setattr(tuning, "card_at", lambda device: card)
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     names = []
     monkeypatch.setattr(doctor_kernels, "kernel_check", lambda name, *rest, **kind: names.append(name))
     lines = [check for check in kernel_checks() if check is not None]
-    assert {name.split()[1].rstrip(",") for name in names if "(cuda" in name} == tried
+    ours = (name.removeprefix("kernel ").partition(" (cuda") for name in names)
+    assert {task for task, of_cuda, _ in ours if of_cuda} == tried
     assert said in " ".join(check.found for check in lines)
     tilings = [check.found for check in lines if check.what == "kernel tilings"]
     assert len(tilings) == ampere

@@ -1,9 +1,13 @@
 """Attention of new tokens over a paged cache.
 
-On a CPU the twin is compared with torch's attention, and the division of sequences is checked. With `-m gpu` the CUDA
-kernel is compared with the twin; last run on an H100, 2026-11-25, at 6a3171c.
+On a CPU the twin is compared with torch's attention, the division of sequences is checked, and the kernel is compiled
+for every kind of card. With `-m gpu` the CUDA kernel is compared with the twin; last run on an H100, 2026-11-25, at
+6a3171c, before a Hopper also ran the code of other cards here.
 """
 
+import re
+import shutil
+import subprocess
 from dataclasses import replace
 from math import e
 
@@ -11,11 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qerl.formats.cuda import nvrtc
 from qerl.formats.fp8.kv import decode, encode
 from qerl.model import decode_attention
 from qerl.model.decode_attention import (
+    HOPPER,
     NONE,
-    SPLITS,
+    OTHERS,
     TILE,
     Batch,
     Cache,
@@ -28,6 +34,22 @@ from qerl.model.decode_attention import (
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 NO_SLOT = -1
 SCALES = (2.0**-6, 2.0**-7)  # of keys and values in 8 bits; a value of 3.5 or more saturates
+NVCC = shutil.which("nvcc")
+MAX_SHARED = 99 * 1024  # bytes of shared memory that a block may have on the cards with the least (8.6, 8.9, 12.0)
+OF_OTHERS = {16: "compute_80", 8: "compute_89"}  # the oldest cards that take a cache of so many bits
+
+
+@pytest.fixture(params=["own", "others"])
+def card(request, monkeypatch):
+    """The kernel of the card at hand, then that of other cards, as code that the driver translates for this one."""
+    if request.param == "others":
+        take(monkeypatch, OTHERS)
+
+
+def take(monkeypatch, builds):
+    """Build the kernel as other cards do."""
+    as_others = {bits: builds[bits]._replace(early=False, architecture=of) for bits, of in OF_OTHERS.items()}
+    monkeypatch.setattr(decode_attention, "build_for", lambda device, bits: as_others[bits])
 
 
 def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16):
@@ -106,9 +128,46 @@ def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_
 def test_which_heads_the_kernel_supports_and_that_many_take_smaller_blocks():
     sizes = (28, 4, 128), (40, 4, 128), (8, 8, 80)
     assert [decode_attention.takes(*each) for each in sizes] == [True, False, False]
-    few, many = SPLITS[16]
-    for sequences, split in ((1, few), (127, few), (128, many), (256, many)):
-        assert decode_attention.split_for(sequences, 4) is split
+    build = HOPPER[16]
+    for sequences, split in ((1, build.few), (127, build.few), (128, build.many), (256, build.many)):
+        assert build.split_for(sequences, 4) is split
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_only_hopper_starts_early_and_only_its_warps_may_lack_registers(monkeypatch, hopper):
+    monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
+    builds = [decode_attention.build_for(torch.device("cuda", 0), bits) for bits in (16, 8)]
+    assert [(build.early, build.few.warps * build.few.blocks) for build in builds] == (
+        [(True, 12), (True, 16)] if hopper else [(False, 8), (False, 12)]
+    )
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize("head_dim", decode_attention.HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("cards", "builds", "bits"),
+    [
+        ({"compute_80": ["sm_80", "sm_86", "sm_89"], "compute_120": ["sm_120"]}, OTHERS, 16),
+        ({"compute_89": ["sm_89"], "compute_120": ["sm_120"]}, OTHERS, 8),
+        ({"compute_90a": ["sm_90a"]}, HOPPER, 16),
+        ({"compute_90a": ["sm_90a"]}, HOPPER, 8),
+    ],
+    ids=["others", "others-8-bits", "hopper", "hopper-8-bits"],
+)
+def test_registers_and_shared_memory_suffice_on_every_card(cards, builds, bits, head_dim, tmp_path):
+    """Hopper's has two values in memory for a head of 128, and was measured with them."""
+    for split in (builds[bits].few, builds[bits].many):
+        source, defines = decode_attention.variant(head_dim, split, bits)
+        targets = [f"-gencode=arch={of},code=[{','.join(names)}]" for of, names in cards.items()]
+        macros = [f"-D{define}" for define in defines]
+        command = [NVCC, "-std=c++17", "-fatbin", "-Xptxas=-v", *targets, *macros, str(nvrtc.FOLDER / source)]
+        done = subprocess.run([*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        pattern = r"'attend' for '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers.*?(\d+) bytes smem"
+        found = re.findall(pattern, done.stderr, re.DOTALL)
+        assert sorted(card for card, *_ in found) == sorted(name for names in cards.values() for name in names)
+        allowed = 8 if builds is HOPPER and (head_dim, bits) == (128, 16) else 0
+        assert [each for each in found if int(each[1]) > allowed or int(each[3]) > MAX_SHARED] == []
 
 
 @pytest.mark.parametrize("lengths", [[1], [2000], [0, 0, 0], [17, 0, 300, 16], list(range(256)), [9000, 3] * 20])
@@ -140,6 +199,7 @@ def test_items_are_filled_up_if_that_costs_little(lengths, size, filled):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("lengths", [[1], [2000], [0, 0], [17, 0, 300, 16], list(range(1024)), [9000, 3] * 20])
 @pytest.mark.parametrize("key_heads", [1, 4])
@@ -177,6 +237,7 @@ def kernel_and_twin(lengths, heads, key_heads, head_dim, bits=16, **options):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(
@@ -207,10 +268,13 @@ def with_angles(step):
     return replace(batch, angles=angles), ((*turned, value), copied(cache), batch)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("on", ["cpu", *(pytest.param(each, marks=pytest.mark.gpu) for each in ("own", "others"))])
 @pytest.mark.parametrize("lengths", [[20, 1, 0, 16], [300, 7] * 3], ids=["few", "more"])
 @pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(28, 4, 128), (14, 2, 64)])
-def test_rotating_inside_has_the_bits_of_rotating_before(lengths, heads, key_heads, head_dim, device):
+def test_rotating_inside_has_the_bits_of_rotating_before(lengths, heads, key_heads, head_dim, on, monkeypatch):
+    device = "cpu" if on == "cpu" else "cuda"
+    if on == "others":
+        take(monkeypatch, OTHERS)
     new, cache, _ = step = random_step(lengths, heads, key_heads, head_dim, device=device)
     batch, (turned, other, plain) = with_angles(step)
     outs = [torch.empty(new[0].shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -226,6 +290,7 @@ def test_rotating_inside_has_the_bits_of_rotating_before(lengths, heads, key_hea
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_kernel_supports_pages_of_other_sizes(bits):
     out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, bits, page_tokens=48)
@@ -233,6 +298,7 @@ def test_the_kernel_supports_pages_of_other_sizes(bits):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("lengths", [[1500], [300] * 40, [77] * 200], ids=["one", "some", "many"])
 def test_a_call_repeats_to_the_bit_also_in_a_graph(lengths, bits):
@@ -249,6 +315,7 @@ def test_a_call_repeats_to_the_bit_also_in_a_graph(lengths, bits):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 def test_a_step_does_not_depend_on_the_work_space_of_the_one_before():
     """vLLM's sleep frees the memory of the work space, which afterwards may hold anything."""
     out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([1500, 20], 28, 4, 128)
@@ -260,6 +327,7 @@ def test_a_step_does_not_depend_on_the_work_space_of_the_one_before():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_queries_beyond_float16_are_cut_off_where_the_cache_has_8_bits(head_dim):
     """A query of one huge value: its softmax has all of its weight on one token either way."""
@@ -274,6 +342,7 @@ def test_queries_beyond_float16_are_cut_off_where_the_cache_has_8_bits(head_dim)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 def test_scales_may_change_under_a_captured_graph():
     _, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([300, 17], 28, 4, 128, 8)
     out, graph = torch.empty_like(new[0].contiguous()), torch.cuda.CUDAGraph()
@@ -287,6 +356,18 @@ def test_scales_may_change_under_a_captured_graph():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_divided_as_on_this_card_other_cards_code_has_the_same_bits(lengths, bits, monkeypatch):
+    out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin(lengths, 28, 4, 128, bits)
+    take(monkeypatch, {**OTHERS, bits: space.build})
+    space = Space(len(lengths), 4, 128, out.device, bits)
+    space.plan_(batch.lengths)
+    assert torch.equal(attend_(torch.empty_like(out), new, cache, batch, scale, space), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("card")
 @pytest.mark.parametrize("bits", [16, 8])
 def test_without_a_slot_the_kernel_leaves_the_cache_unchanged(bits):
     step = step_of(bits, [40, 3], 28, 4, 128, device="cuda")

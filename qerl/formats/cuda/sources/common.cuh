@@ -35,15 +35,25 @@ static __device__ __forceinline__ u32 twice(u32 two) {
 
 // The compiler does not move loads past this, so all those above it are in flight before the first result is used. For
 // the card it also means that the next launch may start, if it asked to start early; such a launch (gemm.cu) waits for
-// the results of this one by itself.
-static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
+// the results of this one by itself. Cards before Hopper have no early start.
+static __device__ __forceinline__ void keep_order() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#else
+    asm volatile("");
+#endif
+}
 
 static __device__ __forceinline__ void let_next_launch_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // For a launch that may start early: wait until all launches before this one have ended and their results are visible.
-static __device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+static __device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Return the value, and make the compiler keep it in a register instead of computing it again.
 static __device__ __forceinline__ u32 keep(u32 value) {

@@ -109,13 +109,42 @@ def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch)
     expected = {"gemm.cu": 8 + 3, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
     assert Counter(source for source, _ in set(short)) == expected
     other = begun(monkeypatch, "qerl", 32, hopper=False, **SHAPES)  # nine sizes; two have one for few rows
-    assert Counter(source for source, _ in set(other)) == {"portable.cu": 11 + 5, "decode_slabs.cu": 1}
+    assert Counter(source for source, _ in set(other)) == {"portable.cu": 11 + 5, "decode_slabs.cu": 1, "attend.cu": 2}
+    assert not {each for each in other if each[0] == "attend.cu"} & set(seen)  # its work is divided otherwise
     odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # FlashAttention does all of this size
     assert "attend.cu" not in {source for source, _ in odd}
     for kernel in ("", "marlin", "humming"):
         assert begun(monkeypatch, kernel, 32, **SHAPES) == []
     unknown = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})  # its kernels are compiled when it is loaded
     assert begun(monkeypatch, "qerl", 32, config=unknown) == []
+
+
+OWN = {"attention_config": {"backend": "CUSTOM"}}
+OWN_WITH_2 = {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "cache", "linear", "expected"),
+    [
+        *(((9, 0), kernel, "auto", (), OWN) for kernel in ("qerl", "marlin", "")),
+        *((each, "qerl", "auto", (), OWN_WITH_2) for each in ((8, 0), (8, 6), (8, 9), (12, 0))),
+        ((8, 6), "", "auto", (), OWN_WITH_2),  # weights in 16 bits
+        ((8, 6), "marlin", "auto", (), {}),
+        ((8, 9), "qerl", "fp8", (), OWN_WITH_2),
+        ((8, 9), "qerl", "fp8_per_token_head", (), {}),
+        ((10, 0), "qerl", "auto", (), {}),
+        ((7, 5), "", "auto", (), {}),
+        ((9, 0), "qerl", "auto", (0,), {}),
+    ],
+)
+def test_on_which_cards_our_kernel_attends(monkeypatch, capability, kernel, cache, linear, expected):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "has_kernels", lambda device: capability == (9, 0))
+    monkeypatch.setattr(nvrtc, "has_portable_kernels", lambda device: capability >= (8, 0))
+    options = EngineOptions(kv_cache_dtype=cache)
+    settings = SimpleNamespace(decoder=SimpleNamespace(linear=linear, full=()), options=options)
+    assert opening.attention_config(settings, kernel) == expected
 
 
 def test_a_kv_cache_type_that_the_card_lacks_is_refused(monkeypatch):

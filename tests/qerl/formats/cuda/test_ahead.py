@@ -27,7 +27,7 @@ def cached(monkeypatch, tmp_path):
     """Compiled sources in an empty folder, on a Hopper card, by a stand-in for NVRTC. What was compiled stands in
     `seen`, and `refuses` holds the errors of the next times."""
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     seen, refuses = [], []
 
     def compile_slowly(text, source, options):
@@ -39,6 +39,18 @@ def cached(monkeypatch, tmp_path):
 
     binaries = nvrtc.Binaries(compile_slowly, lambda: (13, 0))
     return SimpleNamespace(binaries=binaries, seen=seen, refuses=refuses)
+
+
+def test_a_card_may_stand_in_for_another(cached, monkeypatch):
+    """What is compiled then is code that the driver translates, in a file of its own."""
+    cached.binaries.get(*VARIANT)
+    monkeypatch.setenv("QERL_CAPABILITY", "8.6")
+    cached.binaries.get(*VARIANT)
+    assert nvrtc.capability() == (8, 6)
+    assert [options[0] for _, options in cached.seen] == [
+        "--gpu-architecture=sm_90a",
+        "--gpu-architecture=compute_86",
+    ]
 
 
 def in_threads(count, ask):
@@ -170,7 +182,7 @@ END_WHILE_NVRTC_RUNS = """
 import torch
 from qerl.formats.cuda import nvrtc
 from qerl.formats.nvfp4 import gemm
-torch.cuda.get_device_capability = lambda: (9, 0)
+torch.cuda.get_device_capability = lambda device: (9, 0)
 nvrtc.compile_ahead(gemm.variants(18944))
 """
 
