@@ -39,6 +39,7 @@
 #     fp8step  520 s  workload A over FP8, 16 bits and NVFP4
 #     fp8train 420 s  FP8 that trains: whole weights, and workload A with an adapter's gradients in FP8 and in BF16
 #     attention 70 s  attention of decode steps with keys and values in 8 and in 16 bits
+#     others   500 s  a Hopper as other cards: attention's tests and times, and engines as on 8.0 and 8.9
 #     fp8kv    240 s  FP8 keys and values, calibrated: agreement, and decode speed beside 16 bits in turns
 #     decode32 480 s  decode speed at 32B in turns: ours, and vLLM's BF16 merged
 #     marlin32 560 s  the same with ours, with and without an adapter, and vLLM's Marlin
@@ -380,6 +381,16 @@ batch_attention() {
         run "attention-7b-$bits-bits" 90 "$python" scripts/bench/bench_attention.py --bits "$bits" --out "$out/attention-7b-$bits-bits.json"
     done
     tests attention 150 -n 6 tests/qerl/model/test_decode_attention.py
+}
+
+batch_others() {
+    local engine=tests/qerl/engine/vllm/test_vllm_engine_gpu.py
+    tests others 200 -n 6 tests/qerl/model/test_decode_attention.py
+    run attention-7b-8.0 90 "$python" scripts/bench/bench_attention.py --architecture compute_80 --out "$out/attention-7b-8.0.json"
+    run attention-7b-8.9 90 "$python" scripts/bench/bench_attention.py --bits 8 --architecture compute_89 \
+        --out "$out/attention-7b-8.9.json"
+    QERL_CAPABILITY=8.0 tests engine-8.0 400 $engine -k "tiny-qwen2 or our_kernel_does_not_support"
+    QERL_CAPABILITY=8.9 tests engine-8.9 120 $engine -k an_fp8_cache_agrees
 }
 
 batch_fp8kv() {

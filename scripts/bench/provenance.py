@@ -18,7 +18,8 @@ PACKAGES += ("humming-kernels", "compressed-tensors")
 def machine() -> dict[str, object]:
     """The card (None: a CPU), the commit and the package versions (None: not installed) of this process.
 
-    QERL_BESIDE, if it is set, says what ran on other cards of the host at the same time.
+    QERL_BESIDE, if it is set, says what ran on other cards of the host at the same time, and QERL_CAPABILITY which
+    other card's code this one ran.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -31,8 +32,8 @@ def machine() -> dict[str, object]:
         except PackageNotFoundError:
             found[name] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    beside = os.environ.get("QERL_BESIDE")
-    return {"gpu": gpu, "commit": commit(), "versions": found, **({"beside": beside} if beside else {})}
+    told = {"beside": os.environ.get("QERL_BESIDE"), "capability": os.environ.get("QERL_CAPABILITY")}
+    return {"gpu": gpu, "commit": commit(), "versions": found, **{name: value for name, value in told.items() if value}}
 
 
 def write(report: object, path: Path | None) -> str:

@@ -49,6 +49,13 @@ def test_the_environment_wins_unless_it_is_empty(checkout, monkeypatch):
     assert commit(checkout) == git(checkout, "rev-parse", "--short", "HEAD")
 
 
+def test_a_report_names_the_card_whose_code_ran(monkeypatch):
+    monkeypatch.delenv("QERL_CAPABILITY", raising=False)
+    assert "capability" not in machine()
+    monkeypatch.setenv("QERL_CAPABILITY", "8.0")
+    assert machine()["capability"] == "8.0"
+
+
 def test_a_copy_without_history_does_not_take_the_commit_of_a_folder_above(checkout, monkeypatch):
     copy = checkout / "copy"
     copy.mkdir()
