@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -167,6 +167,15 @@ class Batch:
 
 def takes(heads: int, key_heads: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
+
+
+def takes_every_layer(config: Any) -> bool:
+    """Whether the kernel serves all layers of a model with this transformers config: by their heads, and without a
+    window."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return takes(heads, key_heads, head_dim) and getattr(config, "sliding_window", None) is None
 
 
 def rotates(head_dim: int, bits: int) -> bool:

@@ -7,7 +7,9 @@ vLLM's own decode attention is no slower.
 
 With keys and values in 8 bits FlashAttention 3 would also round queries and the weights of the softmax, which neither
 the trainer nor our kernel does, and FlashAttention 2, that of other cards than Hopper, takes none. So all other steps
-are computed there by vLLM's Triton kernel, which decodes keys and values and multiplies in 16 bits.
+are computed there by vLLM's Triton kernel, which decodes keys and values and multiplies in 16 bits. Layers that our
+kernel does not serve are FlashAttention 3's; `opening.attention_config` leaves models with such layers to vLLM
+elsewhere.
 """
 
 from __future__ import annotations
@@ -82,8 +84,7 @@ class DecodeImpl(FlashAttentionImpl):
         plain = plain and self.kv_sharing_target_layer_name is None
         plain = plain and self.kv_cache_dtype in ("auto", "bfloat16", *EIGHT_BITS)
         self.decodes = plain and takes(self.num_heads, self.num_kv_heads, self.head_size)
-        takes_8_bits = self.vllm_flash_attn_version == 3
-        self._in_8_bits = self.kv_cache_dtype in EIGHT_BITS and (self.decodes or not takes_8_bits)
+        self._in_8_bits = self.decodes and self.kv_cache_dtype in EIGHT_BITS
         self._shape = (self.num_kv_heads, self.head_size, 8 if self._in_8_bits else 16)
         self.angles: torch.Tensor | None = None
         if self._in_8_bits:  # vLLM then hands queries on as they are
@@ -150,7 +151,7 @@ class DecodeImpl(FlashAttentionImpl):
             causal=True,
             window_size=self.sliding_window,
             block_table=metadata.block_table,
-            softcap=self.logits_soft_cap,
+            softcap=0,
             q_descale=None,
             k_descale=layer._k_scale,
             v_descale=layer._v_scale,

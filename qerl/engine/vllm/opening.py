@@ -233,8 +233,7 @@ EXPECTED = ("torch.compile pipeline", "Inductor compilation was disabled", "Usin
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a line of vLLM's log says anything but what we ask for: our scheduler, and that nothing is compiled."""
-    text = record.getMessage()
-    return not any(said in text for said in EXPECTED)
+    return not any(said in record.getMessage() for said in EXPECTED)
 
 
 @contextmanager
@@ -331,14 +330,16 @@ def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
     import torch
 
     from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels
+    from qerl.model.decode_attention import takes_every_layer
 
     if settings.decoder.linear or settings.decoder.full or settings.options.kv_cache_dtype not in ("auto", "fp8"):
         return {}
     if has_kernels(device := torch.device("cuda", torch.cuda.current_device())):
         return {"attention_config": {"backend": "CUSTOM"}}
-    if not has_portable_kernels(device) or capability(device)[0] == VLLM_ATTENDS or kernel not in ("qerl", ""):
+    runs = has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS and kernel in ("qerl", "")
+    if not runs or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
         return {}
-    # Version 2 is vLLM's choice there for all other steps; a Hopper that stands in for such a card takes it by this.
+    # vLLM's choice there for other steps, without 8 bits; a Hopper that stands in for such a card takes it by this.
     return {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}
 
 

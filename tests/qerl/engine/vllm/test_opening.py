@@ -124,26 +124,32 @@ OWN_WITH_2 = {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}
 
 
 @pytest.mark.parametrize(
-    ("capability", "kernel", "cache", "linear", "expected"),
+    ("capability", "kernel", "cache", "of", "expected"),
     [
-        *(((9, 0), kernel, "auto", (), OWN) for kernel in ("qerl", "marlin", "")),
-        *((each, "qerl", "auto", (), OWN_WITH_2) for each in ((8, 0), (8, 6), (8, 9), (12, 0))),
-        ((8, 6), "", "auto", (), OWN_WITH_2),  # weights in 16 bits
-        ((8, 6), "marlin", "auto", (), {}),
-        ((8, 9), "qerl", "fp8", (), OWN_WITH_2),
-        ((8, 9), "qerl", "fp8_per_token_head", (), {}),
-        ((10, 0), "qerl", "auto", (), {}),
-        ((7, 5), "", "auto", (), {}),
-        ((9, 0), "qerl", "auto", (0,), {}),
+        *(((9, 0), kernel, "auto", {}, OWN) for kernel in ("qerl", "marlin", "")),
+        *((each, "qerl", "auto", {}, OWN_WITH_2) for each in ((8, 0), (8, 6), (8, 9), (12, 0))),
+        ((8, 6), "", "auto", {}, OWN_WITH_2),  # weights in 16 bits
+        ((8, 6), "marlin", "auto", {}, {}),
+        ((8, 9), "qerl", "fp8", {}, OWN_WITH_2),
+        ((8, 9), "qerl", "fp8", {"sliding_window": 48}, {}),
+        ((8, 9), "qerl", "fp8", {"num_attention_heads": 40}, {}),
+        ((8, 9), "qerl", "fp8", {"head_dim": 96}, {}),
+        ((8, 9), "qerl", "auto", {"sliding_window": 48}, OWN_WITH_2),
+        ((9, 0), "qerl", "fp8", {"sliding_window": 48}, OWN),
+        ((8, 9), "qerl", "fp8_per_token_head", {}, {}),
+        ((10, 0), "qerl", "auto", {}, {}),
+        ((7, 5), "", "auto", {}, {}),
+        ((9, 0), "qerl", "auto", {"linear": (0,)}, {}),
     ],
 )
-def test_on_which_cards_our_kernel_attends(monkeypatch, capability, kernel, cache, linear, expected):
+def test_on_which_cards_our_kernel_attends(monkeypatch, capability, kernel, cache, of, expected):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "capability", lambda device: capability)
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: capability == (9, 0))
     monkeypatch.setattr(nvrtc, "has_portable_kernels", lambda device: capability >= (8, 0))
-    options = EngineOptions(kv_cache_dtype=cache)
-    settings = SimpleNamespace(decoder=SimpleNamespace(linear=linear, full=()), options=options)
+    config = SimpleNamespace(**{**SHAPES, "sliding_window": None, **of})
+    decoder = SimpleNamespace(linear=of.get("linear", ()), full=())
+    settings = SimpleNamespace(decoder=decoder, options=EngineOptions(kv_cache_dtype=cache), config=config)
     assert opening.attention_config(settings, kernel) == expected
 
 
