@@ -27,9 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from qerl.base.errors import EngineError
 from qerl.model.lora import lora_linear, parts_of
@@ -45,33 +43,29 @@ class States(NamedTuple):
     starts: torch.Tensor  # (N1 + 1,) int64: where each of them begins
     later_starts: torch.Tensor  # (N2 + 1,) int64: where each of the others begins, counted from `tokens`
     prompts: Copies | None  # (N2,) the sequence at whose end each of the others begins; None if all begin at zero
-    inputs: Copies  # (E,) rows that the convolution reads, those before a sequence included; row T is zeros
-    own: torch.Tensor  # (T,) which of its E - taps + 1 results are the tokens'
+    reads: Copies  # (T * taps,) the rows that the convolution reads for each token, the last its own; row T is zeros
 
 
 def states_of(sequences: Sequences, tokens: int, taps: int) -> States:
     """The states of a packed row of `tokens`, for a convolution over `taps` of them. Nothing waits for the GPU."""
-    queries, keys, before = sequences.query_starts.long(), sequences.key_starts.long(), taps - 1
+    queries, keys = sequences.query_starts.long(), sequences.key_starts.long()
     count, device = len(queries) - 1, queries.device
     lengths, numbers = queries.diff(), torch.arange(count, device=device)
     first = queries[:-1] if sequences.keys is None else sequences.keys.rows[keys[:-1]]  # a shared prompt's, or its own
     of = numbers if sequences.keys is None else torch.searchsorted(queries, first, right=True) - 1
     assert sequences.begun is not None, "a row for a model with states is packed with prompts first"
     begun, begun_tokens = sequences.begun
-    size = tokens + count * before
-    number = numbers.repeat_interleave(lengths + before, output_size=size)
-    place = torch.arange(size, device=device) - (queries[:-1] + before * numbers)[number] - before
+    number = numbers.repeat_interleave(lengths, output_size=tokens)[:, None]
+    place = torch.arange(tokens, device=device)[:, None] - queries[number] + torch.arange(1 - taps, 1, device=device)
     reached = queries[of + 1][number] + place  # negative places count back from the end of the shared prompt
     shared = (of != numbers)[number] & (reached >= first[number])
     rows = torch.where(place >= 0, queries[number] + place, torch.where(shared, reached, tokens))
-    own = torch.arange(tokens, device=device) + before * numbers.repeat_interleave(lengths, output_size=tokens)
     return States(
         begun_tokens,
         queries[: begun + 1],
         queries[begun:] - begun_tokens,
         copies_of(of[begun:], begun) if begun < count else None,
-        copies_of(rows, tokens + 1),
-        own,
+        copies_of(rows.flatten(), tokens + 1),
     )
 
 
@@ -93,28 +87,41 @@ def delta_forward(
     x = hidden_states.squeeze(0)
     parts = parts_of(self.in_proj_qkv, self.in_proj_z)
     both = torch.cat([self.in_proj_qkv(x), self.in_proj_z(x)], -1) if parts is None else lora_linear(x, parts)
-    mixed, gate = both.split([self.conv_dim, self.value_dim], -1)
     wide = torch.promote_types(x.dtype, torch.float32)
     beta = self.in_proj_b(x).to(wide).sigmoid()
     decay = -self.A_log.to(wide).exp() * F.softplus(self.in_proj_a(x).to(wide) + self.dt_bias.to(wide))
-    read = gather_rows(torch.cat([mixed, mixed.new_zeros(1, self.conv_dim)]), states.inputs)
-    mixed = _Convolution.apply(read, self.conv1d.weight.squeeze(1)).index_select(0, states.own)
-    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], -1)
+    q, k, v, gate = convolve(both, self.conv1d.weight.squeeze(1), states.reads, (self.key_dim, self.value_dim))
     q, k = q.unflatten(1, (-1, self.head_k_dim)), k.unflatten(1, (-1, self.head_k_dim))
     inputs = q, k, v.unflatten(1, (-1, self.head_v_dim)), decay, beta
     out = _through_states(inputs, states)
-    rows = out.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim)
-    own = self.norm.weight, self.norm.variance_epsilon
-    # The norm would keep five tensors, three of them in float32.
-    normed = checkpoint(_gated_norm, *rows, *own, use_reentrant=False, preserve_rng_state=False)
+    normed = gated_norm(out, gate, self.norm.weight, self.norm.variance_epsilon)
     return self.out_proj(normed.view(1, len(x), -1))
 
 
-def _gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm(x) * silu(gate), rounded once as in vLLM; transformers' module rounds three times."""
+def convolve(
+    both: torch.Tensor, weight: torch.Tensor, reads: Copies, widths: tuple[int, int]
+) -> tuple[torch.Tensor, ...]:
+    """q and k (T, keys), v (T, values) and the gate out of both = [q, k, v, gate], for `widths` (keys, values).
+
+    The first three are silu(sum over j of weight[:, j] * row reads[t, j]) with `weight` (2 keys + values, taps), summed
+    in float32 and rounded once. `reads` is that of `States`.
+    """
+    keys, values = widths
+    mixed, gate = both.split([len(weight), both.shape[1] - len(weight)], -1)
+    wide = torch.promote_types(both.dtype, torch.float32)
+    read = gather_rows(F.pad(mixed.to(wide), (0, 0, 0, 1)), reads).unflatten(0, (len(both), -1))
+    out = F.silu((read * weight.t().to(wide)).sum(1)).to(both.dtype)
+    return *out.split([keys, keys, values], -1), gate
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm(x) * silu(gate) for x (T, heads, dim) and gate (T, heads * dim), rounded once as in vLLM.
+
+    transformers' module rounds three times.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (x.to(wide) * scale * weight.to(wide) * F.silu(gate.to(wide))).to(x.dtype)
+    return (x.to(wide) * scale * weight.to(wide) * F.silu(gate.view(x.shape).to(wide))).to(x.dtype)
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, g and beta
@@ -124,48 +131,11 @@ def _through_states(inputs: Inputs, states: States) -> torch.Tensor:
     """o (T, value heads, value dim): first the sequences that begin at zero, then those that go on from their ends."""
     if states.prompts is None:
         return delta_rule(inputs, states.starts, ends=False)[0]
-    out, ends = delta_rule(tuple(each[: states.tokens] for each in inputs), states.starts)
-    later = tuple(each[states.tokens :] for each in inputs)
+    # The gradient of a split is one copy, while those of two slices are two, with zeros, and their sum.
+    begun, later = zip(*(each.split([states.tokens, len(each) - states.tokens]) for each in inputs), strict=True)
+    out, ends = delta_rule(begun, states.starts)
     more, _ = delta_rule(later, states.later_starts, gather_rows(ends, states.prompts), ends=False)
     return torch.cat([out, more])
-
-
-class _Convolution(torch.autograd.Function):
-    """silu(sum over j of weight[:, j] * x[i + j]) in the dtype of x, for x (E, C) and weight (C, taps); keeps x."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.silu(_convolved(x, weight)).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        x, weight = ctx.saved_tensors
-        inner = _convolved(x, weight)
-        slope = inner.sigmoid()
-        by_inner = grad.to(inner.dtype, copy=True).mul_(slope)
-        # silu's slope is sigmoid (1 + inner (1 - sigmoid)). In place, because each of these has 4 bytes per number.
-        by_inner.mul_(slope.neg_().add_(1).mul_(inner).add_(1))
-        del inner, slope
-        by_x, taps, results = x.new_zeros(x.shape, dtype=by_inner.dtype), weight.shape[1], len(grad)
-        for tap in range(taps):
-            by_x[tap : tap + results].addcmul_(by_inner, weight[:, tap].to(by_inner.dtype))
-        by_weight = None
-        if ctx.needs_input_grad[1]:
-            each = [(by_inner * x[tap : tap + results]).sum(0) for tap in range(taps)]
-            by_weight = torch.stack(each, 1).to(weight.dtype)
-        return by_x.to(x.dtype), by_weight
-
-
-def _convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(E - taps + 1, C) in float32 (float64 of float64)."""
-    taps, wide = weight.shape[1], torch.promote_types(x.dtype, torch.float32)
-    results = len(x) - taps + 1
-    out = x.new_zeros(results, x.shape[1], dtype=wide)
-    for tap in range(taps):
-        out.addcmul_(x[tap : tap + results].to(wide), weight[:, tap].to(wide))
-    return out
 
 
 def delta_rule(

@@ -216,7 +216,7 @@ def test_each_token_is_convolved_with_those_before_it_in_its_own_sequence():
     row = pack(ids, mask.long(), 3, Layout(torch.device("cpu"), prompts_first=True))
     tokens = [*row.input_ids[0].tolist(), 0]
     states = states_of(row.sequences, len(tokens) - 1, 4)
-    read = torch.tensor(tokens)[states.inputs.rows].unfold(0, 4, 1)[states.own]
+    read = torch.tensor(tokens)[states.reads.rows].unflatten(0, (-1, 4))
     assert read[:, -1].tolist() == tokens[:-1]
     seen = {tuple(each) for each in read.tolist()}
     assert {(0, 0, 0, 1), (0, 0, 1, 2), (0, 1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 24), (2, 3, 24, 25)} <= seen
