@@ -11,7 +11,8 @@ others. The gradient of a prompt's state is the sum over its completions, as for
 transformers 5.17 leaves the boundaries out: without kernels it drops `cu_seq_lens_q`, so that a sequence reads the
 state of the one before it. So packed rows never go through its module, and its module is used for sampling alone.
 
-On a card the recurrence is fla-core's (`chunk_gated_delta_rule`), elsewhere its twin here.
+On a card the recurrence is fla-core's (`chunk_gated_delta_rule`), and the convolution before it and the norm after it
+are Triton kernels (`qerl.model.delta_kernels`); elsewhere they are their twins here.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ def delta_forward(
     return self.out_proj(normed.view(1, len(x), -1))
 
 
+def has_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels compute linear attention of x, and not the twins: they are for 16 bits on a card."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def convolve(
     both: torch.Tensor, weight: torch.Tensor, reads: Copies, widths: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
@@ -106,6 +112,17 @@ def convolve(
     The first three are silu(sum over j of weight[:, j] * row reads[t, j]) with `weight` (2 keys + values, taps), summed
     in float32 and rounded once. `reads` is that of `States`.
     """
+    if not has_kernels(both):
+        return convolve_twin(both, weight, reads, widths)
+    from qerl.model import delta_kernels
+
+    return delta_kernels.convolve(both, weight, reads, widths)
+
+
+def convolve_twin(
+    both: torch.Tensor, weight: torch.Tensor, reads: Copies, widths: tuple[int, int]
+) -> tuple[torch.Tensor, ...]:
+    """See `convolve`."""
     keys, values = widths
     mixed, gate = both.split([len(weight), both.shape[1] - len(weight)], -1)
     wide = torch.promote_types(both.dtype, torch.float32)
@@ -119,6 +136,15 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
 
     transformers' module rounds three times.
     """
+    if not has_kernels(x):
+        return gated_norm_twin(x, gate, weight, eps)
+    from qerl.model import delta_kernels
+
+    return delta_kernels.gated_norm(x, gate, weight, eps)
+
+
+def gated_norm_twin(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `gated_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
     return (x.to(wide) * scale * weight.to(wide) * F.silu(gate.view(x.shape).to(wide))).to(x.dtype)
@@ -149,7 +175,7 @@ def delta_rule(
     of N sequences that begin at `starts`, int64 (N + 1,), with the states `begin`; None: with zeros. Value heads that
     are neighbours share a key head. On a card, 16 bits go to fla-core. Raises EngineError if it is not installed.
     """
-    if not inputs[0].is_cuda or inputs[0].dtype not in (torch.bfloat16, torch.float16):
+    if not has_kernels(inputs[0]):
         return delta_rule_twin(inputs, starts, begin)
     q, k, v, g, beta = (each[None] for each in inputs)
     out, states = fla_rule()(
