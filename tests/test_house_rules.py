@@ -11,7 +11,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 600, 60, 6
 OVERRIDES = {
     "qerl/api/training.py: evaluate": "its arguments are the options of `qerl eval` that a program gives objects for",
     "qerl/engine/vllm/attention.py: forward": "vLLM calls it as a method of its attention backend",
-    "qerl/model/delta_products.py: products_backward": "fla-core calls it in place of its own function",
+    "qerl/model/delta_kernels.py: products_backward": "fla-core calls it in place of its own function",
     "qerl/model/packed_attention.py: packed_attention": "transformers calls it as an attention function",
 }
 

@@ -1,9 +1,18 @@
-"""The Triton kernels around the recurrence of linear attention: the convolution before it and the norm after it.
+"""The Triton kernels of linear attention: the convolution before the recurrence and the norm after it, the products of
+the recurrence's backward pass that fla-core refuses to compute on Hopper, and a decode step behind its convolution.
 
 Each reads its operands about once, computes in float32 and rounds once, where the twins in plain torch read and write
 many float32 copies. Backward passes compute again what they need and keep the inputs alone. Sums have a fixed order and
 nothing is summed by atomics, so results repeat to the bit. `convolve` and `gated_norm` of `qerl.model.gated_delta`
-describe what is computed, and have the same arguments.
+describe what is computed, and have the same arguments; `delta_step_twin_` is that of a decode step.
+
+The products are in one launch. On Hopper, Triton 3.4 to 3.7.0 transposes the result of a product wrongly where it
+becomes the first operand of another (fla-org/flash-linear-attention#640). This kernel transposes none: it computes A^T
+as a product of its own. For 16,384 tokens of 48 heads of 128 it moves 1.9 GB, for which an H200 needs 0.45 ms by
+calculation. It takes 1.3 ms there, and 0.9 ms for 32 heads. Its test has the twin: autograd in float64.
+
+A decode step reads and writes each value head's state, 8 bytes for each of its key dim x value dim numbers. vLLM 0.25.1
+has a launch for the recurrence, one for the gated norm and five copies around them, where this is one.
 """
 # ruff: noqa: RUF005 - Triton does not unpack tuples
 
@@ -16,10 +25,14 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from qerl.formats.cuda.nvrtc import early
+from qerl.model.gated_delta import DeltaLayer
 from qerl.model.packing import Copies
 
 COLUMNS, TOKENS = 256, 16  # of a program of the convolution, at most
 BACKWARD_COLUMNS, RUN = 128, 32  # of a program of its backward pass, which also reads the `taps` tokens after its own
+PRODUCT_COLUMNS = 64  # of keys that a program of the products computes; of values that it reads at once
+STEP_WARPS = 8  # of a program of a decode step, which holds the state of a head
 ROWS = 4  # heads of a program of the norm: one warp holds them, and rows need no exchange between warps
 
 
@@ -223,6 +236,156 @@ def _norm_backward(
         tl.store(partial_ptr + at, tl.sum(grad * hat * silu, 0), mask=tl.arange(0, WIDTH) < width)
 
 
+@triton.jit
+def _products(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    dv_ptr,
+    h_ptr,
+    dh_ptr,
+    g_ptr,
+    dq_ptr,
+    dk_ptr,
+    dw_ptr,
+    dg_ptr,
+    starts_ptr,
+    chunks_ptr,
+    scale,
+    tokens,
+    SHARED: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    chunk, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    sequence, number = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    first = tl.load(starts_ptr + sequence).to(tl.int64) + number.to(tl.int64) * SIZE
+    count = tl.minimum(tl.load(starts_ptr + sequence + 1).to(tl.int64) - first, SIZE).to(tl.int32)
+    heads: tl.constexpr = KEY_HEADS * SHARED
+    row = tl.arange(0, SIZE)
+    key = part * COLUMNS + tl.arange(0, COLUMNS)
+    token, own, inside = first + row, row < count, key < KEY_DIM
+    keyed = own[:, None] & inside[None, :]
+    at_key = (token[:, None] * KEY_HEADS + key_head) * KEY_DIM + key[None, :]
+    q = tl.load(q_ptr + at_key, mask=keyed, other=0.0)
+    k = tl.load(k_ptr + at_key, mask=keyed, other=0.0)
+    all_dq = tl.zeros((SIZE, COLUMNS), tl.float32)
+    all_dk = tl.zeros((SIZE, COLUMNS), tl.float32)
+    for head in range(key_head * SHARED, key_head * SHARED + SHARED):
+        inner = tl.zeros((SIZE, SIZE), tl.float32)
+        turned = tl.zeros((SIZE, SIZE), tl.float32)
+        dq = tl.zeros((SIZE, COLUMNS), tl.float32)
+        dk = tl.zeros((SIZE, COLUMNS), tl.float32)
+        dw = tl.zeros((SIZE, COLUMNS), tl.float32)
+        of_last = 0.0
+        for begin in range(0, VALUE_DIM, COLUMNS):
+            value = begin + tl.arange(0, COLUMNS)
+            valued = own[:, None] & (value < VALUE_DIM)[None, :]
+            at_value = (token[:, None] * heads + head) * VALUE_DIM + value[None, :]
+            v = tl.load(v_ptr + at_value, mask=valued, other=0.0)
+            do = tl.load(do_ptr + at_value, mask=valued, other=0.0)
+            dv = tl.load(dv_ptr + at_value, mask=valued, other=0.0)
+            at_state = ((chunk * heads + head) * KEY_DIM + key[None, :]) * VALUE_DIM + value[:, None]
+            stated = (value < VALUE_DIM)[:, None] & inside[None, :]
+            h = tl.load(h_ptr + at_state, mask=stated, other=0.0)
+            dh = tl.load(dh_ptr + at_state, mask=stated, other=0.0)
+            of_last += tl.sum(h.to(tl.float32) * dh.to(tl.float32))
+            inner = tl.dot(do, tl.trans(v), inner)
+            turned = tl.dot(v, tl.trans(do), turned)
+            dq = tl.dot(do, h.to(do.dtype), dq)
+            dk = tl.dot(v, dh.to(v.dtype), dk)
+            dw = tl.dot(dv, h.to(dv.dtype), dw)
+        at_dw = (token[:, None] * heads + head) * KEY_DIM + key[None, :]
+        tl.store(dw_ptr + at_dw, -dw.to(dw_ptr.dtype.element_ty), mask=keyed)
+        g = tl.load(g_ptr + token * heads + head, mask=own, other=0.0)
+        last = tl.load(g_ptr + (first + count - 1) * heads + head)
+        decay = tl.exp2(g[:, None] - g[None, :])
+        below = (row[:, None] >= row[None, :]) & own[:, None]
+        inner = tl.where(below, inner * decay * scale, 0.0).to(q.dtype)
+        decay = tl.exp2(g[None, :] - g[:, None])
+        above = (row[:, None] <= row[None, :]) & own[None, :]
+        turned = tl.where(above, turned * decay * scale, 0.0).to(q.dtype)
+        dq *= (tl.exp2(g) * scale)[:, None]
+        dk *= tl.where(own, tl.exp2(last - g), 0.0)[:, None]
+        of_last = tl.exp2(last) * of_last + tl.sum(dk * k.to(tl.float32))
+        dq = tl.dot(inner, k, dq)
+        dk = tl.dot(turned, q, dk)
+        dg = tl.sum(dq * q.to(tl.float32), 1) - tl.sum(dk * k.to(tl.float32), 1)
+        dg = tl.where(row == count - 1, dg + of_last, dg)
+        tl.store(dg_ptr + (part.to(tl.int64) * tokens + token) * heads + head, dg, mask=own)
+        all_dq += dq
+        all_dk += dk
+    tl.store(dq_ptr + at_key, all_dq.to(dq_ptr.dtype.element_ty), mask=keyed)
+    tl.store(dk_ptr + at_key, all_dk.to(dk_ptr.dtype.element_ty), mask=keyed)
+
+
+@triton.jit
+def _delta_kernel(
+    qkvz_ptr,
+    ba_ptr,
+    log_decay_ptr,
+    bias_ptr,
+    gain_ptr,
+    indices_ptr,
+    states_ptr,
+    out_ptr,
+    qkvz_stride,
+    ba_stride,
+    index_stride,
+    state_stride,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    EARLY: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    heads: tl.constexpr = KEY_HEADS * SHARED
+    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    of_key, of_value = key < KEY_DIM, value < VALUE_DIM
+    gain = tl.load(gain_ptr + value, mask=of_value, other=0.0).to(tl.float32)  # no launch of a step writes these
+    slope = -tl.exp(tl.load(log_decay_ptr + head).to(tl.float32))
+    bias = tl.load(bias_ptr + head).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    place = tl.load(indices_ptr + row * index_stride).to(tl.int64)
+    out_ptr += (row * heads + head) * VALUE_DIM + value
+    if place <= 0:  # a row that only fills up a CUDA graph
+        tl.store(out_ptr, tl.zeros((VALUES,), out_ptr.dtype.element_ty), mask=of_value)
+        return
+    states_ptr += place * state_stride + (head * VALUE_DIM + value[:, None]) * KEY_DIM + key[None, :]
+    inside = of_value[:, None] & of_key[None, :]
+    state = tl.load(states_ptr, mask=inside, other=0.0).to(tl.float32)
+    qkvz_ptr += row * qkvz_stride
+    at_key = (head // SHARED) * KEY_DIM + key
+    q = tl.load(qkvz_ptr + at_key, mask=of_key, other=0.0).to(tl.float32)
+    k = tl.load(qkvz_ptr + KEY_HEADS * KEY_DIM + at_key, mask=of_key, other=0.0).to(tl.float32)
+    qkvz_ptr += 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    v = tl.load(qkvz_ptr, mask=of_value, other=0.0).to(tl.float32)
+    z = tl.load(qkvz_ptr + heads * VALUE_DIM, mask=of_value, other=0.0).to(tl.float32)
+    beta = tl.sigmoid(tl.load(ba_ptr + row * ba_stride + head).to(tl.float32))
+    rate = tl.load(ba_ptr + row * ba_stride + heads + head).to(tl.float32) + bias
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    rate = tl.where(rate <= 20.0, tl.log(1.0 + tl.exp(rate)), rate)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY_DIM**-0.5
+    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    state *= tl.exp(slope * rate)
+    added = beta * (v - tl.sum(state * k[None, :], 1))
+    out = tl.sum(state * q[None, :], 1) + added * tl.sum(k * q, 0)
+    tl.store(states_ptr, state + added[:, None] * k[None, :], mask=inside)
+    out = out.to(out_ptr.dtype.element_ty).to(tl.float32)  # as the recurrence of training rounds it
+    out *= tl.rsqrt(tl.sum(out * out, 0) / VALUE_DIM + eps) * gain * z * tl.sigmoid(z)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=of_value)
+
+
 def convolve(x: torch.Tensor, weight: torch.Tensor, reads: Copies, widths: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     """See the twin. q, k and v are contiguous, and the gate is a view of x. Keeps x."""
     return _Convolution.apply(x, weight, *reads, widths)
@@ -313,3 +476,78 @@ class _GatedNorm(torch.autograd.Function):
             num_warps=1,
         )
         return dx, dgate, partial.sum(0).to(weight.dtype) if trained else None, None
+
+
+def products_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    h: torch.Tensor,
+    dh: torch.Tensor,
+    w: torch.Tensor | None = None,
+    g: torch.Tensor | None = None,
+    g_gamma: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    chunk_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk (1, T, H, K), dw (1, T, HV, K) and dg, float32 (1, T, HV), as fla-core's `chunk_bwd_dqkwg`.
+
+    A chunk has the state h before it, the gradient dh of the state after it, and logarithms to base 2 of cumulative
+    decays g. Its output is scale (2^g q h + A v), with A = q k^T 2^(g_i - g_j) on and below the diagonal, and the state
+    after it 2^(g_last) h + (2^(g_last - g) k)^T v. There v stands for u - w h, and dv is its gradient. q and k are
+    (1, T, H, K), v, do and dv (1, T, HV, V), h and dh (1, chunks, HV, K, V), and chunk_indices (chunks, 2) has each
+    chunk's sequence and its number there. dg is the gradient of g ln 2, not yet summed over later tokens.
+    """
+    assert not state_v_first, "the gated delta rule of packed rows keeps its states by key dimension"
+    tokens, heads, key_dim = q.shape[1:]
+    values, value_dim = v.shape[2:]
+    parts = triton.cdiv(key_dim, PRODUCT_COLUMNS)
+    dq, dk, dw = torch.empty_like(q), torch.empty_like(k), torch.empty_like(w)
+    dg = g.new_empty(parts, tokens, values)
+    _products[(len(chunk_indices), heads, parts)](
+        *(q, k, v, do, dv, h, dh, g),
+        *(dq, dk, dw, dg, cu_seqlens, chunk_indices),
+        key_dim**-0.5 if scale is None else scale,
+        tokens,
+        SHARED=values // heads,
+        KEY_HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        SIZE=chunk_size,
+        COLUMNS=PRODUCT_COLUMNS,
+        num_warps=8,
+        num_stages=3,
+    )
+    return dq, dk, dw, dg.sum(0, keepdim=True)
+
+
+def delta_step_(
+    qkvz: torch.Tensor, ba: torch.Tensor, states: torch.Tensor, indices: torch.Tensor, layer: DeltaLayer
+) -> torch.Tensor:
+    """The input of `out_proj` (rows, value heads * value dim) for one new token per row; updates its state.
+
+    `qkvz` is (rows, q, k, v and the gate z), of which q, k and v have been through the convolution, and `ba` (rows, 2
+    value heads), b before a. `states` (blocks, value heads, value dim, key dim) are float32 or 16 bits, and `indices`
+    (rows,) say which block is a row's; 0 is none, and gives zeros.
+    """
+    heads, value_dim, key_dim = states.shape[1:]
+    key_heads = (qkvz.shape[1] - 2 * heads * value_dim) // (2 * key_dim)
+    out = qkvz.new_empty(len(qkvz), heads * value_dim)
+    _delta_kernel[(heads, len(qkvz))](
+        *(qkvz, ba, layer.log_decay, layer.bias, layer.gain, indices, states, out),
+        *(qkvz.stride(0), ba.stride(0), indices.stride(0), states.stride(0), layer.eps),
+        KEY_HEADS=key_heads,
+        SHARED=heads // key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEYS=triton.next_power_of_2(key_dim),
+        VALUES=triton.next_power_of_2(value_dim),
+        num_warps=STEP_WARPS,
+        **early(qkvz.device),
+    )
+    return out

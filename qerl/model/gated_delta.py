@@ -47,6 +47,15 @@ class States(NamedTuple):
     reads: Copies  # (T * taps,) the rows that the convolution reads for each token, the last its own; row T is zeros
 
 
+class DeltaLayer(NamedTuple):
+    """What a layer keeps: log_decay and bias (value heads,), gain (value dim,) of the norm, and the norm's eps."""
+
+    log_decay: torch.Tensor
+    bias: torch.Tensor
+    gain: torch.Tensor
+    eps: float
+
+
 def states_of(sequences: Sequences, tokens: int, taps: int) -> States:
     """The states of a packed row of `tokens`, for a convolution over `taps` of them. Nothing waits for the GPU."""
     queries, keys = sequences.query_starts.long(), sequences.key_starts.long()
@@ -243,7 +252,7 @@ def register_products() -> None:
 
         @staticmethod
         def chunk_bwd_dqkwg(*args: Any, **names: Any) -> tuple[torch.Tensor, ...]:
-            from qerl.model.delta_products import products_backward
+            from qerl.model.delta_kernels import products_backward
 
             return products_backward(*args, **names)
 
@@ -291,6 +300,33 @@ def delta_rule_twin(
         states = since[..., -1:, :] * states + (until * k_).mT @ added
     out = torch.cat(outputs, 2).transpose(1, 2)
     return torch.cat([row[:length] for row, length in zip(out, lengths, strict=True)]).to(inputs[2].dtype), states
+
+
+def delta_step_twin_(
+    qkvz: torch.Tensor, ba: torch.Tensor, states: torch.Tensor, indices: torch.Tensor, layer: DeltaLayer
+) -> torch.Tensor:
+    """As `delta_kernels.delta_step_`, on any device, a row after the other."""
+    heads, value_dim, key_dim = states.shape[1:]
+    gates = heads * value_dim
+    keys = (qkvz.shape[1] - 2 * gates) // 2
+    out = torch.zeros(len(qkvz), heads, value_dim, dtype=qkvz.dtype, device=qkvz.device)
+    for row, place in enumerate(indices.tolist()):
+        if place <= 0:
+            continue
+        q, k, v, z = qkvz[row].float().split([keys, keys, gates, gates])
+        q, k = (each.view(-1, key_dim) for each in (q, k))
+        q, k = ((each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt()) for each in (q, k))
+        q, k = (each.repeat_interleave(heads // len(each), 0) for each in (q * key_dim**-0.5, k))
+        b, a = ba[row].float().chunk(2)
+        decay = (-layer.log_decay.float().exp() * F.softplus(a + layer.bias.float())).exp()
+        state = states[place].float() * decay[:, None, None]
+        added = b.sigmoid()[:, None] * (v.view(heads, -1) - (state @ k[:, :, None])[:, :, 0])
+        state += added[:, :, None] * k[:, None, :]
+        states[place] = state
+        read = (state @ q[:, :, None])[:, :, 0].to(out.dtype).float()
+        scale = (read.square().mean(-1, keepdim=True) + layer.eps).rsqrt()
+        out[row] = read * scale * layer.gain.float() * F.silu(z.view(heads, -1))
+    return out.flatten(1)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -272,11 +272,11 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from qerl.engine.vllm import register_hybrid
+    from qerl.engine.vllm import register_text_model
     from qerl.plan.sizes import read_sizes
 
     if (sizes := read_sizes(arguments.model)).states:  # stock vLLM has Qwen3.5 for pictures and text only
-        register_hybrid()
+        register_text_model()
     shared = {}
     if arguments.memory_share:
         size = cache_bytes(arguments, sizes)

@@ -161,9 +161,9 @@ def take_text_of_qwen3_5() -> None:
 
     from trl.generation import vllm_generation
 
-    from qerl.engine.vllm import register_hybrid
+    from qerl.engine.vllm import register_text_model
 
-    register_hybrid()
+    register_text_model()
     if not find_spec("flashinfer"):
         vllm_generation.LLM = partial(vllm_generation.LLM, gdn_prefill_backend="triton")
 

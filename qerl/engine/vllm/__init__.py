@@ -23,8 +23,9 @@ brings them itself: an in-memory update of a single LoRA adapter (without the mu
 from __future__ import annotations
 
 import os
+from functools import cache
 from types import MethodType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from qerl.base.errors import EngineError
 
@@ -58,35 +59,87 @@ def register_if_asked() -> None:
         register()
 
 
+@cache
 def register_hybrid() -> None:
-    """Register what Qwen3.5 needs beside the above: the text model as a class of its own, and where its graphs stop.
+    """Register what Qwen3.5 needs beside the above: the text model, and linear attention where graphs stop.
 
-    vLLM 0.25.1 has that class as a part of the model for pictures and text only. Remove ours when vLLM registers it
-    with its states (vllm-project/vllm#48060). A graph that did not stop at linear attention would hold the sequences
-    that it was captured with; remove the stop when vLLM breaks there itself, as it does at attention.
+    A graph that did not stop there would hold the sequences that it was captured with; remove the stop when vLLM breaks
+    there itself, as it does at attention. A step that only decodes has a launch of ours for vLLM's eight.
     """
-    from vllm import ModelRegistry
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-    from vllm.model_executor.models.interfaces import IsHybrid
-    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 
-    name = Qwen3_5ForCausalLM.__name__
-    if name in ModelRegistry.models:
-        return
+    register_text_model()
 
-    states = [f"get_mamba_state_{what}" for what in ("dtype_from_config", "shape_from_config", "copy_func")]
-    methods = {each: getattr(Qwen3_5ForConditionalGeneration, each) for each in states}
-
-    class StoppingGatedDeltaNet(QwenGatedDeltaNetAttention):
+    class GatedDeltaNet(QwenGatedDeltaNetAttention):
         _forward_core = eager_break_during_capture(QwenGatedDeltaNetAttention._forward_core)
 
         def _forward_core_decode_non_spec(self, mixed_qkv, b, a, core_attn_out, attn_metadata):
             # vLLM's decode kernel rounds sigmoid(b) to b's dtype; its prefill and the trainer leave it in float32.
             super()._forward_core_decode_non_spec(mixed_qkv, b.float(), a, core_attn_out, attn_metadata)
 
-    QwenGatedDeltaNetAttention.register_oot(StoppingGatedDeltaNet)
+        def forward_cuda(self, hidden_states, output):
+            found = _states_of_step(self)
+            if found is None or len(found) != len(hidden_states):
+                super().forward_cuda(hidden_states, output)
+                return
+            from qerl.model.delta_kernels import delta_step_
+            from qerl.model.gated_delta import DeltaLayer
+
+            (qkvz, _), (ba, _) = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+            taps, states = self.kv_cache[:2]
+            causal_conv1d_update(
+                qkvz[:, : 2 * self.key_dim + self.value_dim],
+                taps if is_conv_state_dim_first() else taps.transpose(-1, -2),
+                self.conv1d.weight.squeeze(1),
+                self.conv1d.bias,
+                self.activation,
+                conv_state_indices=found,
+                validate_data=False,
+            )
+            layer = DeltaLayer(self.A_log, self.dt_bias, self.norm.weight, self.norm.eps)
+            output[:] = self.out_proj(delta_step_(qkvz, ba, states, found, layer))[0]
+
+    QwenGatedDeltaNetAttention.register_oot(GatedDeltaNet)
+
+
+def register_text_model() -> None:
+    """Register Qwen3.5's text model as a class of its own.
+
+    vLLM 0.25.1 has that class as a part of the model for pictures and text only. Remove ours when vLLM registers it
+    with its states (vllm-project/vllm#48060).
+    """
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.interfaces import IsHybrid
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    name = Qwen3_5ForCausalLM.__name__
+    if name in ModelRegistry.models:
+        return
+    states = [f"get_mamba_state_{what}" for what in ("dtype_from_config", "shape_from_config", "copy_func")]
+    methods = {each: getattr(Qwen3_5ForConditionalGeneration, each) for each in states}
     ModelRegistry.register_model(name, type(name, (Qwen3_5ForCausalLM, IsHybrid), methods))
+
+
+def _states_of_step(layer) -> Any:
+    """The blocks of states of a step in which each sequence has one new token, as vLLM's tensor; else None.
+
+    A row of graphs with linear attention between them was captured without knowing the batch.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE or not isinstance(context.attn_metadata, dict):
+        return None
+    step = context.attn_metadata[layer.prefix]
+    if step.num_prefills or not step.num_decodes or step.spec_sequence_masks is not None:
+        return None
+    if layer.norm.activation not in ("silu", "swish"):
+        return None
+    return step.non_spec_state_indices_tensor[: step.num_actual_tokens]
 
 
 def register_gemma() -> None:

@@ -17,14 +17,13 @@ few logits need noise. `rows` is not specialized, because an odd number of seque
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from qerl.engine.vllm.twins import BLOCK, QUARTER
-from qerl.formats.cuda.nvrtc import has_kernels
+from qerl.formats.cuda.nvrtc import early
 
 COLUMNS = 64  # of the output, per program
 STEP = 128  # columns of a sum that are read at once
@@ -374,12 +373,6 @@ def _row_kernel(
     tl.store(logprobs_ptr + row, logit - maximum - tl.log(tl.sum(masses)))
 
 
-@cache
-def _early(device: torch.device) -> dict[str, bool]:
-    """Let a launch start before the one before it has ended, and wait for its results, on cards that can."""
-    return {"EARLY": True, "launch_pdl": True} if has_kernels(device) else {"EARLY": False}
-
-
 @triton.jit
 def _add_norm_kernel(
     x_ptr,
@@ -439,7 +432,7 @@ def add_norm(
             ADDS=residual is not None,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
-            **_early(x.device),
+            **early(x.device),
         )
     return out, wide
 
@@ -465,7 +458,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(x.shape[0], columns)
     if x.shape[0]:
         grid = (x.shape[0], triton.cdiv(columns, width))
-        _swiglu_kernel[grid](x, out, columns, WIDTH=width, num_warps=4, **_early(x.device))
+        _swiglu_kernel[grid](x, out, columns, WIDTH=width, num_warps=4, **early(x.device))
     return out
 
 
@@ -532,5 +525,5 @@ def rotate_(positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, angles: t
             HEADS=together,
             BLOCK=triton.next_power_of_2(half),
             num_warps=2,
-            **_early(q.device),
+            **early(q.device),
         )

@@ -136,6 +136,12 @@ def has_portable_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and capability(device) >= BF16_CAPABILITY and _has_bindings()
 
 
+@cache
+def early(device: torch.device) -> dict[str, bool]:
+    """Let a launch of Triton's start before the one before it has ended, and wait for its results, where cards can."""
+    return {"EARLY": True, "launch_pdl": True} if has_kernels(device) else {"EARLY": False}
+
+
 def _has_bindings() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 

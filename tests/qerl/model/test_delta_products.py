@@ -24,7 +24,7 @@ def test_the_kernel_has_the_gradients_of_each_chunk(heads, shared, key_dim, valu
     """Oracle: autograd in float64 of what a chunk computes, for sequences whose ends are off the grid of 64 tokens.
 
     One has a state to begin with as any other chunk."""
-    from qerl.model.delta_products import products_backward
+    from qerl.model.delta_kernels import products_backward
 
     generator, tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
