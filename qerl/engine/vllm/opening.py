@@ -448,13 +448,13 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
     ours = sizes.head_dim in decode_attention.HEAD_DIMS and sizes.states is None and not sizes.decoder.full
     attention = decode_attention.variants(sizes.head_dim, bits, device) if ours else []
-    needed = [gemm.variants, lora.variants] if settings.options.linear_rank else [gemm.variants]
+    linears = [(sum(parts), columns) for _, parts, columns in sizes.fused_linears()]
     if not nvrtc.has_kernels(device):
-        needed = [portable.variants]
-    widths = {columns for _, columns in [*sizes.projections.values(), *sizes.of_full.values()]}
-    nvrtc.compile_ahead(
-        [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]
-    )
+        needed = [portable.variants(columns) for _, columns in linears]
+    else:
+        needed = [gemm.variants(*linear) for linear in linears]
+        needed += [lora.variants(columns) for _, columns in linears] if settings.options.linear_rank else []
+    nvrtc.compile_ahead([*(each for variants in needed for each in variants), decode.OURS, *attention])
 
 
 def linear_backend(chosen: str) -> str:

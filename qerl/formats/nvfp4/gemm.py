@@ -25,12 +25,10 @@ from qerl.formats.nvfp4.decode import reference_decoded
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.lora import Adapter, reference_add
 from qerl.formats.nvfp4.ways import (
-    FEW_ROWS,
     MAX_HEAPS,
     MAX_PARTS,
     MAX_SUMS,
     MAX_TOKENS,
-    MEASURED,
     RANK_STEP,
     TOKEN_TILES,
     UNIT,
@@ -116,12 +114,10 @@ def takes(rows: int, columns: int, ranks: int = 0) -> bool:
     return all(fits(rows, columns, tokens, ranks) for tokens in TOKEN_TILES)
 
 
-def variants(columns: int) -> list[Variant]:
-    """What has to be compiled for weights of this many columns, for all numbers of tokens; the slowest come first."""
-    measured = {rows for rows, of, _ in MEASURED if of == columns}
-    sizes = [(tokens, rows) for tokens in reversed(TOKEN_TILES) for rows in (FEW_ROWS, FEW_ROWS + 1, *measured)]
-    defines = [defines_of(tokens, choose_tiling(rows, columns, tokens)) for tokens, rows in sizes]
-    return [("gemm.cu", each) for each in dict.fromkeys(defines)]
+def variants(rows: int, columns: int) -> list[Variant]:
+    """What has to be compiled for weights of this shape, for all numbers of tokens; the slowest come first."""
+    defines = [defines_of(tokens, choose_tiling(rows, columns, tokens)) for tokens in reversed(TOKEN_TILES)]
+    return [("gemm.cu", each) for each in defines]
 
 
 def _maps(x: torch.Tensor, tiling: Tiling, hidden: torch.Tensor, adapter: Adapter | None) -> tuple[TensorMap, ...]:

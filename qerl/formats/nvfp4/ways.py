@@ -33,6 +33,7 @@ TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)  # numbers of tokens that the k
 MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens of a launch, and rows * tokens of a block
 MAX_PARTS, MAX_HEAPS = 64, 256  # limits of the tasks that compute hidden values, see gemm.cu
 FEW_ROWS = 8192  # of q/k/v and o, but not of gate/up
+PROCESSORS, LEFT_OVER = 132, 0.75  # of an H200; the share of processors at work below which one slab is too few
 LONG = 8192  # from this many columns on, a task for hidden values takes more of them
 ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as many as fit, or fewer
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
@@ -97,14 +98,18 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     """The tiling that was fastest on an H200.
 
     A deeper ring delays the other loads. `in_loop` pays off where the loop is long enough for the hidden values to be
-    ready before it ends. Of few rows all are divided along K, and with one slab the blocks exchange half as many sums.
+    ready before it ends. Up to 16,896 rows all are divided along K, or each of the processors has one block of them.
+    There one slab is faster, because its blocks exchange half as many sums, unless many processors are left over.
     """
     tile, is_long = token_tile(tokens), columns >= LONG
-    one_slab = tile > 128 or (tile > 32 and not is_long and rows <= FEW_ROWS)
-    two_slab_stages = 6 if tile < 128 else 4 if is_long else 5
+    one, two = (blocks * max(1, PROCESSORS // blocks) for blocks in (-(-rows // 128), -(-rows // 256)))
+    has_few = tile > 32 and one <= PROCESSORS
+    one_slab = tile > 128 or (has_few and not is_long and one > LEFT_OVER * two)
+    is_deep = is_long or (has_few and not one_slab)
+    two_slab_stages = 6 if tile < 128 else 4 if is_deep else 5
     stages = ONE_SLAB_STAGES[tile] if one_slab else two_slab_stages
-    batch = 6 if is_long and tile > 32 else 3
-    return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_long))
+    batch = 6 if (is_deep and tile > 32) or (tile == 256 and rows > FEW_ROWS) else 3
+    return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_deep))
 
 
 def neighbours(rows: int, columns: int, tokens: int) -> list[Tiling]:

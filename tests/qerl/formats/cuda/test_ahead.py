@@ -183,7 +183,7 @@ import torch
 from qerl.formats.cuda import nvrtc
 from qerl.formats.nvfp4 import gemm
 torch.cuda.get_device_capability = lambda device: (9, 0)
-nvrtc.compile_ahead(gemm.variants(18944))
+nvrtc.compile_ahead(gemm.variants(3584, 18944))
 """
 
 

@@ -1,7 +1,9 @@
 """Our product kernels without a card: the twin against plain products, sizes, and refusals."""
 
+import json
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from qerl.formats.nvfp4 import decode, gemm, lora, slab_layout, ways
 from qerl.formats.nvfp4.decode import WARP_COLUMNS, WARP_ROWS, decode_, dequantize_by_twin_, reference_decoded
 from qerl.formats.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelWeight, dequantize
 from qerl.formats.nvfp4.lora import Adapter
+from qerl.formats.nvfp4.tuning import name_of
 from tests.helpers.gemm_cases import IN_ALL_LAYOUTS, error, random_adapter, random_weight
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
@@ -107,7 +110,7 @@ def test_sources_and_layout_agree_on_sizes():
     sizes = {name: int(re.search(rf"#define {name} (\d+)", decoding)[1]) for name in ("LAID_SLABS", "SLABS", "UNITS")}
     assert sizes["LAID_SLABS"] * slab_layout.SLAB == slab_layout.ROWS
     assert (16 * sizes["SLABS"], 64 * sizes["UNITS"]) == (WARP_ROWS, WARP_COLUMNS)
-    sizes = [(rows, tokens) for rows in (ways.FEW_ROWS, ways.FEW_ROWS + 1) for tokens in ways.TOKEN_TILES]
+    sizes = [(rows, tokens) for rows in (8192, 10240, 12288, 37888) for tokens in ways.TOKEN_TILES]
     assert all(slab_layout.ROWS % ways.choose_tiling(rows, 896, tokens).rows == 0 for rows, tokens in sizes)
 
 
@@ -115,6 +118,15 @@ def test_sources_and_layout_agree_on_sizes():
 def test_sizes_that_the_kernel_does_not_support_do_not_fit(rows, columns, tokens):
     assert not ways.fits(rows, columns, tokens)
     assert not has_kernels(torch.device("cpu"))
+
+
+def test_a_default_tiling_is_nearly_the_fastest_that_was_measured():
+    """By `qerl tune` on an H200, for the linears of a 7B and of Qwen3.5-9B and 27B."""
+    table = json.loads(Path("benchmarks/tilings/tune-nvidia-h200.json").read_text(encoding="utf-8"))
+    assert len(table["measured"]) == 128
+    for row in table["measured"]:
+        taken = name_of(ways.default_tiling(row["rows"], row["columns"], row["tokens"]))
+        assert row["us"][taken] < 1.06 * min(row["us"].values()), f"{row['rows']} x {row['columns']}: {taken}"
 
 
 def test_cublas_takes_an_adapter_where_it_was_faster():
@@ -185,19 +197,18 @@ def loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [64, 880, 3584, 8176, 8192, 18944])
-def test_the_variants_of_a_width_are_those_that_its_products_load(loaded, columns):
+def test_the_variants_of_a_weight_are_those_that_its_products_load(loaded, columns):
     words, scales = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.uint8)
     a = torch.empty(16, columns, dtype=torch.bfloat16)
-    for rows in (64, ways.FEW_ROWS + 8):
+    for rows in (64, 10240, 37888):
         weight = KernelWeight(QERL, words, scales, rows, columns, global_scale=1000.0)
         adapter = Adapter(a, torch.empty(rows, 16, dtype=torch.bfloat16), (rows,))
         for tokens in range(1, 257):
             x = torch.empty(tokens, columns, dtype=torch.bfloat16)
             gemm.product(x, weight, None, adapter if tokens % 2 else None)
-    variants = gemm.variants(columns)
-    assert loaded == set(variants)
-    assert len(variants) == len(loaded)
-    loaded.clear()
+        assert loaded == set(variants := gemm.variants(rows, columns))
+        assert len(variants) == len(loaded)
+        loaded.clear()
     for tokens in range(1, 257):
         lora.shrink(torch.empty(tokens, columns, dtype=torch.bfloat16), adapter.a)
     assert loaded == set(lora.variants(columns))
