@@ -9,7 +9,7 @@ REPEATED = 6
 BEGUN = 11  # tokens that a completion counts as at least, for the states that it goes on from: see `Shapes._hybrid`
 # What a layer with linear attention takes of a micro-batch beside its products, in both directions: the host needs
 # LINEAR_S at least, and an H200 as long for BUSY tokens times value heads (docs/lab/cost-model.md).
-LINEAR_S, BUSY = 5e-3, 16384 * 20
+LINEAR_S, BUSY = 7e-3, 16384 * 32
 UNRECORDED = 255  # in the recorded ids of experts: the choice is not known, and the trainer makes its own
 
 

@@ -32,7 +32,7 @@ from qerl.model.packing import Copies
 COLUMNS, TOKENS = 256, 16  # of a program of the convolution, at most
 BACKWARD_COLUMNS, RUN = 128, 32  # of a program of its backward pass, which also reads the `taps` tokens after its own
 PRODUCT_COLUMNS = 64  # of keys that a program of the products computes; of values that it reads at once
-STEP_WARPS = 8  # of a program of a decode step, which holds the state of a head
+STEP_WARPS = 4  # of a program of a decode step, which holds the state of a head
 ROWS = 4  # heads of a program of the norm: one warp holds them, and rows need no exchange between warps
 
 
