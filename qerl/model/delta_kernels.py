@@ -236,7 +236,7 @@ def _norm_backward(
         tl.store(partial_ptr + at, tl.sum(grad * hat * silu, 0), mask=tl.arange(0, WIDTH) < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _products(
     q_ptr,
     k_ptr,

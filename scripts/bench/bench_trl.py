@@ -159,6 +159,7 @@ def take_text_of_qwen3_5() -> None:
     from functools import partial
     from importlib.util import find_spec
 
+    import vllm.device_allocator.cumem  # noqa: F401 - it might take TileLang's stub for CUDA's runtime later
     from trl.generation import vllm_generation
 
     from qerl.engine.vllm import register_text_model
