@@ -64,7 +64,7 @@ def register_hybrid() -> None:
     """Register what Qwen3.5 needs beside the above: the text model, and linear attention where graphs stop.
 
     A graph that did not stop there would hold the sequences that it was captured with; remove the stop when vLLM breaks
-    there itself, as it does at attention. A step that only decodes has a launch of ours for vLLM's eight.
+    there itself, as it does at attention. A step that only decodes has a launch of ours for seven of vLLM's.
     """
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -137,7 +137,8 @@ def _states_of_step(layer) -> Any:
     step = context.attn_metadata[layer.prefix]
     if step.num_prefills or not step.num_decodes or step.spec_sequence_masks is not None:
         return None
-    if layer.norm.activation not in ("silu", "swish"):
+    others = layer.gqa_interleaved_layout or layer.tp_size > 1 or layer.norm.activation not in ("silu", "swish")
+    if others or layer.kv_cache[0].dtype != layer.conv1d.weight.dtype:  # the convolution would not be in place
         return None
     return step.non_spec_state_indices_tensor[: step.num_actual_tokens]
 

@@ -336,7 +336,7 @@ def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
         return {}
     if has_kernels(device := torch.device("cuda", torch.cuda.current_device())):
         return {"attention_config": {"backend": "CUSTOM"}}
-    runs = has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS and kernel in ("qerl", "")
+    runs = has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS and kernel == "qerl"
     if not runs or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
         return {}
     # vLLM's choice there for other steps, without 8 bits; a Hopper that stands in for such a card takes it by this.

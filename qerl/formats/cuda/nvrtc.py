@@ -11,7 +11,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
+import logging
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +31,8 @@ from qerl.base.devices import BF16_CAPABILITY
 from qerl.base.errors import KERNEL, EngineError
 from qerl.base.files import write_shared
 from qerl.formats.cuda import FOLDER, cache_folder, source_texts
+
+logger = logging.getLogger(__name__)
 
 Name, Result = TypeVar("Name"), TypeVar("Result")
 
@@ -113,15 +117,21 @@ def capability(device: torch.device | None = None) -> tuple[int, int]:
     QERL_CAPABILITY=8.0 has a Hopper run what a card of 8.0 would, as code that the driver translates: for trying what
     cards that are not at hand get.
     """
-    if stands_in():
-        major, minor = os.environ["QERL_CAPABILITY"].split(".")
-        return int(major), int(minor)
-    return torch.cuda.get_device_capability(device)
+    return stood_for(os.environ["QERL_CAPABILITY"]) if stands_in() else torch.cuda.get_device_capability(device)
 
 
 def stands_in() -> bool:
     """Whether the card runs what another one would."""
     return bool(os.environ.get("QERL_CAPABILITY"))
+
+
+@cache
+def stood_for(text: str) -> tuple[int, int]:
+    """Raises EngineError for what is no compute capability."""
+    if (found := re.fullmatch(r"(\d+)\.(\d)", text)) is None:
+        raise EngineError("QERL_CAPABILITY=%s is no compute capability: write one such as 8.0, or unset it", text)
+    logger.warning("QERL_CAPABILITY=%s: our kernels are those of such a card, which are slower here", text)
+    return int(found[1]), int(found[2])
 
 
 @cache

@@ -217,9 +217,11 @@ def tune(linears: Sequence[Fused], device: torch.device) -> tuple[Table, Path]:
     Raises EngineError on a card that has no kernel of ours, or where no product was right.
     """
     from qerl.base.devices import driver_version
-    from qerl.formats.cuda.nvrtc import compile_ahead
+    from qerl.formats.cuda.nvrtc import compile_ahead, stands_in
     from qerl.formats.nvfp4 import gemm, portable
 
+    if stands_in():
+        raise EngineError("`qerl tune` measures the card's own kernels: unset QERL_CAPABILITY, which asks for others")
     if (product := product_on(device)) is None:
         raise EngineError(
             "`qerl tune` times our kernels, and there is no card here that runs them: they need one from Ampere on "

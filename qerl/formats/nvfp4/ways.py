@@ -34,6 +34,7 @@ MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens of a launch, and rows * tokens o
 MAX_PARTS, MAX_HEAPS = 64, 256  # limits of the tasks that compute hidden values, see gemm.cu
 FEW_ROWS = 8192  # of q/k/v and o, but not of gate/up
 PROCESSORS, LEFT_OVER = 132, 0.75  # of an H200; the share of processors at work below which one slab is too few
+MANY_ROWS = 128 * PROCESSORS + 1  # have more blocks of one slab than there are processors
 LONG = 8192  # from this many columns on, a task for hidden values takes more of them
 ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as many as fit, or fewer
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
@@ -115,7 +116,7 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
 def neighbours(rows: int, columns: int, tokens: int) -> list[Tiling]:
     """What `qerl tune` compares: the default, those of other shapes, and rings of one unit more or less."""
     first = default_tiling(rows, columns, tokens)
-    others = [default_tiling(few, long, tokens) for few in (FEW_ROWS, FEW_ROWS + 1) for long in (UNIT, LONG)]
+    others = [default_tiling(few, long, tokens) for few in (FEW_ROWS, MANY_ROWS) for long in (UNIT, LONG)]
     others += [replace(first, stages=first.stages + more) for more in (-1, 1)]
     return [each for each in dict.fromkeys([first, *others]) if each.parts(columns) < MAX_PARTS]
 

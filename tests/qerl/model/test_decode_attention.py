@@ -1,8 +1,8 @@
 """Attention of new tokens over a paged cache.
 
 On a CPU the twin is compared with torch's attention, the division of sequences is checked, and the kernel is compiled
-for every kind of card. With `-m gpu` the CUDA kernel is compared with the twin; last run on an H100, 2026-11-25, at
-6a3171c, before a Hopper also ran the code of other cards here.
+for every kind of card. With `-m gpu` the CUDA kernel is compared with the twin, on a Hopper with the code of other
+cards too; last run on an H200, 2026-11-28, at 8046f02f.
 """
 
 import re

@@ -27,6 +27,7 @@ def cached(monkeypatch, tmp_path):
     """Compiled sources in an empty folder, on a Hopper card, by a stand-in for NVRTC. What was compiled stands in
     `seen`, and `refuses` holds the errors of the next times."""
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    monkeypatch.delenv("QERL_CAPABILITY", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     seen, refuses = [], []
 
@@ -41,12 +42,17 @@ def cached(monkeypatch, tmp_path):
     return SimpleNamespace(binaries=binaries, seen=seen, refuses=refuses)
 
 
-def test_a_card_may_stand_in_for_another(cached, monkeypatch):
-    """What is compiled then is code that the driver translates, in a file of its own."""
+def test_a_card_may_stand_in_for_another(cached, monkeypatch, caplog):
+    """What is compiled then is code that the driver translates, in a file of its own, and the log says so once."""
     cached.binaries.get(*VARIANT)
     monkeypatch.setenv("QERL_CAPABILITY", "8.6")
+    nvrtc.stood_for.cache_clear()
     cached.binaries.get(*VARIANT)
     assert nvrtc.capability() == (8, 6)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["QERL_CAPABILITY=8.6"]
+    monkeypatch.setenv("QERL_CAPABILITY", "9")
+    with pytest.raises(EngineError, match="write one such as"):
+        nvrtc.capability()
     assert [options[0] for _, options in cached.seen] == [
         "--gpu-architecture=sm_90a",
         "--gpu-architecture=compute_86",

@@ -134,6 +134,19 @@ def test_a_card_or_linears_without_a_product_write_no_file(card, monkeypatch, tm
 SHAPES = ((4608, 3584), (37888, 3584), (3584, 18944), (64, 128))
 
 
+def test_a_card_that_stands_in_for_another_is_not_measured(card, monkeypatch, tmp_path):
+    monkeypatch.setenv("QERL_CAPABILITY", "8.0")
+    with pytest.raises(EngineError, match="unset QERL_CAPABILITY"):
+        tuning.tune([SMALL], CPU)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neighbours_have_each_way_to_divide_rows():
+    """Two slabs outside the loop too: a card with fewer processors than an H200 may need them for so many rows."""
+    found = {(each.slabs, each.in_loop) for each in ways.neighbours(12288, 4096, 64)}
+    assert found == {(1, True), (2, True), (2, False)}
+
+
 def test_neighbours_fit_the_layout_and_the_work_space():
     """The first is the default, and no two are compiled alike."""
     for at in ((*shape, size) for shape in SHAPES for size in portable.STAGES):
