@@ -81,7 +81,7 @@ def register_hybrid() -> None:
             super()._forward_core_decode_non_spec(mixed_qkv, b.float(), a, core_attn_out, attn_metadata)
 
         def forward_cuda(self, hidden_states, output):
-            found = _states_of_step(self)
+            found = states_of_step(self)
             if found is None or len(found) != len(hidden_states):
                 super().forward_cuda(hidden_states, output)
                 return
@@ -123,7 +123,7 @@ def register_text_model() -> None:
     ModelRegistry.register_model(name, type(name, (Qwen3_5ForCausalLM, IsHybrid), methods))
 
 
-def _states_of_step(layer) -> Any:
+def states_of_step(layer) -> Any:
     """The blocks of states of a step in which each sequence has one new token, as vLLM's tensor; else None.
 
     A row of graphs with linear attention between them was captured without knowing the batch.

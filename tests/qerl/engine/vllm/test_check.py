@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from qerl.base.errors import EngineError
@@ -71,3 +72,46 @@ def test_norms_of_1_plus_weight_are_known_beside_linear_attention_alone(parts):
         vllm_plugin.check(parts)
     parts.linear_attn = nn.ModuleDict({"conv1d": nn.Identity()})
     vllm_plugin.check(parts)
+
+
+def layer_of(**changes):
+    """Linear attention as vLLM has it, in a model in bfloat16."""
+    cache = [torch.zeros(1, dtype=changes.pop("cache", torch.bfloat16))]
+    own = {"prefix": "a", "gqa_interleaved_layout": False, "tp_size": 1, "kv_cache": cache, **changes}
+    activation = own.pop("activation", "silu")
+    weight = torch.zeros(1, dtype=torch.bfloat16)
+    return SimpleNamespace(norm=SimpleNamespace(activation=activation), conv1d=SimpleNamespace(weight=weight), **own)
+
+
+def step_of(**changes):
+    of_step = {"num_prefills": 0, "num_decodes": 2, "spec_sequence_masks": None, "num_actual_tokens": 2}
+    return SimpleNamespace(non_spec_state_indices_tensor=torch.tensor([5, 7, 0]), **{**of_step, **changes})
+
+
+@pytest.mark.parametrize(
+    ("layer", "metadata", "mode", "taken"),
+    [
+        ({}, {"a": step_of()}, "full", True),
+        ({}, {"a": step_of()}, "none", True),
+        ({}, {"a": step_of()}, "piecewise", False),  # captured without knowing the batch
+        ({}, None, "none", False),  # vLLM's profile run
+        ({}, [{"a": step_of()}], "full", False),  # micro-batches of vLLM
+        ({}, {"a": step_of(num_prefills=1)}, "none", False),
+        ({}, {"a": step_of(num_decodes=0)}, "none", False),
+        ({}, {"a": step_of(spec_sequence_masks=object())}, "full", False),
+        ({"gqa_interleaved_layout": True}, {"a": step_of()}, "full", False),  # Qwen3-Next
+        ({"tp_size": 2}, {"a": step_of()}, "full", False),
+        ({"activation": "sigmoid"}, {"a": step_of()}, "full", False),
+        ({"cache": torch.float32}, {"a": step_of()}, "full", False),  # the convolution would not be in place
+    ],
+)
+def test_steps_whose_linear_attention_is_one_launch(monkeypatch, layer, metadata, mode, taken):
+    context = SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode)
+    stubs = {
+        "vllm.config": SimpleNamespace(CUDAGraphMode=SimpleNamespace(PIECEWISE="piecewise")),
+        "vllm.forward_context": SimpleNamespace(get_forward_context=lambda: context),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setitem(sys.modules, name, stub)
+    found = vllm_plugin.states_of_step(layer_of(**layer))
+    assert (found.tolist() if taken else found) == ([5, 7] if taken else None)
