@@ -326,21 +326,21 @@ def vllm_method(format: str) -> str:
 
 def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
     """vLLM's argument by which our kernel attends in decode steps. None beside states, whose pages vLLM pads keys and
-    values to, for the head sizes of Gemma 4, nor for who asks for another product where ours was not measured."""
+    values to, nor for heads of Gemma 4's sizes. Other cards than Hopper get it, untried, if rollout.kernel is qerl."""
     import torch
 
-    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels
+    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels, stands_in
     from qerl.model.decode_attention import takes_every_layer
 
     if settings.decoder.linear or settings.decoder.full or settings.options.kv_cache_dtype not in ("auto", "fp8"):
         return {}
     if has_kernels(device := torch.device("cuda", torch.cuda.current_device())):
         return {"attention_config": {"backend": "CUSTOM"}}
-    runs = has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS and kernel == "qerl"
-    if not runs or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
+    asked = kernel == "qerl" and (settings.options.kernel == kernel or stands_in())
+    runs = has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS
+    if not (asked and runs) or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
         return {}
-    # vLLM's choice there for other steps, without 8 bits; a Hopper that stands in for such a card takes it by this.
-    return {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}
+    return {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}  # vLLM's own choice there
 
 
 def graphs_of_steps() -> str:

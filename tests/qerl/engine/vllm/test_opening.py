@@ -129,7 +129,9 @@ OWN_WITH_2 = {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}
     [
         *(((9, 0), kernel, "auto", {}, OWN) for kernel in ("qerl", "marlin", "")),
         *((each, "qerl", "auto", {}, OWN_WITH_2) for each in ((8, 0), (8, 6), (8, 9), (12, 0))),
-        ((8, 6), "", "auto", {}, {}),  # weights in 16 bits, for which rollout.kernel has no other way back
+        ((8, 6), "", "auto", {}, {}),  # weights in 16 bits
+        ((8, 6), "qerl", "auto", {"asked": "auto"}, {}),
+        ((9, 0), "qerl", "auto", {"asked": "auto"}, OWN),
         ((8, 6), "marlin", "auto", {}, {}),
         ((8, 9), "qerl", "fp8", {}, OWN_WITH_2),
         ((8, 9), "qerl", "fp8", {"sliding_window": 48}, {}),
@@ -148,9 +150,11 @@ def test_on_which_cards_our_kernel_attends(monkeypatch, capability, kernel, cach
     monkeypatch.setattr(nvrtc, "capability", lambda device: capability)
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: capability == (9, 0))
     monkeypatch.setattr(nvrtc, "has_portable_kernels", lambda device: capability >= (8, 0))
+    monkeypatch.delenv("QERL_CAPABILITY", raising=False)
     config = SimpleNamespace(**{**SHAPES, "sliding_window": None, **of})
     decoder = SimpleNamespace(linear=of.get("linear", ()), full=())
-    settings = SimpleNamespace(decoder=decoder, options=EngineOptions(kv_cache_dtype=cache), config=config)
+    options = EngineOptions(kernel=of.get("asked", "qerl"), kv_cache_dtype=cache)
+    settings = SimpleNamespace(decoder=decoder, options=options, config=config)
     assert opening.attention_config(settings, kernel) == expected
 
 
