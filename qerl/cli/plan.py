@@ -37,7 +37,6 @@ from training.preflight.seconds import TRAIN_RATE
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qerl.base.printable import SafeConsole
     from qerl.config.schema import RunConfig
     from training.preflight.plan import Plan
 

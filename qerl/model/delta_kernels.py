@@ -180,7 +180,7 @@ def _conv_backward(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_forward(
+def _gated_norm_forward(
     x_ptr, gate_ptr, weight_ptr, out_ptr, rows, heads, stride, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -197,7 +197,7 @@ def _norm_forward(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_backward(
+def _gated_norm_backward(
     grad_ptr,
     x_ptr,
     gate_ptr,
@@ -324,7 +324,7 @@ def _products(
 
 
 @triton.jit
-def _delta_kernel(
+def _delta_step(
     qkvz_ptr,
     ba_ptr,
     log_decay_ptr,
@@ -451,7 +451,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.eps = eps
         out, (_, heads, width) = torch.empty_like(x), x.shape
         rows = x.numel() // width
-        _norm_forward[(triton.cdiv(rows, ROWS),)](
+        _gated_norm_forward[(triton.cdiv(rows, ROWS),)](
             *(x, gate, weight, out, rows, heads, gate.stride(0), width, eps),
             ROWS=ROWS,
             WIDTH=triton.next_power_of_2(width),
@@ -467,7 +467,7 @@ class _GatedNorm(torch.autograd.Function):
         rows, trained = x.numel() // width, ctx.needs_input_grad[2]
         programs = triton.cdiv(rows, ROWS)
         partial = x.new_empty(programs if trained else 0, width, dtype=torch.float32)
-        _norm_backward[(programs,)](
+        _gated_norm_backward[(programs,)](
             *(grad.contiguous(), x, gate, weight, dx, dgate, partial),
             *(rows, heads, gate.stride(0), width, ctx.eps),
             TRAINED=trained,
@@ -538,7 +538,7 @@ def delta_step_(
     heads, value_dim, key_dim = states.shape[1:]
     key_heads = (qkvz.shape[1] - 2 * heads * value_dim) // (2 * key_dim)
     out = qkvz.new_empty(len(qkvz), heads * value_dim)
-    _delta_kernel[(heads, len(qkvz))](
+    _delta_step[(heads, len(qkvz))](
         *(qkvz, ba, layer.log_decay, layer.bias, layer.gain, indices, states, out),
         *(qkvz.stride(0), ba.stride(0), indices.stride(0), states.stride(0), layer.eps),
         KEY_HEADS=key_heads,

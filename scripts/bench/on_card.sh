@@ -154,7 +154,7 @@ batch_kernels() {
     tests kernels 200 -n 6 tests/qerl/formats/nvfp4/test_gemm_gpu.py tests/qerl/model/test_layers_gpu.py \
         tests/qerl/model/test_decode_attention.py tests/qerl/engine/vllm/test_kernels.py tests/scripts/test_bench_linear.py \
         tests/qerl/model/test_packing.py tests/qerl/model/test_packed_attention_gpu.py \
-        tests/qerl/model/test_logprobs.py tests/qerl/model/test_logprob_kernels.py \
+        tests/qerl/model/test_logprobs.py tests/qerl/model/test_logprob_kernels.py tests/qerl/model/test_delta_*.py \
         tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
         tests/qerl/cli/test_kernels.py tests/qerl/formats/cuda/test_ahead.py
     tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_memory.py tests/qerl/engine/test_loaded_base.py

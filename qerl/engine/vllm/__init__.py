@@ -71,6 +71,9 @@ def register_hybrid() -> None:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 
+    from qerl.model.delta_kernels import delta_step_
+    from qerl.model.gated_delta import DeltaLayer
+
     register_text_model()
 
     class GatedDeltaNet(QwenGatedDeltaNetAttention):
@@ -85,9 +88,6 @@ def register_hybrid() -> None:
             if found is None or len(found) != len(hidden_states):
                 super().forward_cuda(hidden_states, output)
                 return
-            from qerl.model.delta_kernels import delta_step_
-            from qerl.model.gated_delta import DeltaLayer
-
             (qkvz, _), (ba, _) = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
             taps, states = self.kv_cache[:2]
             causal_conv1d_update(

@@ -29,12 +29,13 @@ def padded_power(rank: int) -> int:
 UNIT = 64  # columns that a block works on at once
 SLAB = 16  # rows of a warp's product
 WARPS = 8  # warps of a block that multiply
+BLOCK_ROWS = SLAB * WARPS  # of a block whose warps work on one slab
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)  # numbers of tokens that the kernel is compiled for
 MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens of a launch, and rows * tokens of a block
 MAX_PARTS, MAX_HEAPS = 64, 256  # limits of the tasks that compute hidden values, see gemm.cu
 FEW_ROWS = 8192  # of q/k/v and o, but not of gate/up
 PROCESSORS, LEFT_OVER = 132, 0.75  # of an H200; the share of processors at work below which one slab is too few
-MANY_ROWS = 128 * PROCESSORS + 1  # have more blocks of one slab than there are processors
+MANY_ROWS = BLOCK_ROWS * PROCESSORS + 1  # have more blocks of one slab than there are processors
 LONG = 8192  # from this many columns on, a task for hidden values takes more of them
 ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as many as fit, or fewer
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
@@ -52,7 +53,7 @@ class Tiling:
     @property
     def rows(self) -> int:
         """Rows of the weight that a block works on at once."""
-        return SLAB * WARPS * self.slabs
+        return BLOCK_ROWS * self.slabs
 
     def shared_bytes(self, tokens: int) -> int:
         """Shared memory of a block: its ring of units (x, codes, block scales) and the warps' sums of hidden values.
@@ -103,7 +104,7 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     There one slab is faster, because its blocks exchange half as many sums, unless many processors are left over.
     """
     tile, is_long = token_tile(tokens), columns >= LONG
-    one, two = (blocks * max(1, PROCESSORS // blocks) for blocks in (-(-rows // 128), -(-rows // 256)))
+    one, two = _at_work(rows, 1), _at_work(rows, 2)
     has_few = tile > 32 and one <= PROCESSORS
     one_slab = tile > 128 or (has_few and not is_long and one > LEFT_OVER * two)
     is_deep = is_long or (has_few and not one_slab)
@@ -111,6 +112,12 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
     stages = ONE_SLAB_STAGES[tile] if one_slab else two_slab_stages
     batch = 6 if (is_deep and tile > 32) or (tile == 256 and rows > FEW_ROWS) else 3
     return Tiling(stages, batch, slabs=1 if one_slab else 2, in_loop=one_slab or (tile > 32 and is_deep))
+
+
+def _at_work(rows: int, slabs: int) -> int:
+    """Blocks of a launch that have a part of these rows, if each has at most one."""
+    blocks = -(-rows // (BLOCK_ROWS * slabs))
+    return blocks * max(1, PROCESSORS // blocks)
 
 
 def neighbours(rows: int, columns: int, tokens: int) -> list[Tiling]:

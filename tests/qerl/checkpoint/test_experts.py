@@ -129,10 +129,8 @@ TWENTY_SEVEN_B = {**NINE_B, **LARGER, "linear_num_value_heads": 48}
 @pytest.mark.parametrize(("config", "mib", "block"), [(NINE_B, 49, 528), (TWENTY_SEVEN_B, 147, 784)])
 def test_a_sequence_takes_its_states_and_whole_blocks_of_vllm_s_cache(config, mib, block):
     """vLLM 0.25.1 set these numbers of tokens for its blocks; a layer's states take one, in three of four layers."""
-    from transformers import AutoConfig
 
     from qerl.plan.engine_memory import kv_bytes_per_token
-    from qerl.plan.sizes import sizes_of
 
     sizes = sizes_of(config, "m")
     assert round(sizes.state_bytes / 2**20) == mib

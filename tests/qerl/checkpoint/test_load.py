@@ -225,7 +225,6 @@ def test_16_bits_and_packed_are_read_with_the_head_of_the_file(model, tmp_path):
 def test_a_trained_head_is_written_as_an_untied_one(to, model, tmp_path):
     """The base holds its embeddings twice; the adapter changes one of both."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     edited(model, lambda found: found | {HEAD: found[EMBEDDINGS].clone()})
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
