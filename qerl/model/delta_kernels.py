@@ -32,7 +32,9 @@ from qerl.model.packing import Copies
 COLUMNS, TOKENS = 256, 16  # of a program of the convolution, at most
 BACKWARD_COLUMNS, RUN = 128, 32  # of a program of its backward pass, which also reads the `taps` tokens after its own
 PRODUCT_COLUMNS = 64  # of keys that a program of the products computes; of values that it reads at once
-STEP_WARPS = 4  # of a program of a decode step, which holds the state of a head
+# Warps of a decode step's program, values that it computes at once, and keys that its lanes share; for at most FEW rows
+# and for more.
+FEW, STEP_OF_FEW, STEP_OF_MANY = 8, (8, 64, 32), (2, 64, 64)
 ROWS = 4  # heads of a program of the norm: one warp holds them, and rows need no exchange between warps
 
 
@@ -345,45 +347,60 @@ def _delta_step(
     EARLY: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads: tl.constexpr = KEY_HEADS * SHARED
-    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
-    of_key, of_value = key < KEY_DIM, value < VALUE_DIM
-    gain = tl.load(gain_ptr + value, mask=of_value, other=0.0).to(tl.float32)  # no launch of a step writes these
-    slope = -tl.exp(tl.load(log_decay_ptr + head).to(tl.float32))
+    # A lane holds four keys of each group. So fewer lanes share a value, and a sum over keys takes fewer shuffles.
+    key = tl.arange(0, GROUPS)[:, None] * (KEYS // GROUPS) + tl.arange(0, KEYS // GROUPS)[None, :]
+    of_key = key < KEY_DIM
+    slope = -tl.exp(tl.load(log_decay_ptr + head).to(tl.float32))  # no launch of a step writes these
     bias = tl.load(bias_ptr + head).to(tl.float32)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     place = tl.load(indices_ptr + row * index_stride).to(tl.int64)
-    out_ptr += (row * heads + head) * VALUE_DIM + value
+    out_ptr += (row * heads + head) * VALUE_DIM
+    all_values = tl.arange(0, VALUES)
     if place <= 0:  # a row that only fills up a CUDA graph
-        tl.store(out_ptr, tl.zeros((VALUES,), out_ptr.dtype.element_ty), mask=of_value)
+        tl.store(out_ptr + all_values, tl.zeros((VALUES,), out_ptr.dtype.element_ty), mask=all_values < VALUE_DIM)
         return
-    states_ptr += place * state_stride + (head * VALUE_DIM + value[:, None]) * KEY_DIM + key[None, :]
-    inside = of_value[:, None] & of_key[None, :]
-    state = tl.load(states_ptr, mask=inside, other=0.0).to(tl.float32)
+    states_ptr += place * state_stride + head * VALUE_DIM * KEY_DIM
     qkvz_ptr += row * qkvz_stride
     at_key = (head // SHARED) * KEY_DIM + key
     q = tl.load(qkvz_ptr + at_key, mask=of_key, other=0.0).to(tl.float32)
     k = tl.load(qkvz_ptr + KEY_HEADS * KEY_DIM + at_key, mask=of_key, other=0.0).to(tl.float32)
-    qkvz_ptr += 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    v = tl.load(qkvz_ptr, mask=of_value, other=0.0).to(tl.float32)
-    z = tl.load(qkvz_ptr + heads * VALUE_DIM, mask=of_value, other=0.0).to(tl.float32)
+    qkvz_ptr += 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
     beta = tl.sigmoid(tl.load(ba_ptr + row * ba_stride + head).to(tl.float32))
     rate = tl.load(ba_ptr + row * ba_stride + heads + head).to(tl.float32) + bias
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     rate = tl.where(rate <= 20.0, tl.log(1.0 + tl.exp(rate)), rate)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY_DIM**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    state *= tl.exp(slope * rate)
-    added = beta * (v - tl.sum(state * k[None, :], 1))
-    out = tl.sum(state * q[None, :], 1) + added * tl.sum(k * q, 0)
-    tl.store(states_ptr, state + added[:, None] * k[None, :], mask=inside)
-    out = out.to(out_ptr.dtype.element_ty).to(tl.float32)  # as the recurrence of training rounds it
-    out *= tl.rsqrt(tl.sum(out * out, 0) / VALUE_DIM + eps) * gain * z * tl.sigmoid(z)
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=of_value)
+    decay = tl.exp(slope * rate)
+    q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * KEY_DIM**-0.5
+    k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
+    of_added = tl.sum(k * q)
+    squares = 0.0
+    for first in range(0, VALUES, CHUNK):
+        value = first + tl.arange(0, CHUNK)
+        of_value = value < VALUE_DIM
+        at = value[:, None, None] * KEY_DIM + key[None, :, :]
+        inside = of_value[:, None, None] & of_key[None, :, :]
+        state = tl.load(states_ptr + at, mask=inside, other=0.0).to(tl.float32) * decay
+        v = tl.load(qkvz_ptr + value, mask=of_value, other=0.0).to(tl.float32)
+        added = beta * (v - tl.sum(tl.sum(state * k[None, :, :], 1), 1))
+        out = tl.sum(tl.sum(state * q[None, :, :], 1), 1) + added * of_added
+        tl.store(states_ptr + at, state + added[:, None, None] * k[None, :, :], mask=inside)
+        out = out.to(out_ptr.dtype.element_ty)  # as the recurrence of training rounds it
+        tl.store(out_ptr + value, out, mask=of_value)
+        squares += tl.sum(out.to(tl.float32) * out.to(tl.float32))
+    tl.debug_barrier()
+    of_value = all_values < VALUE_DIM
+    gain = tl.load(gain_ptr + all_values, mask=of_value, other=0.0).to(tl.float32)
+    z = tl.load(qkvz_ptr + heads * VALUE_DIM + all_values, mask=of_value, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + all_values, mask=of_value, other=0.0).to(tl.float32)
+    out *= tl.rsqrt(squares / VALUE_DIM + eps) * gain * z * tl.sigmoid(z)
+    tl.store(out_ptr + all_values, out.to(out_ptr.dtype.element_ty), mask=of_value)
 
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, reads: Copies, widths: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -537,6 +554,8 @@ def delta_step_(
     """
     heads, value_dim, key_dim = states.shape[1:]
     key_heads = (qkvz.shape[1] - 2 * heads * value_dim) // (2 * key_dim)
+    keys, values = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    warps, at_once, together = STEP_OF_FEW if len(qkvz) <= FEW else STEP_OF_MANY
     out = qkvz.new_empty(len(qkvz), heads * value_dim)
     _delta_step[(heads, len(qkvz))](
         *(qkvz, ba, layer.log_decay, layer.bias, layer.gain, indices, states, out),
@@ -545,9 +564,11 @@ def delta_step_(
         SHARED=heads // key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        KEYS=triton.next_power_of_2(key_dim),
-        VALUES=triton.next_power_of_2(value_dim),
-        num_warps=STEP_WARPS,
+        KEYS=keys,
+        VALUES=values,
+        GROUPS=max(1, keys // together),
+        CHUNK=min(values, at_once),
+        num_warps=warps,
         **early(qkvz.device),
     )
     return out
