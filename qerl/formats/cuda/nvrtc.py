@@ -163,7 +163,7 @@ class Launch:
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int = 0
-    cluster: int = 1  # blocks of a cluster, along y
+    cluster: tuple[int, int, int] = (1, 1, 1)  # blocks of a cluster
     early: bool = False  # may start while the launch before it is finishing; the kernel waits for its results itself
     together: int = 1  # blocks that have to be on a multiprocessor at the same time, as they wait for one another
 
@@ -185,12 +185,23 @@ class Kernel:
         from cuda.bindings import driver
 
         _bind_context_()
-        if launch.shared_bytes > self._shared_limit:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(self._function, attribute, launch.shared_bytes), self.name)
-            self._shared_limit = launch.shared_bytes
+        self._allow(launch.shared_bytes)
         if launch.together > self._together:
             self._check_together(launch)
+        values, kinds = zip(*(_argument(value) for value in arguments), strict=True)
+        _check(driver.cuLaunchKernelEx(self._config(launch), self._function, (values, kinds), 0), self.name)
+
+    def _allow(self, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        if shared_bytes > self._shared_limit:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), self.name)
+            self._shared_limit = shared_bytes
+
+    def _config(self, launch: Launch) -> Any:
+        from cuda.bindings import driver
+
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
@@ -198,8 +209,14 @@ class Kernel:
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs = _attributes(launch)
         config.numAttrs = len(config.attrs)
-        values, kinds = zip(*(_argument(value) for value in arguments), strict=True)
-        _check(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0), self.name)
+        return config
+
+    def clusters_at_once(self, launch: Launch) -> int:
+        """How many clusters of such a launch the card holds at once."""
+        from cuda.bindings import driver
+
+        self._allow(launch.shared_bytes)
+        return _check(driver.cuOccupancyMaxActiveClusters(self._function, self._config(launch)), self.name)
 
     def _check_together(self, launch: Launch) -> None:
         """Give the kernel all shared memory of a multiprocessor. Raises EngineError if its blocks do not fit there."""
@@ -343,10 +360,11 @@ def _attributes(launch: Launch) -> list[Any]:
     from cuda.bindings import driver
 
     kinds, attributes = driver.CUlaunchAttributeID, []
-    if launch.cluster > 1:
+    if launch.cluster != (1, 1, 1):
         attribute = driver.CUlaunchAttribute()
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 1, launch.cluster, 1
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = launch.cluster
         attributes.append(attribute)
     if launch.early:
         attribute = driver.CUlaunchAttribute()

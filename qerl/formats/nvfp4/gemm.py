@@ -13,6 +13,7 @@ import torch
 
 from qerl.base.errors import EngineError
 from qerl.formats.cuda.nvrtc import (
+    Kernel,
     Launch,
     TensorMap,
     Variant,
@@ -25,6 +26,7 @@ from qerl.formats.nvfp4.decode import reference_decoded
 from qerl.formats.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.formats.nvfp4.lora import Adapter, reference_add
 from qerl.formats.nvfp4.ways import (
+    CLUSTERS,
     MAX_HEAPS,
     MAX_PARTS,
     MAX_SUMS,
@@ -34,6 +36,7 @@ from qerl.formats.nvfp4.ways import (
     UNIT,
     WARPS,
     Tiling,
+    by_memory,
     choose_tiling,
     fits,
     token_tile,
@@ -52,7 +55,8 @@ def product(
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `ways.fits` allows.
 
-    `out` is a contiguous tensor to write into, and `tiling` is for measurements. Two products on a device must not
+    `out` is a contiguous tensor to write into, and `tiling` is for measurements: EngineError if its clusters do not fit
+    the card. Two products on a device must not
     overlap, because they share work space. The kernel reads the weight and `adapter.a` while the preceding launch may
     still be running, so a kernel that writes them must not come directly before this one. Raises ValueError for an
     input, a weight or an adapter that the kernel does not take, EngineError if the first call on a device is being
@@ -61,14 +65,19 @@ def product(
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     check(x, weight, adapter)
-    tiling = choose_tiling(rows, columns, tokens) if tiling is None else tiling
-    space = work_space(x.device)
+    chosen = choose_tiling(rows, columns, tokens) if tiling is None else tiling
+    if chosen.cluster and not holds_clusters(token_tile(tokens), chosen):
+        if tiling is not None:
+            raise EngineError(
+                f"this card does not hold {CLUSTERS[chosen.cluster]} clusters of {chosen.cluster} at once"
+            )
+        chosen = by_memory(rows, columns, tokens)
+    tiling, space = chosen, work_space(x.device, cluster=chosen.cluster)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
-    launch = Launch((space.blocks, 1, 1), 32 * (WARPS + 4), tiling.shared_bytes(tokens), early=True)
-    kernel("gemm.cu", "nvfp4_gemm", defines_of(tokens, tiling))(
-        launch,
+    _kernel(tokens, tiling)(
+        _launch(space.blocks, tokens, tiling),
         *_maps(x, tiling, hidden, adapter),
         weight.words,
         weight.scales,
@@ -89,6 +98,22 @@ def product(
         *adapter_numbers,
     )
     return out
+
+
+@cache
+def holds_clusters(tokens: int, tiling: Tiling) -> bool:
+    """Whether the current card holds all blocks of a launch at once: they wait for each other, and cards differ."""
+    blocks = CLUSTERS[tiling.cluster] * tiling.cluster
+    return _kernel(tokens, tiling).clusters_at_once(_launch(blocks, tokens, tiling)) >= CLUSTERS[tiling.cluster]
+
+
+def _kernel(tokens: int, tiling: Tiling) -> Kernel:
+    return kernel("gemm.cu", "nvfp4_gemm", defines_of(tokens, tiling))
+
+
+def _launch(blocks: int, tokens: int, tiling: Tiling) -> Launch:
+    threads, cluster = 32 * (WARPS + 4), (max(1, tiling.cluster), 1, 1)
+    return Launch((blocks, 1, 1), threads, tiling.shared_bytes(tokens), cluster, early=True)
 
 
 def split_product(
@@ -172,6 +197,7 @@ def defines_of(tokens: int, tiling: Tiling) -> tuple[str, ...]:
         f"STAGES={tiling.stages}",
         f"BATCH={tiling.batch}",
         f"IN_LOOP={int(tiling.in_loop)}",
+        f"CLUSTER={tiling.cluster}",
         f"MAX_PARTS={MAX_PARTS}",
         f"MAX_HEAPS={MAX_HEAPS}",
     )
@@ -183,10 +209,11 @@ class WorkSpace:
     It only grows and never moves, because CUDA graphs hold its addresses.
     """
 
-    def __init__(self, device: torch.device, occupancy: int = 1) -> None:
-        """`occupancy`: how many blocks of a launch a multiprocessor holds at once."""
-        self.blocks = occupancy * torch.cuda.get_device_properties(device).multi_processor_count
-        self.sums = torch.empty(self.blocks * MAX_SUMS, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, occupancy: int = 1, cluster: int = 0) -> None:
+        """`occupancy`: how many blocks of a launch a multiprocessor holds at once. `cluster`: of how many they are."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.blocks = CLUSTERS[cluster] * cluster if cluster else occupancy * processors
+        self.sums = torch.empty(0 if cluster else self.blocks * MAX_SUMS, dtype=torch.float32, device=device)
         self.flagged_hidden = torch.zeros(MAX_HEAPS * 16 * 32 // 2, dtype=torch.int64, device=device)
         counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS + 1
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
@@ -208,7 +235,7 @@ def forget_work_space() -> None:
 
 
 @cache
-def work_space(device: torch.device, occupancy: int = 1) -> WorkSpace:
+def work_space(device: torch.device, occupancy: int = 1, cluster: int = 0) -> WorkSpace:
     """The work space that all products on a device share, made by the first. Raises EngineError inside a capture.
 
     Launches with another number of blocks have one of their own, because they count in other steps.
@@ -218,4 +245,4 @@ def work_space(device: torch.device, occupancy: int = 1) -> WorkSpace:
             f"the first product on {device} is captured in a CUDA graph, before its work space is made: call "
             "`gemm.product` once before the capture"
         )
-    return WorkSpace(device, occupancy)
+    return WorkSpace(device, occupancy, cluster)

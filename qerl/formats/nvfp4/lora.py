@@ -105,7 +105,7 @@ def shrink(x: torch.Tensor, lora_a: torch.Tensor, hidden: torch.Tensor | None = 
     ranks = lora_a.shape[0]
     tiles, warps, cluster = _tiles(tokens), _warps(columns), 8 if columns >= LONG else 4
     hidden = x.new_empty(tokens, ranks) if hidden is None else hidden
-    launch = Launch((ranks // RANK_STEP, cluster, -(-tokens // (8 * tiles))), 32 * warps, cluster=cluster)
+    launch = Launch((ranks // RANK_STEP, cluster, -(-tokens // (8 * tiles))), 32 * warps, cluster=(1, cluster, 1))
     kernel("shrink.cu", "lora_shrink", _defines(tiles, warps))(launch, x, lora_a, hidden, tokens, columns, ranks)
     return hidden
 

@@ -81,6 +81,13 @@ static __device__ __forceinline__ void load_shared_2(u32 address, u32 (&v)[2]) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
 }
 
+static __device__ __forceinline__ float4 load_shared_float4(u32 address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
 static __device__ __forceinline__ void load_shared_4(u32 address, u32 (&v)[4]) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
@@ -123,15 +130,24 @@ static __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
+static __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+
+static __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 static __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
+}
+
+// The same place in the shared memory of the cluster's block `rank`.
+static __device__ __forceinline__ u32 in_peer(u32 address, u32 rank) {
+    u32 peer;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    return peer;
 }
 
 static __device__ __forceinline__ float load_peer(const float* own, u32 rank) {
-    const u32 address = (u32)__cvta_generic_to_shared(own);
-    u32 peer;
     float value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(peer));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(in_peer(shared_address(own), rank)));
     return value;
 }

@@ -23,8 +23,11 @@
 // launch before it wrote, and fills the ring with the weight until then. It lets the next launch start as soon as all of
 // its blocks have raised the counters that a launch raises first; earlier, the next launch could be taken for this one.
 //
+// With CLUSTER, the sharers of a block of rows are a cluster of that many blocks. Each sends its sums into the shared
+// memory of the block that adds them up, and no counter in memory is waited for.
+//
 // Macros: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), SLABS (of 16 rows that a warp works on: 1, 2), STAGES, BATCH (loads
-// that a warp has in flight for h), IN_LOOP (0, 1), MAX_PARTS, MAX_HEAPS (limits of the tasks for h).
+// that a warp has in flight for h), IN_LOOP (0, 1), CLUSTER (0, 2 to 8), MAX_PARTS, MAX_HEAPS (limits of the tasks for h).
 
 #define GROUPS 2
 #define ROWS (64 * GROUPS * SLABS)
@@ -43,6 +46,9 @@
 #define ITEMS (TOKENS <= 32 ? 1 : 4)   // fragments that a warp adds up together
 #define AT_ONCE (ITEMS == 1 ? 10 : 4)  // sums of sharers that are loaded together
 #define PARTS_AT_ONCE 8                // parts of h that are loaded together
+#define ALL_ITEMS (FRAGMENTS * WARPS)  // fragments of a block of rows, which its sharers add up
+#define SHARERS (CLUSTER ? CLUSTER : 1)
+#define MOST_ITEMS ((ALL_ITEMS + SHARERS - 1) / SHARERS)  // that one block of a cluster adds up
 
 #include "exchange.cuh"
 #include "plan.cuh"
@@ -56,6 +62,9 @@
 static __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * WARPS + 32) : "memory");
 }
+
+// Where a cluster's block number `share` begins to add up.
+static __device__ __forceinline__ int first_item(int share) { return ALL_ITEMS * share / SHARERS; }
 
 static __device__ __forceinline__ void warpgroups_sync() {
     asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
@@ -72,7 +81,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
            u16* hidden, u64* flagged_hidden, float* hidden_parts, float4* sums, u64* counters, int tokens, int rows,
            int columns, float alpha, int ranks, int part_rank, int part_end_0, int part_end_1) {
     extern __shared__ u8 dynamic[];
-    __shared__ u64 barriers[2 * STAGES + 1];
+    __shared__ u64 barriers[2 * STAGES + 2];
     __shared__ u32 launch_number;  // the tag of flagged values
     __shared__ volatile int has_ticket;
     const Parts parts{ranks, part_rank, part_end_0, part_end_1};
@@ -85,6 +94,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
     const u32 x_ring = keep((shared_address(dynamic) + 1023) & ~1023u), weight_ring = x_ring + STAGES * X_BYTES;
     const u32 full = keep(shared_address(barriers)), empty = full + 8 * STAGES, made = empty + 8 * STAGES;
+    const u32 arrived = made + 8, given = weight_ring + STAGES * WEIGHT_BYTES + WARPS * SHRINK_TOKENS * SUM_STRIDE * 4;
     if (threadIdx.x == 32 * WARPS) {
         prefetch_map(x_map);
         has_ticket = !ranks;
@@ -93,8 +103,17 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             barrier_init(empty + 8 * i, WARPS);
         }
         barrier_init(made, WARPS);
+#if CLUSTER
+        const int share = cluster_rank();
+        barrier_init(arrived, 1);
+        barrier_expect(arrived, CLUSTER * (first_item(share + 1) - first_item(share)) * 512);
+#endif
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
+#if CLUSTER
+    __syncwarp();
+    cluster_arrive();
+#endif
     int stage = 0;
     u32 phase = 0;
     auto advance = [&] {
@@ -175,6 +194,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             if (ranks && !IN_LOOP)
                 for (int row = first_row + lane; row < min(first_row + ROWS, rows); row += 32)
                     prefetch(b + (long long)row * ranks + parts.begin(row));
+            if (CLUSTER) return;
             meet(1);
             if (lane == 0) {
                 u64* counter = sums_out + plan.cut_row();
@@ -410,6 +430,16 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 const float* c = acc[word] + 4 * t;
                 store(row + 16 * word, 8 * t, make_float4(c[0], c[1], c[2], c[3]));
             }
+        } else if constexpr (CLUSTER) {  // to the block that adds them up
+            const int share = cluster_rank();
+            cluster_wait();
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS; ++i) {
+                const int item = i * WARPS + warp, to = ((item + 1) * CLUSTER - 1) / ALL_ITEMS;
+                const u32 slot = share * MOST_ITEMS + item - first_item(to);
+                const float* c = acc[i / (FRAGMENTS / SLABS)] + i % (FRAGMENTS / SLABS) * 4;
+                give(in_peer(given + slot * 512 + lane * 16, to), c, in_peer(arrived, to));
+            }
         } else {
             float4* place = sums + (long long)blockIdx.x * FRAGMENTS * WARPS * 32 + warp * 32 + lane;
 #pragma unroll
@@ -422,7 +452,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     });
 
     if (!plan.cuts() || plan.sharers == 1) return;
-    const int sharers = plan.sharers, share = blockIdx.x % sharers, items = FRAGMENTS * WARPS;
+    const int sharers = plan.sharers, share = blockIdx.x % sharers, items = ALL_ITEMS;
     const int first_row = (plan.whole * gridDim.x + plan.cut_row()) * ROWS, last = items * (share + 1) / sharers;
     const float4* parts_of = sums + (long long)(blockIdx.x - share) * items * 32 + lane;
     auto row_of = [&](int item) {
@@ -463,6 +493,11 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 mma(total[i / 2], factors[i / 2][i % 2], (u32)values[i / 2][i % 2].x, (u32)values[i / 2][i % 2].y);
         }
     };
+    auto sums_of = [&](int sharer, int item) {
+        if constexpr (!CLUSTER) return load_fresh(parts_of + (sharer * items + item) * 32);
+        const u32 slot = sharer * MOST_ITEMS + item - items * share / sharers;
+        return load_shared_float4(given + slot * 512 + lane * 16);
+    };
     bool met = false;
     if (ranks && !IN_LOOP) meet(7);
 #pragma unroll 1
@@ -471,7 +506,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
         for (int i = 0; i < 4 * ITEMS; ++i) total[i / 4][i % 4] = 0.0f;
         if (ranks && !IN_LOOP) add_adapter(item, total);
-        if (!met) meet(2);
+        if (!met && CLUSTER) barrier_wait(arrived, 0);
+        if (!met && !CLUSTER) meet(2);
         met = true;
         for (int from = 0; from < sharers; from += AT_ONCE) {
             float4 part[ITEMS][AT_ONCE];
@@ -480,7 +516,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 const int which = i / AT_ONCE, sharer = from + i % AT_ONCE, of = item + which * WARPS;
                 part[which][i % AT_ONCE] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (sharer < sharers && of < last)
-                    part[which][i % AT_ONCE] = load_fresh(parts_of + (sharer * items + of) * 32);
+                    part[which][i % AT_ONCE] = sums_of(sharer, of);
             }
 #pragma unroll
             for (int i = 0; i < ITEMS * AT_ONCE; ++i) {
@@ -499,5 +535,5 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 store(row_of(of), token_of(of), make_float4(total[i][0], total[i][1], total[i][2], total[i][3]));
         }
     }
-    if (!met) meet(2);
+    if (!met && !CLUSTER) meet(2);
 }

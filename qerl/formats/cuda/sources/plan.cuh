@@ -1,6 +1,6 @@
 // What the blocks of a launch of gemm.cu do, and in which order.
 //
-// Macros: UNIT, SHRINK_COLUMNS, SHRINK_TOKENS.
+// Macros: UNIT, SHRINK_COLUMNS, SHRINK_TOKENS, CLUSTER (0, or how many blocks share a block of rows).
 #pragma once
 #include "common.cuh"
 
@@ -27,7 +27,8 @@ struct Plan {
 
     __device__ __forceinline__ Plan(int columns, int row_blocks, int extra)
         : units((columns + UNIT - 1) / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
-          sharers(rest ? min((int)gridDim.x / rest, units) : 0), more(sharers && units / sharers > extra ? extra : 0) {}
+          sharers(CLUSTER ? CLUSTER : rest ? min((int)gridDim.x / rest, units) : 0),
+          more(sharers && units / sharers > extra ? extra : 0) {}
     __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
     __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // index among the divided ones
 

@@ -31,6 +31,7 @@
 #define PARTS_AT_ONCE 8                // parts of h that are loaded together
 
 #include "exchange.cuh"
+#define CLUSTER 0
 #include "plan.cuh"
 #include "shrink.cuh"
 #include "slabs.cuh"

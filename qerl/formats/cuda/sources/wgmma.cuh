@@ -42,6 +42,12 @@ static __device__ __forceinline__ void copy_bytes(u32 target, const u8* source, 
         ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Write four numbers to another block's shared memory; its barrier counts their 16 bytes.
+static __device__ __forceinline__ void give(u32 place, const float* four, u32 barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+        ::"r"(place), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(barrier) : "memory");
+}
+
 // Make the ordinary stores of this thread, and those it has observed, visible to bulk copies.
 static __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 

@@ -86,7 +86,7 @@ def test_what_the_kernel_would_misread_is_refused(x, what, layout, adapter):
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256])
 @pytest.mark.parametrize("columns", [64, 880, 896, 3584, 8192, 18944, 29568])
-@pytest.mark.parametrize("rows", [4608, 37888])
+@pytest.mark.parametrize("rows", [1536, 2048, 2560, 3584, 4608, 7168, 37888])
 def test_a_tiling_fits_the_card_and_its_counters(rows, tokens, columns):
     """Hopper has 227 KiB of shared memory per block; fused q/k/v of rank 128 have the most hidden values."""
     chosen = ways.choose_tiling(rows, columns, tokens)
@@ -99,6 +99,37 @@ def test_a_tiling_fits_the_card_and_its_counters(rows, tokens, columns):
     assert chosen.parts(columns) * 32 * ways.WARPS * chosen.batch >= columns
     smaller = [tile for tile in ways.TOKEN_TILES if tile < ways.token_tile(tokens)]
     assert ways.token_tile(tokens) >= tokens > max(smaller, default=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "sizes"),
+    [
+        (3584, 3584, {8: 4, 32: 4, 128: 4, 192: 0}),  # o of a 7B
+        (4608, 3584, {8: 3, 128: 3}),
+        (3584, 18944, {8: 0, 128: 0}),  # its loop over K is long, so all processors are needed
+        (1536, 8960, {8: 8, 128: 8}),
+        (2048, 11008, {32: 0, 64: 6}),
+        (5120, 5120, {32: 0, 128: 0}),  # three times its 40 blocks of rows do not fit
+        (1536, 256, {8: 0}),  # fewer units than blocks
+    ],
+)
+def test_blocks_are_clusters_where_that_was_faster_and_no_more_than_a_card_holds(rows, columns, sizes):
+    for tokens, size in sizes.items():
+        assert ways.default_tiling(rows, columns, tokens).cluster == size
+        if size:
+            assert -(-rows // ways.BLOCK_ROWS) <= ways.CLUSTERS[size]
+
+
+def test_a_card_that_holds_fewer_clusters_takes_no_clusters(loaded, monkeypatch):
+    """Blocks that wait for others which are not there would wait forever."""
+    monkeypatch.setattr(gemm, "holds_clusters", lambda tokens, tiling: False)
+    words, scales = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.uint8)
+    weight = KernelWeight(QERL, words, scales, 3584, 3584, global_scale=1000.0)
+    x = torch.empty(32, 3584, dtype=torch.bfloat16)
+    gemm.product(x, weight)
+    assert loaded == {("gemm.cu", gemm.defines_of(32, ways.by_memory(3584, 3584, 32)))}
+    with pytest.raises(EngineError, match="does not hold 30 clusters of 4 at once"):
+        gemm.product(x, weight, tiling=ways.default_tiling(3584, 3584, 32))
 
 
 def test_sources_and_layout_agree_on_sizes():
@@ -192,7 +223,8 @@ def loaded(monkeypatch):
     monkeypatch.setattr(gemm, "tensor_map", lambda *arguments, **options: None)
     nothing = dict.fromkeys(("flagged_hidden", "sums", "counters"))
     space = SimpleNamespace(blocks=2, hidden=lambda numbers, shape: (None, torch.empty(shape)), **nothing)
-    monkeypatch.setattr(gemm, "work_space", lambda device: space)
+    monkeypatch.setattr(gemm, "work_space", lambda device, cluster: space)
+    monkeypatch.setattr(gemm, "holds_clusters", lambda tokens, tiling: True)
     return seen
 
 

@@ -86,6 +86,42 @@ class TestOnGPU:
         assert_right_with_an_adapter(product, weight, tokens, 16 * (1 + tokens % 3), parts_of(rows), biased=True)
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 96, 128])
+@pytest.mark.parametrize("size", list(ways.CLUSTERS))
+def test_sums_that_a_cluster_exchanges(size, tokens, in_loop):
+    """The last block of rows is cut off, and two parts of the adapter end inside a block."""
+    tiling = ways.Tiling(4, 3, slabs=1 + size % 2, in_loop=in_loop, cluster=size)
+    weight = random_weight(1320, 880, device="cuda", seed=tokens)
+    given = tiling.shared_bytes(tokens) <= 227 * 1024
+
+    def product(*arguments):
+        return gemm.product(*arguments, tiling=tiling if given else ways.Tiling(4, 3, cluster=size, slabs=1))
+
+    assert_right_with_an_adapter(product, weight, tokens, 32, (1000, 200, 120), biased=True)
+
+
+def test_both_kinds_of_launches_follow_each_other_in_a_graph():
+    """A launch starts while the one before it ends, and each kind counts its launches by itself."""
+    shapes = [(1536, 1536), (1152, 896), (1536, 1536), (37888, 128), (4608, 1536), (1152, 896)]
+    linears = [
+        (random_weight(*shape, device="cuda"), random_adapter(*shape, 32, (shape[0],), "cuda")) for shape in shapes
+    ]
+    kinds = {ways.choose_tiling(*shape, 32).cluster for shape in shapes}
+    assert kinds == {0, 3, 8}
+    xs = {columns: torch.randn(32, columns, device="cuda").bfloat16() for _, columns in shapes}
+    expected = [gemm.product(xs[weight.in_features], weight, None, adapter) for weight, adapter in linears]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [gemm.product(xs[weight.in_features], weight, None, adapter) for weight, adapter in linears * 4]
+    for _ in range(20):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        assert all(torch.equal(out, right) for out, right in zip(outs, expected * 4, strict=True))
+
+
 @pytest.mark.parametrize("tokens", [257, 384, 512])
 def test_a_split_product_on_the_card(tokens):
     weight = random_weight(1152, 880, device="cuda", seed=tokens)
