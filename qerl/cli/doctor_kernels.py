@@ -41,11 +41,7 @@ def kernel_checks() -> list[Check]:
             kernel_check("kernel product (cuda, without Hopper's instructions)", lambda: _cuda_product(device)),
             *_attention_checks(device),
             Check("ok", "kernel lora (cuda)", "not used on this card: Hopper alone"),
-            Check(
-                "ok",
-                "kernel choice",
-                "a guess on this card: compare rollout.kernel: marlin, and qerl (our attention)",
-            ),
+            Check("ok", "kernel choice", "a guess on this card: compare rollout.kernel: marlin"),
             _tilings(device),
         ]
     if not has_kernels(device):

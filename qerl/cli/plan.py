@@ -267,12 +267,12 @@ def _about_tilings(card: Card) -> list[str]:
 
 
 def _about_attention(config: RunConfig, made: Plan) -> list[str]:
-    """That a decode step attends by our kernel on a card where it was not measured, if the recipe asks for it."""
+    """That a decode step attends by our kernel on a card where it was not measured."""
     sizes, rollout = made.sizes, config.rollout
     takes = sizes.states is None and not sizes.decoder.full and rollout.kv_cache_dtype in ("auto", "fp8")
-    if rollout.kernel != "qerl" or not takes or made.card.capability[0] in (MEASURED[0], VLLM_ATTENDS):
+    if not takes or made.card.capability[0] in (MEASURED[0], VLLM_ATTENDS):
         return []
-    return ["Decode steps attend by qerl's kernel, too, at a guess; rollout.kernel: auto takes vLLM's."]
+    return ["Decode steps attend by qerl's kernel, too, at a guess; rollout.kernel: marlin takes vLLM's."]
 
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:

@@ -326,19 +326,18 @@ def vllm_method(format: str) -> str:
 
 def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
     """vLLM's argument by which our kernel attends in decode steps. None beside states, whose pages vLLM pads keys and
-    values to, nor for heads of Gemma 4's sizes. Other cards than Hopper get it, untried, if rollout.kernel is qerl."""
+    values to, nor for heads of Gemma 4's sizes. Other cards than Hopper get it with our product."""
     import torch
 
-    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels, stands_in
+    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels
     from qerl.model.decode_attention import takes_every_layer
 
     if settings.decoder.linear or settings.decoder.full or settings.options.kv_cache_dtype not in ("auto", "fp8"):
         return {}
     if has_kernels(device := torch.device("cuda", torch.cuda.current_device())):
         return {"attention_config": {"backend": "CUSTOM"}}
-    asked = kernel == "qerl" and (settings.options.kernel == kernel or stands_in())
-    runs = has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS
-    if not (asked and runs) or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
+    runs = kernel == "qerl" and has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS
+    if not runs or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
         return {}
     return {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}  # vLLM's own choice there
 

@@ -192,13 +192,13 @@ def test_a_plan_says_which_kernel_a_card_gets_and_whether_its_tilings_were_measu
 @pytest.mark.parametrize(
     ("gpu", "model", "values", "told"),
     [
-        ("a100", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl"], True),
+        ("a100", "Qwen/Qwen2.5-7B", [], True),
         ("4090", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl", "rollout.kv_cache_dtype=fp8"], True),
-        ("4090", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl", "rollout.kv_cache_dtype=fp8_per_token_head"], False),
-        ("a100", "Qwen/Qwen2.5-7B", [], False),
-        ("a100", "Qwen/Qwen3.5-9B", ["rollout.kernel=qerl"], False),
-        ("b200", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl"], False),
-        ("h200", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl"], False),
+        ("4090", "Qwen/Qwen2.5-7B", ["rollout.kv_cache_dtype=fp8_per_token_head"], False),
+        ("a100", "Qwen/Qwen2.5-7B", ["rollout.kernel=marlin"], False),
+        ("a100", "Qwen/Qwen3.5-9B", [], False),
+        ("b200", "Qwen/Qwen2.5-7B", [], False),
+        ("h200", "Qwen/Qwen2.5-7B", [], False),
     ],
 )
 def test_a_plan_says_where_our_attention_was_not_measured(gpu, model, values, told):
