@@ -41,7 +41,7 @@ ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as ma
 # How many clusters an H200 held at once, by their size: its processors are in groups of up to 18, and a cluster in one.
 CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 CLUSTERED_FROM = 96  # processors at work from which clusters pay off
-FEW_UNITS, SHORT_UNITS, LOOP_UNITS = 24, 40, 12  # of a block, see `clustered`
+FEW_UNITS, SHORT_UNITS = 20, 40  # of a block: the most for which they do, with up to 32 tokens, and with more
 MOST_CLUSTERED = 128  # tokens, for which the sums of a block still fit beside its ring
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
 
@@ -112,7 +112,7 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
 def clustered(rows: int, columns: int, tokens: int, in_loop: bool | None = None) -> Tiling | None:
     """The tiling whose blocks exchange sums in clusters, as large ones as fit, if it is the faster; else None.
 
-    It saves 0.5 to 6 us of a product. But fewer processors are at work, which a short loop over K makes up for. With
+    It saves 0.5 to 6 us of a product. But fewer processors are at work, so a long loop over K takes longer. With
     `in_loop` it is that tiling wherever there is one, to be measured.
     """
     tile, blocks = token_tile(tokens), -(-rows // BLOCK_ROWS)
@@ -123,9 +123,10 @@ def clustered(rows: int, columns: int, tokens: int, in_loop: bool | None = None)
     if in_loop is None:
         if size * blocks < CLUSTERED_FROM or units > (SHORT_UNITS if tile > 32 else FEW_UNITS):
             return None
-        in_loop = tile > 32 and units >= LOOP_UNITS
+        in_loop = tile > 32 and units >= (24 if columns >= LONG else 12)
     batch = 6 if columns >= LONG and tile > 32 else 3
-    return Tiling(4 if tile == 128 else 6, batch, slabs=1, in_loop=in_loop, cluster=size)
+    stages = 6 if tile < 128 else 3 if in_loop and size > 3 else 4
+    return Tiling(stages, batch, slabs=1, in_loop=in_loop, cluster=size)
 
 
 def by_memory(rows: int, columns: int, tokens: int) -> Tiling:
@@ -157,7 +158,7 @@ def neighbours(rows: int, columns: int, tokens: int) -> list[Tiling]:
     first = default_tiling(rows, columns, tokens)
     others = [by_memory(few, long, tokens) for few in (rows, FEW_ROWS, MANY_ROWS) for long in (columns, UNIT, LONG)]
     others += [each for loop in (False, True) if (each := clustered(rows, columns, tokens, loop))]
-    others += [replace(first, stages=first.stages + more) for more in (-1, 1)]
+    others += [replace(first, stages=first.stages + more) for more in (-1, 1) if first.stages + more > 2]
     return [each for each in dict.fromkeys([first, *others]) if each.parts(columns) < MAX_PARTS]
 
 
