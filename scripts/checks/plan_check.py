@@ -87,7 +87,7 @@ WORKLOADS = {  # by the name of the benchmark's file
     "peers/step-7b-qerl-fp8-gradients": replace(A, settings=("train.fp8_recipe=tensorwise_gradients",)),
     "experts/step-a3b-qerl-cap80": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, 80),
     "experts/step-a3b-16-layers-qerl": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, layers=16),
-    "hybrid/step-9b-qerl": replace(A, base="Qwen/Qwen3.5-9B", settings=("run.micro_batch_tokens=14336",)),
+    "hybrid/step-9b-qerl": replace(A, base="Qwen/Qwen3.5-9B", settings=("run.micro_batch_tokens=16384",)),
     "hybrid/step-27b-qerl-cap80": replace(
         A, base="Qwen/Qwen3.5-27B", cap=80, settings=("run.micro_batch_tokens=4096",)
     ),

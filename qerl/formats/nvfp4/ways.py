@@ -112,7 +112,7 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
 def clustered(rows: int, columns: int, tokens: int, in_loop: bool | None = None) -> Tiling | None:
     """The tiling whose blocks exchange sums in clusters, as large ones as fit, if it is the faster; else None.
 
-    It saves 0.5 to 6 us of a product. But fewer processors are at work, so a long loop over K takes longer. With
+    It saves up to 6 us of a product. But fewer processors are at work, so a long loop over K takes longer. With
     `in_loop` it is that tiling wherever there is one, to be measured.
     """
     tile, blocks = token_tile(tokens), -(-rows // BLOCK_ROWS)
