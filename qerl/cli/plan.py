@@ -269,10 +269,13 @@ def _about_tilings(card: Card) -> list[str]:
 def _about_attention(config: RunConfig, made: Plan) -> list[str]:
     """That a decode step attends by our kernel on a card where it was not measured."""
     sizes, rollout = made.sizes, config.rollout
-    takes = sizes.states is None and not sizes.decoder.full and rollout.kv_cache_dtype in ("auto", "fp8")
+    takes = sizes.states is None and not sizes.decoder.full
+    takes &= rollout.kv_cache_dtype in (("auto", "fp8") if rollout.kernel == "qerl" else ("auto",))
     if not takes or made.card.capability[0] in (MEASURED[0], VLLM_ATTENDS):
         return []
-    return ["Decode steps attend by qerl's kernel, too, at a guess; rollout.kernel: marlin takes vLLM's."]
+    return [
+        "Decode steps attend by qerl's kernel, too, which no such card has run; rollout.kernel: marlin takes vLLM's."
+    ]
 
 
 def _about_activations(config: RunConfig, made: Plan) -> list[str]:

@@ -32,8 +32,8 @@ from qerl.model.packing import Copies
 COLUMNS, TOKENS = 256, 16  # of a program of the convolution, at most
 BACKWARD_COLUMNS, RUN = 128, 32  # of a program of its backward pass, which also reads the `taps` tokens after its own
 PRODUCT_COLUMNS = 64  # of keys that a program of the products computes; of values that it reads at once
-# Warps of a decode step's program, values that it computes at once, and keys that its lanes share; for at most FEW rows
-# and for more.
+# For a decode step's program: its warps, the values that it computes at once, and the keys of a group. For at most FEW
+# rows, and for more.
 FEW, STEP_OF_FEW, STEP_OF_MANY = 8, (8, 64, 32), (2, 64, 64)
 ROWS = 4  # heads of a program of the norm: one warp holds them, and rows need no exchange between warps
 

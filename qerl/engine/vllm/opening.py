@@ -325,11 +325,11 @@ def vllm_method(format: str) -> str:
 
 
 def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
-    """vLLM's argument by which our kernel attends in decode steps. None beside states, whose pages vLLM pads keys and
-    values to, nor for heads of Gemma 4's sizes. Other cards than Hopper get it with our product."""
+    """vLLM's argument by which our kernel attends in decode steps; none beside states, whose pages it pads, or for Gemma
+    4's heads. On other cards than Hopper it goes with our product; 8-bit caches, untried there, need kernel: qerl."""
     import torch
 
-    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels
+    from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels, stands_in
     from qerl.model.decode_attention import takes_every_layer
 
     if settings.decoder.linear or settings.decoder.full or settings.options.kv_cache_dtype not in ("auto", "fp8"):
@@ -337,7 +337,8 @@ def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
     if has_kernels(device := torch.device("cuda", torch.cuda.current_device())):
         return {"attention_config": {"backend": "CUSTOM"}}
     runs = kernel == "qerl" and has_portable_kernels(device) and capability(device)[0] != VLLM_ATTENDS
-    if not runs or (settings.options.kv_cache_dtype == "fp8" and not takes_every_layer(settings.config)):
+    asked = (settings.options.kernel == kernel or stands_in()) and takes_every_layer(settings.config)
+    if not runs or (settings.options.kv_cache_dtype == "fp8" and not asked):
         return {}
     return {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}}  # vLLM's own choice there
 

@@ -55,12 +55,11 @@ def product(
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `ways.fits` allows.
 
-    `out` is a contiguous tensor to write into, and `tiling` is for measurements: EngineError if its clusters do not fit
-    the card. Two products on a device must not
+    `out` is a contiguous tensor to write into, and `tiling` is for measurements. Two products on a device must not
     overlap, because they share work space. The kernel reads the weight and `adapter.a` while the preceding launch may
     still be running, so a kernel that writes them must not come directly before this one. Raises ValueError for an
     input, a weight or an adapter that the kernel does not take, EngineError if the first call on a device is being
-    captured.
+    captured, or if the card does not hold the clusters of the given `tiling`.
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
@@ -210,7 +209,7 @@ class WorkSpace:
     """
 
     def __init__(self, device: torch.device, occupancy: int = 1, cluster: int = 0) -> None:
-        """`occupancy`: how many blocks of a launch a multiprocessor holds at once. `cluster`: of how many they are."""
+        """`occupancy`: how many blocks of a launch a multiprocessor holds at once. `cluster`: blocks of one, or 0."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.blocks = CLUSTERS[cluster] * cluster if cluster else occupancy * processors
         self.sums = torch.empty(0 if cluster else self.blocks * MAX_SUMS, dtype=torch.float32, device=device)

@@ -38,10 +38,10 @@ PROCESSORS, LEFT_OVER = 132, 0.75  # of an H200; the share of processors at work
 MANY_ROWS = BLOCK_ROWS * PROCESSORS + 1  # have more blocks of one slab than there are processors
 LONG = 8192  # from this many columns on, a task for hidden values takes more of them
 ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as many as fit, or fewer
-# How many clusters an H200 held at once, by their size: its processors are in groups of up to 18, and a cluster in one.
+# How many clusters an H200 held at once, by their size: its processors are in groups of at most 18, a cluster in one.
 CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 CLUSTERED_FROM = 96  # processors at work from which clusters pay off
-FEW_UNITS, SHORT_UNITS = 20, 40  # of a block: the most for which they do, with up to 32 tokens, and with more
+FEW_UNITS, SHORT_UNITS = 20, 40  # units of a block up to which they do: with up to 32 tokens, and with more
 MOST_CLUSTERED = 128  # tokens, for which the sums of a block still fit beside its ring
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
 
@@ -110,7 +110,7 @@ def default_tiling(rows: int, columns: int, tokens: int) -> Tiling:
 
 
 def clustered(rows: int, columns: int, tokens: int, in_loop: bool | None = None) -> Tiling | None:
-    """The tiling whose blocks exchange sums in clusters, as large ones as fit, if it is the faster; else None.
+    """The tiling with the largest clusters that fit, if it is faster than sums through memory; else None.
 
     It saves up to 6 us of a product. But fewer processors are at work, so a long loop over K takes longer. With
     `in_loop` it is that tiling wherever there is one, to be measured.

@@ -194,7 +194,8 @@ def test_a_plan_says_which_kernel_a_card_gets_and_whether_its_tilings_were_measu
     [
         ("a100", "Qwen/Qwen2.5-7B", [], True),
         ("4090", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl", "rollout.kv_cache_dtype=fp8"], True),
-        ("4090", "Qwen/Qwen2.5-7B", ["rollout.kv_cache_dtype=fp8_per_token_head"], False),
+        ("4090", "Qwen/Qwen2.5-7B", ["rollout.kv_cache_dtype=fp8"], False),
+        ("4090", "Qwen/Qwen2.5-7B", ["rollout.kernel=qerl", "rollout.kv_cache_dtype=fp8_per_token_head"], False),
         ("a100", "Qwen/Qwen2.5-7B", ["rollout.kernel=marlin"], False),
         ("a100", "Qwen/Qwen3.5-9B", [], False),
         ("b200", "Qwen/Qwen2.5-7B", [], False),

@@ -2,7 +2,8 @@
 // with h[m, r] = sum_k x[m, k] a[r, k] rounded to bfloat16.
 //
 // gemm.cu for cards without Hopper's copy engine and wgmma, from sm_80 on: the same layout, the same division of the work
-// among blocks (plan.cuh), and the same exchange of sums and of h; read its description first. These are different:
+// among blocks (plan.cuh), and the same exchange of sums (but for clusters) and of h; read its description first. These
+// are different:
 //
 // Each of WARPS warps multiplies 16 * SLABS rows by TOKENS / SPLIT tokens, by mma. All of them fill the ring of STAGES
 // units, by cp.async, and meet once per unit. One more warp adds up h and waits for other blocks, unless that would leave

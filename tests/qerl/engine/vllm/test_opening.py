@@ -131,6 +131,9 @@ OWN_WITH_2 = {"attention_config": {"backend": "CUSTOM", "flash_attn_version": 2}
         *((each, "qerl", "auto", {}, OWN_WITH_2) for each in ((8, 0), (8, 6), (8, 9), (12, 0))),
         ((8, 6), "", "auto", {}, {}),  # weights in 16 bits
         ((8, 6), "marlin", "auto", {}, {}),
+        ((8, 9), "qerl", "auto", {"asked": "auto"}, OWN_WITH_2),
+        ((8, 9), "qerl", "fp8", {"asked": "auto"}, {}),
+        ((9, 0), "qerl", "fp8", {"asked": "auto"}, OWN),
         ((8, 9), "qerl", "fp8", {}, OWN_WITH_2),
         ((8, 9), "qerl", "fp8", {"sliding_window": 48}, {}),
         ((8, 9), "qerl", "fp8", {"num_attention_heads": 40}, {}),
@@ -151,7 +154,7 @@ def test_on_which_cards_our_kernel_attends(monkeypatch, capability, kernel, cach
     monkeypatch.delenv("QERL_CAPABILITY", raising=False)
     config = SimpleNamespace(**{**SHAPES, "sliding_window": None, **of})
     decoder = SimpleNamespace(linear=of.get("linear", ()), full=())
-    options = EngineOptions(kv_cache_dtype=cache)
+    options = EngineOptions(kernel=of.get("asked", "qerl"), kv_cache_dtype=cache)
     settings = SimpleNamespace(decoder=decoder, options=options, config=config)
     assert opening.attention_config(settings, kernel) == expected
 
