@@ -325,8 +325,8 @@ def vllm_method(format: str) -> str:
 
 
 def attention_config(settings: Settings, kernel: str) -> dict[str, Any]:
-    """vLLM's argument by which our kernel attends in decode steps; none beside states, whose pages it pads, or for Gemma
-    4's heads. On other cards than Hopper it goes with our product; 8-bit caches, untried there, need kernel: qerl."""
+    """vLLM's argument by which our kernel attends in decode steps; none beside states, whose pages it pads, and for
+    Gemma 4. On other cards than Hopper it goes with our product; 8-bit caches, untried there, need kernel: qerl."""
     import torch
 
     from qerl.formats.cuda.nvrtc import capability, has_kernels, has_portable_kernels, stands_in

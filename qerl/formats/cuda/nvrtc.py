@@ -215,6 +215,7 @@ class Kernel:
         """How many clusters of such a launch the card holds at once."""
         from cuda.bindings import driver
 
+        _bind_context_()
         self._allow(launch.shared_bytes)
         return _check(driver.cuOccupancyMaxActiveClusters(self._function, self._config(launch)), self.name)
 

@@ -65,13 +65,14 @@ def product(
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     check(x, weight, adapter)
     chosen = choose_tiling(rows, columns, tokens) if tiling is None else tiling
-    if chosen.cluster and not holds_clusters(token_tile(tokens), chosen):
-        if tiling is not None:
-            raise EngineError(
-                f"this card does not hold {CLUSTERS[chosen.cluster]} clusters of {chosen.cluster} at once"
-            )
-        chosen = by_memory(rows, columns, tokens)
-    tiling, space = chosen, work_space(x.device, cluster=chosen.cluster)
+    if size := chosen.cluster:
+        if rows > CLUSTERS[size] * chosen.rows:
+            raise ValueError(f"{rows} rows need more than {CLUSTERS[size]} clusters of {size} blocks")
+        if not holds_clusters(token_tile(tokens), chosen):
+            if tiling is not None:
+                raise EngineError(f"this card does not hold {CLUSTERS[size]} clusters of {size} blocks at once")
+            chosen = by_memory(rows, columns, tokens)
+    tiling, space = chosen, work_space(x.device, 1, chosen.cluster)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
@@ -208,7 +209,7 @@ class WorkSpace:
     It only grows and never moves, because CUDA graphs hold its addresses.
     """
 
-    def __init__(self, device: torch.device, occupancy: int = 1, cluster: int = 0) -> None:
+    def __init__(self, device: torch.device, occupancy: int, cluster: int) -> None:
         """`occupancy`: how many blocks of a launch a multiprocessor holds at once. `cluster`: blocks of one, or 0."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.blocks = CLUSTERS[cluster] * cluster if cluster else occupancy * processors
@@ -234,7 +235,7 @@ def forget_work_space() -> None:
 
 
 @cache
-def work_space(device: torch.device, occupancy: int = 1, cluster: int = 0) -> WorkSpace:
+def work_space(device: torch.device, occupancy: int, cluster: int) -> WorkSpace:
     """The work space that all products on a device share, made by the first. Raises EngineError inside a capture.
 
     Launches with another number of blocks have one of their own, because they count in other steps.

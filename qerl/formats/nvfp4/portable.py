@@ -148,7 +148,7 @@ def product(
     tiling = choose_tiling(rows, columns, tokens) if tiling is None else tiling
     if not tiling.fits(rows, columns, tokens, ranks):
         raise ValueError(f"{tokens} tokens of a weight ({rows}, {columns}) with {ranks} ranks do not fit {tiling}")
-    space = gemm.work_space(x.device, tiling.occupancy)
+    space = gemm.work_space(x.device, tiling.occupancy, 0)
     numbers = tiling.heaps(tokens, ranks) * tiling.parts(columns) * 16 * tiling.shrink_tokens
     parts, hidden = space.hidden(numbers, (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out

@@ -271,9 +271,8 @@ def measured(product: Product, linear: Fused, device: torch.device) -> list[dict
         us = {tiling: round(min(each[tiling] for each in rounds), 2) for tiling in calls}
         logger.info("%s, %d tokens: %d tilings are right", name, tokens, len(us))
         if us:
-            default = name_of(product.neighbours(rows, columns, tokens)[0])
-            fastest = min(us, key=us.__getitem__)
-            choice = default if us[fastest] > (1 - GAIN) * us.get(default, float("inf")) else fastest
+            default, fastest = next(iter(us)), min(us, key=us.__getitem__)  # the first that the card can run
+            choice = default if us[fastest] > (1 - GAIN) * us[default] else fastest
             row = {"linear": name, "rows": rows, "columns": columns, "tokens": tokens}
             found.append({**row, "us": us, "default": default, "choice": choice})
     return found

@@ -33,7 +33,14 @@ def layer_and_inputs(rows, heads, dims, dtype, device="cpu"):
 @pytest.mark.gpu(instead=INTERPRETED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "heads", "dims"), [(5, (2, 6), (128, 128)), (3, (2, 2), (16, 24)), (1, (16, 32), (128, 128))]
+    ("rows", "heads", "dims"),
+    [
+        (5, (2, 6), (128, 128)),
+        (3, (2, 2), (16, 24)),
+        (1, (16, 32), (128, 128)),
+        (12, (2, 6), (128, 128)),  # from 9 on fewer warps
+        (9, (1, 2), (96, 80)),
+    ],
 )
 def test_the_kernel_agrees_with_its_twin(rows, heads, dims, dtype):
     """A row with block 0 only fills up a graph: it is zeros, and no state changes."""

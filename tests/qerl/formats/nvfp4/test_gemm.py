@@ -110,6 +110,8 @@ def test_a_tiling_fits_the_card_and_its_counters(rows, tokens, columns):
         (1536, 8960, {8: 8, 128: 8}),
         (2048, 11008, {32: 0, 64: 6}),
         (5120, 5120, {32: 0, 128: 0}),  # three times its 40 blocks of rows do not fit
+        (3072, 8192, {8: 0, 64: 0}),  # 32 units a block: in between, and not measured
+        (6144, 4096, {32: 0, 64: 2}),
         (1536, 256, {8: 0}),  # fewer units than blocks
     ],
 )
@@ -128,8 +130,10 @@ def test_a_card_that_holds_fewer_clusters_takes_no_clusters(loaded, monkeypatch)
     x = torch.empty(32, 3584, dtype=torch.bfloat16)
     gemm.product(x, weight)
     assert loaded == {("gemm.cu", gemm.defines_of(32, ways.by_memory(3584, 3584, 32)))}
-    with pytest.raises(EngineError, match="does not hold 30 clusters of 4 at once"):
+    with pytest.raises(EngineError, match="does not hold 30 clusters of 4 blocks at once"):
         gemm.product(x, weight, tiling=ways.default_tiling(3584, 3584, 32))
+    with pytest.raises(ValueError, match="3584 rows need more than 15 clusters of 8 blocks"):
+        gemm.product(x, weight, tiling=ways.Tiling(6, 3, slabs=1, cluster=8))
 
 
 def test_sources_and_layout_agree_on_sizes():
@@ -223,7 +227,7 @@ def loaded(monkeypatch):
     monkeypatch.setattr(gemm, "tensor_map", lambda *arguments, **options: None)
     nothing = dict.fromkeys(("flagged_hidden", "sums", "counters"))
     space = SimpleNamespace(blocks=2, hidden=lambda numbers, shape: (None, torch.empty(shape)), **nothing)
-    monkeypatch.setattr(gemm, "work_space", lambda device, cluster: space)
+    monkeypatch.setattr(gemm, "work_space", lambda device, occupancy, cluster: space)
     monkeypatch.setattr(gemm, "holds_clusters", lambda tokens, tiling: True)
     return seen
 
@@ -253,4 +257,4 @@ def test_a_work_space_is_not_made_in_a_capture(monkeypatch):
     """Zeroing it would become a node of that graph, and the first replay of another graph would find old values."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(EngineError, match="once before the capture"):
-        gemm.work_space(torch.device("cpu"))
+        gemm.work_space(torch.device("cpu"), 1, 0)

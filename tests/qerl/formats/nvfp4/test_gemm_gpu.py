@@ -256,15 +256,17 @@ def test_an_adapter_that_the_launch_before_writes_is_read_after_it(product):
 @BY_EACH_KERNEL
 def test_launch_numbers_skip_zero(product):
     """The memory for hidden values starts as zeros, which must never count as written."""
-    weight = random_weight(896, 512, device="cuda")
-    adapter = random_adapter(896, 512, 16, (896,), "cuda")
     gemm.forget_work_space()
-    space = gemm.work_space(weight.words.device)
-    space.counters[-1] = space.blocks * (2**32 - 2)
-    for tokens in (8, 16, 64, 256):
-        x = torch.randn(tokens, 512, device="cuda").bfloat16()
-        expected = gemm.reference_product(x, weight, None, adapter)
-        assert_rounded(product(x, weight, None, adapter), expected)
+    for rows, kinds in ((896, [(1, 0), (2, 0)]), (1536, [(1, 8)])):
+        weight = random_weight(rows, 1536, device="cuda")
+        adapter = random_adapter(rows, 1536, 16, (rows,), "cuda")
+        for kind in kinds:
+            space = gemm.work_space(weight.words.device, *kind)
+            space.counters[-1] = space.blocks * (2**32 - 2)
+        for tokens in (8, 16, 64, 256):
+            x = torch.randn(tokens, 1536, device="cuda").bfloat16()
+            expected = gemm.reference_product(x, weight, None, adapter)
+            assert_rounded(product(x, weight, None, adapter), expected)
 
 
 @BY_EACH_KERNEL

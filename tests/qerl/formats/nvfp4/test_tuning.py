@@ -56,6 +56,16 @@ def test_the_fastest_right_tiling_is_chosen_if_it_gains_enough(card, monkeypatch
     assert row["us"] == {tuning.name_of(each): US.get(each, 11.0) for each in (FIRST, FAST, SLOW, *_)}
 
 
+def test_a_default_that_the_card_refuses_is_not_the_measure(card, monkeypatch):
+    """Its clusters may not fit; gains then count from the first tiling that runs."""
+    monkeypatch.setitem(globals(), "REFUSED", FIRST)
+    (row,) = tuning.measured(card, SMALL, CPU)
+    first = tuning.name_of(next(each for each in OTHERS if each != WRONG))
+    assert tuning.name_of(FIRST) not in row["us"]
+    assert row["default"] == first
+    assert row["choice"] == min(row["us"], key=row["us"].get) != first
+
+
 def test_an_engine_takes_what_was_measured_unless_it_is_deterministic(card, monkeypatch):
     monkeypatch.setattr(portable, "MEASURED", card.measured)
     table, path = tuning.tune([SMALL], CPU)
