@@ -73,7 +73,8 @@ def make_start(base: str, model: str, out: Path | None, options: QuantizeOptions
     source = read_source(model, trust_remote_code=options.trust_remote_code)
     if source.part:
         raise CheckpointError(
-            f"{model} is for pictures as well, of which --start-of has no text part: give a text model"
+            f"{model} is for pictures as well, of which --start-of has no text part: quantize it again without "
+            "--calibration none, which makes the start beside the weights"
         )
     folder = local_folder(ref.base, options.trust_remote_code)
     source = _with_linears_of(folder, base, source)

@@ -48,8 +48,7 @@ def check_packed(folder: Path) -> None:
         return
     if drops_inputs(folder):
         _warn_of_inputs(folder.resolve())
-    if len(format.kinds) > 1:
-        _check_kinds(folder, config, format)
+    _check_kinds(folder, config, format)
     if not decoder_of(config, str(folder)).has_experts:
         return
     rounds = format.activations(config.get("quantization_config")) != "none"

@@ -267,8 +267,11 @@ def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_rem
 def _refuse_misfits(folder: Path, model: PreTrainedModel, there: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse tensors of these shapes that are not those which an empty `model` asks for, by their names in memory."""
     own = model.state_dict()
-    empty = {name for name, tensor in own.items() if tensor.is_meta} - set(model.all_tied_weights_keys)
-    found = [f"{name} is missing" for name in sorted(empty - there.keys())]
+    # Buffers have a value, such as Gemma 4's layer_scalar; those of experts are filled already.
+    buffers = {name for name, _ in model.named_buffers() if ".experts." not in name}
+    empty = {name for name, tensor in own.items() if tensor.is_meta or name in buffers}
+    needed = empty - set(model.all_tied_weights_keys)
+    found = [f"{name} is missing" for name in sorted(needed - there.keys())]
     found += [f"the model has no place for {name}" for name in sorted(there.keys() - own.keys())]
     shapes = {name: tuple(own[name].shape) for name in sorted(there.keys() & own.keys())}
     found += [f"{name} is {[*there[name]]}, not {[*shape]}" for name, shape in shapes.items() if there[name] != shape]
@@ -305,7 +308,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the model's code, whatever value of the config it met
         raise CheckpointError(
-            f"{folder} cannot be loaded: {first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
+            f"{folder} cannot be loaded: {first_line(error)}; take Qwen2, Qwen3, Qwen3.5, Gemma 4, Llama or Mistral"
         ) from error
 
 

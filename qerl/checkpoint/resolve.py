@@ -151,7 +151,10 @@ def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:
     if wanted.quantized and not own.quantized:
         return _quantized_of(name, wanted, own)
     if wanted is not own:
-        raise CheckpointError(f"{folder} holds {own.label} weights, not {wanted.label}: write `--load {own.name}`")
+        raise CheckpointError(
+            f"{folder} holds {own.label} weights, not {wanted.label}: write `--set model.format={own.name}` (for `qerl "
+            f"eval` --load {own.name})"
+        )
     if folder == Path(name):
         weight_files(folder)
         check_packed(folder)

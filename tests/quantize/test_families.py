@@ -10,11 +10,13 @@ import torch
 import transformers
 from huggingface_hub import constants
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
 from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.load import load_model
 from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import TEXT_MODELS
@@ -129,6 +131,18 @@ def text_model(family, **changes):
 def logprobs(model, ids=IDS):
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()[:, -WIDTH - 1 : -1]
     return torch.log_softmax(logits, -1).gather(-1, ids[:, -WIDTH:, None])[..., 0]
+
+
+def test_a_layer_of_gemma_4_without_its_scale_is_refused(tmp_path):
+    """It is a buffer, which has a value before it is read."""
+    folder = Path(saved(text_model("gemma4_text", **FAMILIES["gemma4_text"]), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.layer_scalar"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.layer_scalar is missing"):
+        quantize_checkpoint(str(folder), tmp_path / "packed", ROUNDING)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.layer_scalar is missing"):
+        load_model(folder, "bf16", "float32")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

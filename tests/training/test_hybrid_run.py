@@ -251,9 +251,10 @@ def test_runs_with_vllm_are_planned_with_their_states_and_8_bit_keys_beside_them
     code, stdout, stderr = here(*planned, packed)
     assert (code, stderr) == (0, "")
     assert re.search(r"The KV cache holds \d+ tokens: \d+ completions .* each with 0 MiB of states\.", stdout)
-    with_vllm = "--set", "rollout.engine=vllm", "--set", "rollout.kv_cache_dtype=fp8"
-    few = "--set", "data.limit=16"
+    few, fp8 = ("--set", "data.limit=16"), ("--set", "rollout.kv_cache_dtype=fp8")
+    with_vllm = "--set", "rollout.engine=vllm", *fp8
     for shown in (
+        here(*planned, packed, "--set", "rollout.engine=auto", *fp8),  # which is vllm on a card
         here(*planned, packed, *with_vllm),
         here("train", *planned[1:3], "--dry-run", "--model", packed, *few, *with_vllm),
     ):

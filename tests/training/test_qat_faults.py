@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl.base.errors import CheckpointError, ConfigError, EngineError
 from qerl.checkpoint import folder as sealed
+from qerl.checkpoint.resolve import resolve_model
 from qerl.cli.main import app
 from qerl.cli.terminal import run_command
 from qerl.config.recipe import load_config, save_config
@@ -18,6 +19,7 @@ from tests.helpers.checkpoint_tensors import tensors_in
 from tests.helpers.small_run import numbers, small_config
 from training.run import resume, start
 from training.run_dir.checkpoint import newest_checkpoint
+from training.run_dir.start_base import start_base
 from training.trainer import QerlTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -172,3 +174,22 @@ def test_where_it_keeps_weights_may_be_written_out(run):
     qat = config.qat.model_copy(update={"masters": "float32"})
     save_config(config.model_copy(update={"qat": qat}), run / "config.yaml")
     assert resume(run).steps == 2
+
+
+def test_a_base_that_a_start_left_of_another_model_is_made_again(base, tmp_path, caplog):
+    """A start that was killed leaves the base, and no run yet. With the same model it is used as it is."""
+    other, run = shutil.copytree(base, tmp_path / "other"), tmp_path / "run"
+    file = next(other.glob("*.safetensors"))
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
+    left, model = small_config(other, tmp_path, *QAT), small_config(base, tmp_path, *QAT)
+    run.mkdir()
+    start_base(left, resolve_model(str(other)), run)
+    before = sealed.weights_digest(run / "base")
+    start_base(left, resolve_model(str(other)), run)
+    assert sealed.weights_digest(run / "base") == before
+    start_base(model, resolve_model(str(base)), run)
+    assert "made of" in caplog.text
+    assert sealed.weights_digest(run / "base") != before
+    save_config(model, run / "config.yaml")  # the run has begun
+    with pytest.raises(CheckpointError, match=r"base was made of .*: give that as --model, or start a new run"):
+        start_base(left, resolve_model(str(other)), run)

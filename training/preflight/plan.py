@@ -452,7 +452,7 @@ def check_layers(config: RunConfig, decoder: Decoder) -> None:
             f"adapter.targets: {', '.join(others)} are of linear attention, which {config.model.base} has not: write "
             f"some of {', '.join(PROJECTIONS)}"
         )
-    if config.kind.samples and config.rollout.engine == "vllm":
+    if config.kind.samples and config.rollout.engine != "transformers":
         check_kv_cache(decoder, config.model.base, config.rollout.kv_cache_dtype)
     for problem in _of_experts(config, decoder) if decoder.has_experts else _of_dense(config):
         raise ConfigError(str(problem))

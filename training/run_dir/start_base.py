@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl import formats
-from qerl.base.errors import ConfigError, DataError
+from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import in_one_step
 from qerl.checkpoint import folder as sealed
 from qerl.checkpoint.activations import input_scales, with_input_scales
 from qerl.checkpoint.folder import BASE, REPORT
-from qerl.checkpoint.load import load_model, load_tokenizer
+from qerl.checkpoint.load import check_config_fits, load_model, load_tokenizer, local_folder
 from qerl.checkpoint.output import check_space, copy_small_files, write_json, write_weights
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import TensorReader, read_json
@@ -84,16 +84,32 @@ def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Seque
 
     `prompts` are what static scales of activations are calibrated on, unless the recipe names rows.
 
-    Raises ConfigError if it was made by another quant_cfg, and CheckpointError if it cannot be made.
+    Raises ConfigError if it was made by another quant_cfg, and CheckpointError if it cannot be made, or was made of
+    another model in a run that has begun. What a start that died has left of another model is made again.
     """
-    folder = run_dir / BASE
-    if (damage := sealed.damage_of(folder, {"config.json"})) is None:
+    folder, begun = run_dir / BASE, (run_dir / "config.yaml").exists()
+    damage = sealed.damage_of(folder, {"config.json"})
+    if damage is None and (other := _other_model(folder, start)):
+        if begun:
+            raise CheckpointError(f"{folder} was made of {other}: give that as --model, or start a new run")
+        damage = f"made of {other}"
+    if damage is None:
         _check_same(folder, config.qat, run_dir)
         return resolve_model(str(folder))
     if folder.exists():
-        logger.warning("%s is damaged (%s) and is made again", folder, damage)
+        logger.warning("%s is no base of this run (%s) and is made again", folder, damage)
     _make(folder, config, start, prompts)
     return resolve_model(str(folder))
+
+
+def _other_model(folder: Path, start: ModelRef) -> str | None:
+    """What the base was made of, if that has other weights than `start`. Older bases do not say."""
+    made = read_json(folder / REPORT)
+    return made["source"] if made.get("source_digest") not in (None, _digest_of(start)) else None
+
+
+def _digest_of(start: ModelRef) -> str:
+    return sealed.weights_digest(local_folder(start.base), ("config.json",))
 
 
 def _check_same(folder: Path, qat: QatConfig, run_dir: Path) -> None:
@@ -111,6 +127,8 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
     quant = config.qat.quant_cfg
     trust, packed = config.model.trust_remote_code, formats.get(quant.weights.format)
     source = read_source(start.base, quant.ignore, trust, "qat.quant_cfg.ignore", packed)
+    if not source.part:
+        check_config_fits(source.folder, source.tensors, trust)
     check_space(folder, source.output_bytes())
     logger.info("quantizing %s to %s", source.name, folder)
     static = quant.activations == "static"
@@ -132,7 +150,8 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
         entry = source.format.quantization_config(source.unquantized(), quant.activations)
         write_json(partial / "config.json", {**source.config, "quantization_config": entry})
-        made = {"source": start.base, "method": "rtn", **quant.model_dump(mode="json")}
+        origin = {"source": start.base, "source_digest": _digest_of(start)}
+        made = {**origin, "method": "rtn", **quant.model_dump(mode="json")}
         write_json(partial / REPORT, made)
         sealed.seal(partial)
         shutil.rmtree(folder, ignore_errors=True)

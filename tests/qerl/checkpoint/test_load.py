@@ -48,7 +48,7 @@ def damaged(nvfp4_base, tmp_path):
     ("changes", "reason"),
     [
         ({"vocab_size": 8}, r"config\.json describes \(model\.embed_tokens\.weight is"),
-        ({"model_type": "foo"}, r"cannot be loaded: .*`foo`.*take Qwen2, Qwen3, Llama or Mistral"),
+        ({"model_type": "foo"}, r"cannot be loaded: .*`foo`.*take Qwen2, Qwen3, Qwen3.5, Gemma 4, Llama or Mistral"),
         ({"rms_norm_eps": "a"}, "cannot be loaded: .*rms_norm_eps.* expected float.*; take Qwen2"),
         ({"hidden_act": "nope"}, "cannot be loaded: .*KeyError 'nope'.*; take Qwen2"),
     ],

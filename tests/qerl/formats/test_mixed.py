@@ -153,6 +153,9 @@ def test_a_folder_whose_fused_linears_differ_is_refused(tmp_path):
     write(base, tmp_path / "part", lambda module: None if module.endswith("k_proj") else where(W4A16, W8A8)(module))
     with pytest.raises(CheckpointError, match=r"k_proj in 16-bit, .*v_proj in FP8"):
         load_model(tmp_path / "part", "mixed", "float32")
+    write(base, tmp_path / "pure", lambda module: None if module.endswith("k_proj") else where(W4A16, W4A16)(module))
+    with pytest.raises(CheckpointError, match=r"k_proj in 16-bit, .*v_proj in NVFP4"):
+        resolve_model(str(tmp_path / "pure"))
 
 
 def test_other_groups_and_scales_per_channel_are_refused_by_name(mixed, tmp_path):
@@ -172,7 +175,7 @@ def test_other_groups_and_scales_per_channel_are_refused_by_name(mixed, tmp_path
             resolve_model(str(folder))
     with pytest.raises(CheckpointError, match="16-bit weights, and qerl makes no folder in mixed NVFP4 and FP8"):
         resolve_model(str(mixed.parent / "base"), "mixed")
-    with pytest.raises(CheckpointError, match="holds mixed NVFP4 and FP8 weights, not NVFP4: write `--load mixed`"):
+    with pytest.raises(CheckpointError, match=r"holds mixed .* not NVFP4: write `--set model\.format=mixed`"):
         resolve_model(str(mixed), "nvfp4")
 
 
