@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WIDE = ("BF16", "F16", "F32")  # weights that are not packed
+
 
 def check_packed(folder: Path) -> None:
     """Raise CheckpointError if the experts in a packed folder do not share what they have to, or are in a format that
@@ -78,18 +80,20 @@ def _warn_of_inputs(folder: Path) -> None:
 def _check_kinds(folder: Path, config: Mapping[str, Any], format: Format) -> None:
     tensors = read_tensors(folder)
     packed = {module: format.of(module, tensors) for module in format.quantized_linears(tensors)}
+    linears = list(decoder_of(config, str(folder)).linears())
     if cut := [
         module for module in packed if f"{module}.weight" in tensors and tensors[f"{module}.weight"].dtype == "U8"
     ]:
         raise CheckpointError(
             f"{folder} has no {cut[0]}.weight_scale_2 ({len(cut)} linears lack it): download it again"
         )
-    for modules in fused(decoder_of(config, str(folder)).linears()):
-        labels = [packed.get(module, BF16).label for module in modules]
-        if len(set(labels)) > 1:
+    plain = {module for module in linears if (info := tensors.get(f"{module}.weight")) and info.dtype in WIDE}
+    for modules in fused(linears):  # codes without scales, and what is missing, are refused where tensors are read
+        labels = {each: packed.get(each, BF16).label for each in modules if each in packed or each in plain}
+        if len(set(labels.values())) > 1:
             raise CheckpointError(
-                f"{folder} has {', '.join(map(' in '.join, zip(modules, labels, strict=True)))}, and engines multiply "
-                "by them at once: give the model that it was made from"
+                f"{folder} has {', '.join(map(' in '.join, labels.items()))}, and engines multiply by them at once: "
+                "give the model that it was made from"
             )
 
 

@@ -44,8 +44,8 @@ OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.wei
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
 SUPPORTED = (
-    "qerl quantizes decoders in the layout of Qwen2, Qwen2.5, Qwen3, Qwen3.5, Llama 3, Mistral, Gemma 4, OLMo 2 and "
-    f"Granite, and mixtures of experts in that of {TITLES}"
+    "qerl quantizes decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral, OLMo 2, Granite, Qwen3.5 and "
+    f"Gemma 4, and mixtures of experts in that of {TITLES}"
 )
 
 
