@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any
 from qerl.base.errors import CheckpointError, EngineError
 from qerl.checkpoint.experts import decoder_of, fused
 from qerl.checkpoint.folder import format_of
-from qerl.checkpoint.shards import TensorInfo, TensorReader, read_config, read_tensors, weight_files
+from qerl.checkpoint.shards import (
+    WEIGHT_DTYPES,
+    TensorInfo,
+    TensorReader,
+    read_config,
+    read_tensors,
+    weight_files,
+)
 from qerl.formats.base import BF16, Format
 from qerl.formats.nvfp4.layout import INPUT_SCALE, PACKED
 
@@ -37,8 +44,6 @@ if TYPE_CHECKING:
     Serve = Callable[[torch.Tensor], torch.Tensor]
 
 logger = logging.getLogger(__name__)
-
-WIDE = ("BF16", "F16", "F32")  # weights that are not packed
 
 
 def check_packed(folder: Path) -> None:
@@ -87,7 +92,7 @@ def _check_kinds(folder: Path, config: Mapping[str, Any], format: Format) -> Non
         raise CheckpointError(
             f"{folder} has no {cut[0]}.weight_scale_2 ({len(cut)} linears lack it): download it again"
         )
-    plain = {module for module in linears if (info := tensors.get(f"{module}.weight")) and info.dtype in WIDE}
+    plain = {module for module in linears if (info := tensors.get(f"{module}.weight")) and info.dtype in WEIGHT_DTYPES}
     for modules in fused(linears):  # codes without scales, and what is missing, are refused where tensors are read
         labels = {each: packed.get(each, BF16).label for each in modules if each in packed or each in plain}
         if len(set(labels.values())) > 1:

@@ -267,11 +267,10 @@ def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_rem
 def _refuse_misfits(folder: Path, model: PreTrainedModel, there: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse tensors of these shapes that are not those which an empty `model` asks for, by their names in memory."""
     own = model.state_dict()
-    # Buffers have a value, such as Gemma 4's layer_scalar; those of experts are filled already.
-    buffers = {name for name, _ in model.named_buffers() if ".experts." not in name}
+    # A buffer, such as Gemma 4's layer_scalar, has a value before it is read; those of experts are filled already.
+    buffers = {name for name, _ in model.named_buffers() if not (".experts." in name or name.endswith(COMPUTED))}
     empty = {name for name, tensor in own.items() if tensor.is_meta or name in buffers}
-    needed = empty - set(model.all_tied_weights_keys)
-    found = [f"{name} is missing" for name in sorted(needed - there.keys())]
+    found = [f"{name} is missing" for name in sorted(empty - set(model.all_tied_weights_keys) - there.keys())]
     found += [f"the model has no place for {name}" for name in sorted(there.keys() - own.keys())]
     shapes = {name: tuple(own[name].shape) for name in sorted(there.keys() & own.keys())}
     found += [f"{name} is {[*there[name]]}, not {[*shape]}" for name, shape in shapes.items() if there[name] != shape]

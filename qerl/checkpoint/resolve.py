@@ -145,20 +145,22 @@ def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:
         if source is None:
             raise CheckpointError(
                 f"{folder} holds {own.label} weights only, and its {REPORT} names no 16-bit model: write "
-                f"`--load {own.name}`, or give the 16-bit model as --model"
+                f"{_load_as(own)}, or give the 16-bit model as --model"
             )
         return replace(resolve_model(source), path=folder, kind="quantized")
     if wanted.quantized and not own.quantized:
         return _quantized_of(name, wanted, own)
     if wanted is not own:
-        raise CheckpointError(
-            f"{folder} holds {own.label} weights, not {wanted.label}: write `--set model.format={own.name}` (for `qerl "
-            f"eval` --load {own.name})"
-        )
+        raise CheckpointError(f"{folder} holds {own.label} weights, not {wanted.label}: write {_load_as(own)}")
     if folder == Path(name):
         weight_files(folder)
         check_packed(folder)
     return ModelRef("quantized" if own.quantized else "base16", folder, name, None, None, own.name)
+
+
+def _load_as(format: Format) -> str:
+    """What to write so that a folder is opened as it is."""
+    return f"`qerl eval --load {format.name}`, in a recipe model.format: {format.name}"
 
 
 def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
@@ -166,14 +168,14 @@ def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
     model = WORDS.get(Path(name), name)
     if wanted.scheme is None and not wanted.writable:
         raise CheckpointError(
-            f"{model} holds {own.label} weights, and qerl makes no folder in {wanted.label}: write `--load {own.name}` "
-            f"(in a recipe model.format: {own.name}), or give a folder that holds them"
+            f"{model} holds {own.label} weights, and qerl makes no folder in {wanted.label}: write {_load_as(own)}, "
+            "or give a folder that holds them"
         )
     out = default_quantized_dir(name, wanted)
     if not (out / "config.json").is_file():
         raise CheckpointError(
             f"{model} is a 16-bit model and {out} does not exist: run `{quantize_line(model, wanted)}` first, "
-            f"or take its own weights (`qerl eval --load {own.name}`, in a recipe model.format: {own.name})"
+            f"or take its own weights ({_load_as(own)})"
         )
     source = quantized_from(out)
     if source is not None and not _same_model(source, name):

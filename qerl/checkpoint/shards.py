@@ -41,6 +41,7 @@ DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+WEIGHT_DTYPES = ("BF16", "F16", "F32")  # of weights that are not packed
 MAX_AXES = 16
 OTHER_NAMES = {"weight_scale_inv": SCALE}  # what DeepSeek and Qwen call the scales of FP8 weights
 OF_KV_CACHE = ("k_scale", "v_scale")  # of a cache in 8 bits, whose kind the engine is told: no weight of a model

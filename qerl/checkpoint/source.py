@@ -27,6 +27,7 @@ from qerl.checkpoint.resolve import check_whole, resolve_model
 from qerl.checkpoint.shards import (
     DTYPE_BYTES,
     TEXT_MODELS,
+    WEIGHT_DTYPES,
     TensorInfo,
     read_config,
     read_json,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-WEIGHT_DTYPES = ("BF16", "F16", "F32")
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
 SUPPORTED = (
     "qerl quantizes decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral, OLMo 2, Granite, Qwen3.5 and "

@@ -394,7 +394,7 @@ def _delta_step(
         out = out.to(out_ptr.dtype.element_ty)  # as the recurrence of training rounds it
         tl.store(out_ptr + value, out, mask=of_value)
         squares += tl.sum(out.to(tl.float32) * out.to(tl.float32))
-    tl.debug_barrier()
+    tl.debug_barrier()  # the norm reads what other warps have stored
     of_value = all_values < VALUE_DIM
     gain = tl.load(gain_ptr + all_values, mask=of_value, other=0.0).to(tl.float32)
     z = tl.load(qkvz_ptr + heads * VALUE_DIM + all_values, mask=of_value, other=0.0).to(tl.float32)

@@ -27,6 +27,7 @@ from qerl.checkpoint.folder import REPORT, format_of, quantized_from
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import (
     DTYPE_BYTES,
+    WEIGHT_DTYPES,
     TensorInfo,
     TensorReader,
     read_config,
@@ -34,7 +35,7 @@ from qerl.checkpoint.shards import (
     read_tensors,
     with_own_head,
 )
-from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
+from qerl.checkpoint.source import Source, check_layout
 from qerl.formats.base import Format
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"

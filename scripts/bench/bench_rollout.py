@@ -300,11 +300,9 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     request = LoRARequest("bench", 1, write_adapter(arguments.model, arguments.rank)) if arguments.rank else None
 
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
-        params = SamplingParams(
-            max_tokens=new_tokens, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
-        )
+        how = SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False)
         tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(tokens, params, use_tqdm=False, lora_request=request)
+        outputs = llm.generate(tokens, how, use_tqdm=False, lora_request=request)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     cache = llm.llm_engine.vllm_config.cache_config

@@ -191,5 +191,5 @@ def test_a_base_that_a_start_left_of_another_model_is_made_again(base, tmp_path,
     assert "made of" in caplog.text
     assert sealed.weights_digest(run / "base") != before
     save_config(model, run / "config.yaml")  # the run has begun
-    with pytest.raises(CheckpointError, match=r"base was made of .*: give that as --model, or start a new run"):
+    with pytest.raises(CheckpointError, match=r"base was made of other weights than .*: give those as --model, or"):
         start_base(left, resolve_model(str(other)), run)

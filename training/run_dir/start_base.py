@@ -89,10 +89,13 @@ def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Seque
     """
     folder, begun = run_dir / BASE, (run_dir / "config.yaml").exists()
     damage = sealed.damage_of(folder, {"config.json"})
-    if damage is None and (other := _other_model(folder, start)):
+    if damage is None and (origin := _other_origin(folder, start)):
         if begun:
-            raise CheckpointError(f"{folder} was made of {other}: give that as --model, or start a new run")
-        damage = f"made of {other}"
+            raise CheckpointError(
+                f"{folder} was made of other weights than {start.base} has (then {origin}): give those as --model, or "
+                "start a new run"
+            )
+        damage = f"made of the weights that {origin} had"
     if damage is None:
         _check_same(folder, config.qat, run_dir)
         return resolve_model(str(folder))
@@ -102,8 +105,8 @@ def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Seque
     return resolve_model(str(folder))
 
 
-def _other_model(folder: Path, start: ModelRef) -> str | None:
-    """What the base was made of, if that has other weights than `start`. Older bases do not say."""
+def _other_origin(folder: Path, start: ModelRef) -> str | None:
+    """What the base was made of, if that had other weights than `start` has. Older bases do not say."""
     made = read_json(folder / REPORT)
     return made["source"] if made.get("source_digest") not in (None, _digest_of(start)) else None
 

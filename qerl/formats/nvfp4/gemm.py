@@ -64,15 +64,9 @@ def product(
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     check(x, weight, adapter)
-    chosen = choose_tiling(rows, columns, tokens) if tiling is None else tiling
-    if size := chosen.cluster:
-        if rows > CLUSTERS[size] * chosen.rows:
-            raise ValueError(f"{rows} rows need more than {CLUSTERS[size]} clusters of {size} blocks")
-        if not holds_clusters(token_tile(tokens), chosen):
-            if tiling is not None:
-                raise EngineError(f"this card does not hold {CLUSTERS[size]} clusters of {size} blocks at once")
-            chosen = by_memory(rows, columns, tokens)
-    tiling, space = chosen, work_space(x.device, 1, chosen.cluster)
+    tiling = _default(rows, columns, tokens) if tiling is None else tiling
+    _check_clusters(rows, tokens, tiling)
+    space = work_space(x.device, 1, tiling.cluster)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
@@ -98,6 +92,21 @@ def product(
         *adapter_numbers,
     )
     return out
+
+
+def _default(rows: int, columns: int, tokens: int) -> Tiling:
+    tiling = choose_tiling(rows, columns, tokens)
+    held = not tiling.cluster or holds_clusters(token_tile(tokens), tiling)
+    return tiling if held else by_memory(rows, columns, tokens)
+
+
+def _check_clusters(rows: int, tokens: int, tiling: Tiling) -> None:
+    if not (size := tiling.cluster):
+        return
+    if rows > CLUSTERS[size] * tiling.rows:
+        raise ValueError(f"{rows} rows need more than {CLUSTERS[size]} clusters of {size} blocks")
+    if not holds_clusters(token_tile(tokens), tiling):
+        raise EngineError(f"this card does not hold {CLUSTERS[size]} clusters of {size} blocks at once")
 
 
 @cache

@@ -78,14 +78,15 @@ class Table:
             times, sizes = dict(row["us"]), (row["rows"], row["columns"], row["tokens"])
             if not all(type(size) is int and size > 0 for size in sizes):
                 raise ValueError(f"rows, columns and tokens are {sizes}")
-            if type(times.get(row["choice"])) not in (int, float):
-                raise ValueError(f"{row['choice']} was not timed")
+            for tiling in (row["choice"], row["default"]):
+                if type(times.get(tiling)) not in (int, float):
+                    raise ValueError(f"{tiling} was not timed")
         return {(row["rows"], row["columns"], row["tokens"]): row["choice"] for row in self.measured}
 
     def lines(self) -> list[str]:
         """The sizes at which another tiling than the default was chosen."""
         rows = [row for row in self.measured if row["choice"] != row["default"]]
-        cells = [(row, row["us"].get(row["default"], float("inf")), row["us"][row["choice"]]) for row in rows]
+        cells = [(row, row["us"][row["default"]], row["us"][row["choice"]]) for row in rows]
         return [f"{'rows x columns':>15}{'tokens':>8}{'us before':>11}{'us now':>9}{'gain':>6}"] + [
             f"{row['rows']:>7} x {row['columns']:>5}{row['tokens']:>8}{old:>11.2f}{new:>9.2f}{1 - new / old:>6.0%}"
             for row, old, new in cells

@@ -41,7 +41,9 @@ ONE_SLAB_STAGES = {64: 8, 96: 6, 128: 6, 192: 5, 256: 4}  # by token tile: as ma
 # How many clusters an H200 held at once, by their size: its processors are in groups of at most 18, a cluster in one.
 CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 CLUSTERED_FROM = 96  # processors at work from which clusters pay off
-FEW_UNITS, SHORT_UNITS = 19, 30  # units of a block up to which they do: with up to 32 tokens, and with more
+# Units of a block up to which they do: with up to 32 tokens; with more; and with more where two blocks share rows, as
+# they do without clusters.
+FEW_UNITS, MOST_UNITS, PAIR_UNITS = 19, 30, 40
 MOST_CLUSTERED = 128  # tokens, for which the sums of a block still fit beside its ring
 ALONE = 116 * 1024  # bytes of shared memory; a multiprocessor has room for only one block of that size
 
@@ -121,8 +123,8 @@ def clustered(rows: int, columns: int, tokens: int, in_loop: bool | None = None)
         return None
     units = columns / UNIT / size  # of a block
     if in_loop is None:
-        few, more = FEW_UNITS, SHORT_UNITS if size > 2 else 40  # two blocks share rows without clusters, too
-        if size * blocks < CLUSTERED_FROM or units > (more if tile > 32 else few):
+        most = FEW_UNITS if tile <= 32 else MOST_UNITS if size > 2 else PAIR_UNITS
+        if size * blocks < CLUSTERED_FROM or units > most:
             return None
         in_loop = tile > 32 and units >= (24 if columns >= LONG else 12)
     batch = 6 if columns >= LONG and tile > 32 else 3

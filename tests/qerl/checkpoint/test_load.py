@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl.base.errors import CheckpointError
+from qerl.checkpoint import load
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.load import CompletionText, check_chat_template, load_model, load_tokenizer, text_of_engine
 from qerl.checkpoint.resolve import resolve_model
@@ -320,3 +321,17 @@ def test_experts_in_8_bits_or_with_rounded_activations_are_refused(moe, packed, 
     for folder, what in ((eight, "FP8, and"), (rounds, "NVFP4, with rounded activations, and")):
         with pytest.raises(CheckpointError, match=f"{folder} is a mixture of experts in {what} qerl has experts in"):
             resolve_model(str(folder))
+
+
+def test_frequencies_that_a_model_computes_are_not_missing(base, monkeypatch):
+    """Code of a model's own may keep them as a buffer that is saved."""
+    original = load.empty_model
+
+    def with_frequencies(*given):
+        model = original(*given)
+        rotary = model.model.rotary_emb
+        rotary.register_buffer("inv_freq", rotary.inv_freq, persistent=True)
+        return model
+
+    monkeypatch.setattr(load, "empty_model", with_frequencies)
+    load.check_config_fits(base, read_tensors(base))

@@ -135,7 +135,10 @@ def test_it_opens_as_the_model_of_its_dequantized_weights(folder, base):
     assert torch.equal(model(ids).logits, twin(ids).logits)
     with pytest.raises(CheckpointError, match="holds INT8 weights: load it with format int8_rows"):
         load_model(folder, "nvfp4", "float32")
-    with pytest.raises(CheckpointError, match=r"holds INT8 weights, not NVFP4: write `--set model\.format=int8_rows`"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not NVFP4: write `qerl eval --load int8_rows`, in a recipe model\.format: int8",
+    ):
         resolve_model(str(folder), "nvfp4")
 
 

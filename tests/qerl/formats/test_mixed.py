@@ -175,7 +175,10 @@ def test_other_groups_and_scales_per_channel_are_refused_by_name(mixed, tmp_path
             resolve_model(str(folder))
     with pytest.raises(CheckpointError, match="16-bit weights, and qerl makes no folder in mixed NVFP4 and FP8"):
         resolve_model(str(mixed.parent / "base"), "mixed")
-    with pytest.raises(CheckpointError, match=r"holds mixed .* not NVFP4: write `--set model\.format=mixed`"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds mixed .* not NVFP4: write `qerl eval --load mixed`, in a recipe model\.format: mixed",
+    ):
         resolve_model(str(mixed), "nvfp4")
 
 

@@ -107,8 +107,12 @@ OTHER_CARD, OLD = "is of Card.*and this is", "other kernels than those of this q
             ({"row": {"rows": -64}}, "are"),
             ({"row": {"us": {}}}, "not timed"),
         ),
-        *(({"row": {"tokens": 9}}, "not known"), ({"row": {"choice": "x", "us": {"x": 1}}}, "not known, x")),
+        *(
+            ({"row": {"tokens": 9}}, "not known"),
+            ({"row": {"choice": "x", "default": "x", "us": {"x": 1}}}, "not known, x"),
+        ),
         ({"row": {"us": {"x": "fast"}}}, "not timed"),
+        ({"row": {"default": "x"}}, "x was not timed"),
     ],
 )
 def test_a_file_that_is_damaged_or_foreign_is_refused_with_one_line(card, caplog, change, said):
