@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,8 +17,8 @@ from qerl.base.devices import VLLM_ATTENDS, best_card, visible_cards
 from qerl.base.errors import ConfigError
 from qerl.base.printable import SafeConsole
 from qerl.checkpoint.activations import GRPO_WARNING
-from qerl.checkpoint.folder import run_named
-from qerl.checkpoint.resolve import model_under
+from qerl.checkpoint.folder import EMBEDDED, format_of, run_named
+from qerl.checkpoint.resolve import model_under, resolve_model
 from qerl.cli.train import card_values, key_values, recipe_values
 from qerl.config.names import adapts_experts, expert_rank
 from qerl.plan.engine_memory import MAX_SEQUENCES, Card, card_named, card_of
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEASURED = (9, 0)  # the compute capability of all cards that qerl ran on
+QUANTIZED = re.compile("fp[48]", re.IGNORECASE)  # in the name of a model whose weights qerl may open as they are
 DEFAULT_RECIPE = "dapo_7b"  # where only a model is named
 
 
@@ -114,7 +118,11 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     card = this_card(gpus) if gpu is None else card_of(gpu)
     if (lacking := lacks(config, card)) is not None:
         raise ConfigError(lacking)
-    base = model_under(model or config.model.base)
+    base, format = model_under(model or config.model.base), config.model.format
+    if formats.get(format).quantized and base not in EMBEDDED and os.path.isdir(base):
+        own = format_of(Path(base))
+        if own.quantized and own.name != format:
+            resolve_model(base, format)  # refuses it, and says what to write
     sizes = read_sizes(base)
     return plan(config, sizes, replace(card, ranks=gpus))
 
@@ -141,7 +149,8 @@ def show(config: RunConfig, made: Plan, console: SafeConsole, expected: Likely) 
     console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
     for table in tables(made):
         console.print(table)
-    lines = sentences(config, made) + ([] if made.problems else duration(config, made, expected))
+    lines = [*_about_name(config, made), *sentences(config, made)]
+    lines += [] if made.problems else duration(config, made, expected)
     console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
 
@@ -252,6 +261,17 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
     if ours and made.card.capability is not None:
         lines += _about_tilings(made.card) + _about_attention(config, made)
     return lines
+
+
+def _about_name(config: RunConfig, made: Plan) -> list[str]:
+    """That a name says of a quantized model that it is one, and not how: ModelOpt leaves linears in 8 or 16 bits."""
+    named = made.sizes.named
+    if named is None or not QUANTIZED.search(named):
+        return []
+    return [
+        f"{named} is known by its name alone: all its linears are counted as {formats.get(config.model.format).label} "
+        "weights, whatever its files hold; for a plan of those, give its folder."
+    ]
 
 
 def _about_tilings(card: Card) -> list[str]:

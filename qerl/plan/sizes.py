@@ -142,6 +142,7 @@ class ModelSizes(ModelShapes):
     """How many weights a model has where, and what follows from that."""
 
     measured: Mapping[str, float] = field(default_factory=dict)  # bytes per weight of the folder's linears, by format
+    named: str | None = None  # the hub id of a model that is known by its name alone
 
     @property
     def body(self) -> int:
@@ -308,7 +309,7 @@ def read_sizes(base: str) -> ModelSizes:
         name = re.sub(f"^{pattern}", same, name)
     known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
     if known is not None and not os.path.isdir(base):
-        return sizes_of(known, base)
+        return replace(sizes_of(known, base), named=base)
     if base not in EMBEDDED and not os.path.isdir(base):
         if is_path(base):
             raise CheckpointError(

@@ -258,6 +258,26 @@ def test_a_plan_counts_each_linear(mixed):
     assert sizes.weights_bytes("mixed") < sizes.weights_bytes("bf16")
 
 
+BY_NAME = "is known by its name alone: all its linears are counted as NVFP4 weights, whatever its files hold"
+NAMES = {"nvidia/Qwen3.6-27B-NVFP4": 1, "Qwen/Qwen3-8B-FP8": 1, "Qwen/Qwen3-8B": 0}
+
+
+@pytest.mark.parametrize("gpu", ["h100", "8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_by_the_name_of_a_quantized_model_says_what_it_cannot_know(here, name, gpu):
+    _, stdout, _ = here("plan", "--model", name, "--gpu", gpu)
+    assert stdout.count(f"{name} {BY_NAME}; for a plan of those, give its folder.") == NAMES[name]
+
+
+def test_a_folder_is_planned_in_its_own_format_alone(here, mixed, nvfp4_base):
+    short = ("--set", "rollout.max_new_tokens=64", "--set", "data.max_prompt_tokens=64", "--gpu", "24")
+    code, _, stderr = here("plan", "--model", mixed, *short)
+    assert (code, f"{mixed} holds mixed NVFP4 and FP8 weights, not NVFP4" in stderr) == (2, True)
+    code, stdout, _ = here("plan", "--model", mixed, *short, "--set", "model.format=mixed")
+    assert (code, BY_NAME in stdout) == (0, False), stdout
+    assert here("plan", "--model", nvfp4_base, *short)[0] == 0
+
+
 def test_vllm_is_told_of_each_linear_and_gets_our_tensors(mixed, tmp_path, monkeypatch):
     settings = Settings(str(mixed), "mixed", EngineOptions())
     found = settings.overrides()["quantization_config"]
