@@ -274,15 +274,9 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
         return Decoder(layers, linear=_linear_layers(config, name))
     if kind in GEMMA4:
         return Decoder(layers, full=_full_layers(config, name), keys_are_values=bool(config.get("attention_k_eq_v")))
-    counted = next((key for key in COUNT_KEYS if config.get(key)), None)
-    if counted is None:
+    family, counted = _family_of(config, name)
+    if family is None:
         return Decoder(layers)
-    family, shared = FAMILIES.get(kind), next((key for key in SHARED_KEYS if config.get(key)), None)
-    if family is None or shared:
-        raise CheckpointError(
-            f"{name} is a mixture of experts of another kind ({kind}, {shared or counted}: "
-            f"{config[shared or counted]}) than qerl has, {TITLES}: give a model of one of these, or a dense one"
-        )
     values = {
         "experts": (counted, config[counted]),
         "chosen": ("num_experts_per_tok", config.get("num_experts_per_tok")),
@@ -297,6 +291,20 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
     normalises = bool(config.get("norm_topk_prob")) if family.normalises is None else family.normalises
     sparse = _sparse_layers(config, name)
     return Decoder(layers, family, experts, chosen, width, config.get("hidden_size"), sparse, normalises)
+
+
+def _family_of(config: Mapping[str, Any], name: str) -> tuple[Family | None, str]:
+    """The family of a mixture of experts, and the key with their number; (None, "") for a dense model."""
+    counted = next((key for key in COUNT_KEYS if config.get(key)), None)
+    if counted is None:
+        return None, ""
+    kind, shared = str(config.get("model_type")), next((key for key in SHARED_KEYS if config.get(key)), None)
+    if shared or kind not in FAMILIES:
+        raise CheckpointError(
+            f"{name} is a mixture of experts of a family that qerl does not support yet ({kind}, {shared or counted}: "
+            f"{config[shared or counted]}), but {TITLES}: give a model of one of these, or a dense one"
+        )
+    return FAMILIES[kind], counted
 
 
 def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -438,6 +446,8 @@ COMPUTED = {  # what of these, and which kinds of layers, we compute in a family
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
+    if str(config.get("model_type")) not in COMPUTED:
+        _family_of(config, name)
     computed, kinds = COMPUTED.get(str(config.get("model_type")), ((), ATTENTIONS))
     found = [(key, config[key]) for key in UNLIKE if config.get(key) and key not in computed]
     found += [("use_bidirectional_attention", "all")] * (config.get("use_bidirectional_attention") == "all")

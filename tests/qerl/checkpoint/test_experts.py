@@ -90,7 +90,7 @@ def test_patterns_name_experts():
     [
         ({"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1}, "deepseek_v3, n_shared_experts"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96}, "qwen2_moe, shared_expert_intermediate"),
-        ({"model_type": "glm4_moe", "n_routed_experts": 8}, "of another kind (glm4_moe, "),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8}, "does not support yet (glm4_moe, "),
         ({"shared_expert_intermediate_size": 96}, "qwen3_moe, shared_expert_intermediate_size: 96"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok None"),
