@@ -175,7 +175,7 @@ def _load(source: Source) -> PreTrainedModel:
             source.folder, dtype=dtype, use_safetensors=True, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{source.folder} cannot be loaded by transformers: {error}") from error
+        raise CheckpointError(f"{source.name} cannot be loaded by transformers: {error}") from error
 
 
 def _modifiers(method: str, rounding: dict, decoder: Decoder) -> list:

@@ -125,14 +125,14 @@ def _write_and_verify(source: Source, choice: Choice, device: torch.device, stag
 
     options, part = choice.options, source.part
     with ExitStack() as stack:
-        if part:
-            source = stack.enter_context(text_model(source, out, rows=options.has_rows))
-        else:
-            check_config_fits(source.folder, source.tensors, options.trust_remote_code)
-        read = stack.enter_context(TensorReader(source.tensors))
+        check_config_fits(source.folder, source.tensors, options.trust_remote_code)
         if options.by_compressor:
             compressor.check_device(device)
         rows = calibration_rows(source, choice)
+        if part:
+            logger.info("%s: only its text part is written, as a text model", source.name)
+            source = stack.enter_context(text_model(source, out)) if rows is not None else source
+        read = stack.enter_context(TensorReader(source.tensors))
         start = one_pass.Start(options.start_rank) if options.start_rank else None
         groups, rescaled = _groups(source, options, read, rows, device, start)
         progress = stack.enter_context(progress_bar())
@@ -194,30 +194,20 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
 
 
 @contextmanager
-def text_model(source: Source, beside: Path, rows: bool) -> Iterator[Source]:
-    """A source that holds a text part, checked against its config.
+def text_model(source: Source, beside: Path) -> Iterator[Source]:
+    """The text part of a model for pictures and text as a text model of its own, for rows to go through.
 
-    A model for pictures and text is quantized as a text model. Rows have to go through a model, and transformers opens
-    a folder as its config says. So with `rows` the text part is first written as a text model of its own, in 16 bits: a
-    copy in a hidden folder beside `beside`, which is deleted at the end of the block. Raises CheckpointError if the
-    config does not fit, or if there is no space.
+    transformers opens a folder as its config says. So the part is written in 16 bits into a hidden folder beside
+    `beside`, which is deleted at the end of the block. Raises CheckpointError if there is no space.
     """
-    logger.info("%s: only its text part is written, as a text model (%s)", source.name, source.config["model_type"])
-    where = {"dir": beside.absolute().parent, "prefix": f".{beside.name}-text-"} if rows else {}
-    with TemporaryDirectory(**where) as name:
+    with TemporaryDirectory(dir=beside.absolute().parent, prefix=f".{beside.name}-text-") as name:
         folder = Path(name)
         write_json(folder / "config.json", source.config)
-        check_config_fits(folder, source.tensors)
-        yield _copied(source, folder) if rows else source
-
-
-def _copied(source: Source, folder: Path) -> Source:
-    """The text part in `folder`, which has its config."""
-    check_space(folder, source.size_bytes())
-    with TensorReader(source.tensors) as read:
-        write_weights(folder, ({name: read(name) for name in group} for group in source.groups()))
-    copy_small_files(source.folder, folder)
-    return replace(source, folder=folder, tensors=read_tensors(folder), part=False)
+        check_space(folder, source.size_bytes())
+        with TensorReader(source.tensors) as read:
+            write_weights(folder, ({name: read(name) for name in group} for group in source.groups()))
+        copy_small_files(source.folder, folder)
+        yield replace(source, folder=folder, tensors=read_tensors(folder), part=False)
 
 
 def calibration_rows(source: Source, choice: Choice) -> Calibration | None:

@@ -1,6 +1,7 @@
 """Each family of dense decoders with RMSNorm: quantize, one copy, adapter, noise and merge, on its own class."""
 
 import functools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -331,3 +332,19 @@ def test_the_text_part_of_another_family_is_refused_by_what_it_has(tmp_path):
     said = r"pictures and text \(qwen3_5_moe\).*does not support a text part of the type qwen3_5_moe_text"
     with pytest.raises(CheckpointError, match=said):
         quantize_checkpoint(folder, tmp_path / "out", ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_the_folder_that_was_given_is_named_where_its_text_part_cannot_be_opened(rows, tmp_path):
+    folder = Path(saved(with_pictures("qwen3_vl"), tmp_path / "model"))
+    options = replace(ROUNDING, calibration=write_sums(tmp_path / "rows.jsonl")) if rows else ROUNDING
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edited(folder, text_config={key: value for key, value in text.items() if key != "intermediate_size"})
+    with pytest.raises(CheckpointError, match=rf"^{folder} does not hold the model that its config.json describes"):
+        quantize_checkpoint(str(folder), tmp_path / "out" / "packed", options)
+    edited(folder, text_config=text)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 3}')
+    if rows:
+        with pytest.raises(CheckpointError, match=rf"^{folder} has no tokenizer that can be read"):
+            quantize_checkpoint(str(folder), tmp_path / "out" / "packed", options)
+    assert not any(tmp_path.glob("out/*"))
