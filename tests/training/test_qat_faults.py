@@ -193,3 +193,17 @@ def test_a_base_that_a_start_left_of_another_model_is_made_again(base, tmp_path,
     save_config(model, run / "config.yaml")  # the run has begun
     with pytest.raises(CheckpointError, match=r"base was made of other weights than .*: give those as --model, or"):
         start_base(left, resolve_model(str(other)), run)
+
+
+def test_a_text_part_that_its_config_does_not_describe_is_refused_before_it_is_packed(base, tmp_path):
+    folder, run = shutil.copytree(base, tmp_path / "whole"), tmp_path / "run"
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
+    config = small_config(folder, tmp_path, *QAT)
+    run.mkdir()
+    described = {key: value for key, value in text.items() if key != "intermediate_size"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": described}))
+    with pytest.raises(CheckpointError, match=rf"^{folder} does not hold the model that its config.json describes"):
+        start_base(config, resolve_model(str(folder)), run)
+    assert not any(run.iterdir())
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
+    assert start_base(config, resolve_model(str(folder)), run).path == run / "base"

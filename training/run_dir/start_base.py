@@ -130,8 +130,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
     quant = config.qat.quant_cfg
     trust, packed = config.model.trust_remote_code, formats.get(quant.weights.format)
     source = read_source(start.base, quant.ignore, trust, "qat.quant_cfg.ignore", packed)
-    if not source.part:
-        check_config_fits(source.folder, source.tensors, trust)
+    check_config_fits(source.folder, source.tensors, trust)
     check_space(folder, source.output_bytes())
     logger.info("quantizing %s to %s", source.name, folder)
     static = quant.activations == "static"
