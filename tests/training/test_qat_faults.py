@@ -99,7 +99,7 @@ def test_a_model_that_is_not_finite_is_not_packed(base, tmp_path):
     with pytest.raises(CheckpointError, match=r"^model\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity") as no:
         start(small_config(damaged, tmp_path, *QAT, steps=1), "qat")
     assert "\n" not in str(no.value)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_export_of_masters_that_are_not_finite_names_the_remedy(run, tmp_path, capsys):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from qerl.base.errors import ConfigError
+from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import expanded
 from qerl.base.program import ROWS
 from qerl.base.read_back import read_object
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from qerl.base.parallel import Parallel
 
 IDS = ".trackers.json"  # in the run directory: by which a resumed run continues at a tracker
+REFUSED = (ConfigError, CheckpointError, DataError)  # what was given is wrong, as against a failure here
 LONGEST = 300  # characters that are noted of an error
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
 UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "swanlab", "tensorboard"}
@@ -107,8 +108,10 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
 
     Raises ConfigError if the folder cannot be made, if another process holds it, or if `written` no longer gives what
     it gave before the run was checked (`found`). The lock is a record lock, which forked children do not inherit, so
-    that a grading worker that outlives a killed run does not hold it.
+    that a grading worker that outlives a killed run does not hold it. Input that is refused in the block before
+    anything is written leaves nothing; a run that fails, as an engine that does not fit, says so in its lock.
     """
+    made = not run_dir.exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         handle = (run_dir / LOCK).open("a")
@@ -117,7 +120,8 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
     with handle:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            busy = written(run_dir) != found
+            gone = not os.fstat(handle.fileno()).st_nlink  # a run that was refused has just taken it away
+            busy = gone or written(run_dir) != found
         except OSError:
             busy = True
         if busy:
@@ -133,11 +137,22 @@ def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
             _note(handle, STOPPED)
             raise
         except BaseException as error:
-            _note(handle, f"failed: {str(error) or type(error).__name__}")
+            if isinstance(error, REFUSED) and {path.name for path in run_dir.glob("*")} <= {LOCK}:
+                _take_away(run_dir, made)
+            else:
+                _note(handle, f"failed: {str(error) or type(error).__name__}")
             raise
         finally:
             HELD.discard(held)
         _note(handle, FINISHED if has_result(run_dir) else STOPPED)
+
+
+def _take_away(run_dir: Path, made: bool) -> None:
+    """Delete the lock of a run that has nothing else, and the folder if it was made for it."""
+    with suppress(OSError):
+        (run_dir / LOCK).unlink()
+        if made:
+            run_dir.rmdir()
 
 
 def _note(lock: TextIO, text: str) -> None:

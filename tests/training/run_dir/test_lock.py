@@ -1,6 +1,8 @@
 """A run directory has one writer, and a run that cannot start leaves nothing behind."""
 
+import fcntl
 import importlib.util
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,9 +12,10 @@ import pytest
 
 import qerl
 import training.run
-from qerl.base.errors import ConfigError, EngineError
+from qerl.base.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.config.recipe import save_config
 from qerl.report.read import state_of
+from tests.helpers.model_folders import edited
 from tests.helpers.small_run import small_config
 from training.run import resume, start
 from training.run_dir.folder import only_writer, written
@@ -64,7 +67,7 @@ def test_whether_a_run_of_another_host_still_runs_is_not_known(tmp_path):
 @pytest.mark.parametrize(
     ("error", "state"),
     [
-        (ConfigError("no room\nat all"), "failed: no room at all"),
+        (EngineError("no room\nat all"), "failed: no room at all"),
         (AssertionError(), "failed: AssertionError"),
         (KeyboardInterrupt(), "stopped"),
         (SystemExit(143), "stopped"),
@@ -80,6 +83,40 @@ def test_a_run_says_how_it_ended(tmp_path, error, state):
         pass
     (tmp_path / "run" / "adapter").rmdir()  # by a user, to save space
     assert state_of(tmp_path / "run") == "finished"
+
+
+@pytest.mark.parametrize("error", [ConfigError("a"), CheckpointError("b"), DataError("c")])
+@pytest.mark.parametrize("there", [None, "", ".lock", "base"])
+def test_what_is_refused_before_anything_is_written_leaves_nothing(tmp_path, error, there):
+    run_dir = tmp_path / "run"
+    if there is not None:
+        run_dir.mkdir()
+    if there:
+        (run_dir / there).touch()
+    with pytest.raises(type(error)), only_writer(run_dir, []):
+        raise error
+    assert run_dir.exists() == (there is not None)
+    assert [path.name for path in run_dir.glob("*")] == ([".lock", "base"] if there == "base" else [])
+
+
+def test_a_lock_that_a_refused_run_takes_away_is_no_lock(tmp_path, monkeypatch):
+    """The other process has opened the file, and gets its lock when the file is gone."""
+    lock = fcntl.lockf
+
+    def late(handle, how):
+        (tmp_path / "run" / ".lock").unlink()
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with pytest.raises(ConfigError, match="another process writes to"), only_writer(tmp_path / "run", []):
+        pass
+
+
+def test_a_base_that_cannot_be_opened_leaves_no_run(base, tmp_path):
+    folder = edited(shutil.copytree(base, tmp_path / "other"), intermediate_size=16)
+    with pytest.raises(CheckpointError, match=r"does not hold the model that its config.json describes"):
+        start(small_config(folder, tmp_path, "model.format=bf16"), "tiny")
+    assert not (tmp_path / "run").exists()
 
 
 SEEN_FROM_OUTSIDE = """
