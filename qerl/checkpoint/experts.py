@@ -444,18 +444,43 @@ COMPUTED = {  # what of these, and which kinds of layers, we compute in a family
 }
 
 
+LEFT_OUT = {  # key that config.json leaves out -> model_type -> what transformers 5.17 takes it for, where not as below
+    "head_dim": {
+        **dict.fromkeys(("qwen3", "ministral3", "seed_oss", "ernie4_5"), 128),
+        **dict.fromkeys((*HYBRIDS, "gemma3_text", *GEMMA4), 256),
+    },
+    "num_key_value_heads": {
+        **dict.fromkeys(("qwen2", "qwen3", "exaone4"), 32),
+        **dict.fromkeys(("mistral", "mixtral", "ministral3", "seed_oss"), 8),
+        **dict.fromkeys(("qwen3_moe", "smollm3", *HYBRIDS, "gemma3_text", *GEMMA4), 4),
+        "ernie4_5": 2,
+    },
+    "tie_word_embeddings": dict.fromkeys(("smollm3", "ernie4_5", "gemma3_text", *GEMMA4), True),
+    "hidden_size_per_layer_input": {"gemma4_text": 256},
+    "sliding_window": {"gemma4_unified_text": 1024},
+}
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with LEFT_OUT."""
+    kind = str(config.get("model_type"))
+    return {**{key: values[kind] for key, values in LEFT_OUT.items() if kind in values}, **config}
+
+
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
     """Raise CheckpointError for a decoder that we neither compute nor plan, though its linears have familiar names."""
     if str(config.get("model_type")) not in COMPUTED:
         _family_of(config, name)
     computed, kinds = COMPUTED.get(str(config.get("model_type")), ((), ATTENTIONS))
-    found = [(key, config[key]) for key in UNLIKE if config.get(key) and key not in computed]
+    whole = _completed(config)
+    found = [(key, whole[key]) for key in UNLIKE if whole.get(key) and key not in computed]
     found += [("use_bidirectional_attention", "all")] * (config.get("use_bidirectional_attention") == "all")
     found += [("layer_types", kind) for kind in config.get("layer_types") or () if kind not in kinds]
     for key, value in found[:1]:
+        how = "" if key in config else " (as it does where the key is left out)"
         raise CheckpointError(
-            f"{name}: config.json of {config.get('model_type')} has {key} {value!r:.60}, which qerl does not compute: "
-            "give a Qwen2, Qwen3, Qwen3.5, Llama, Mistral or Gemma 4 (12B, 31B) model"
+            f"{name}: config.json of {config.get('model_type')} has {key} {value!r:.60}{how}, which qerl does not "
+            "compute: give a Qwen2, Qwen3, Qwen3.5, Llama, Mistral or Gemma 4 (12B, 31B) model"
         )
 
 
@@ -483,6 +508,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         if key not in config:
             raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
     check_numbers(config, name)
+    config = _completed(config)
     hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads

@@ -82,6 +82,7 @@ TIED = {"tie_word_embeddings": True}
 GEMMA4 = {
     **{"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True},
     **{"final_logit_softcapping": 30.0, "sliding_window": 1024, "max_position_embeddings": 262144, **TIED},
+    "hidden_size_per_layer_input": 0,
 }
 QWEN3_5 = {  # the text part
     **{"model_type": "qwen3_5_text", "head_dim": 256, "full_attention_interval": 4, "max_position_embeddings": 262144},

@@ -169,7 +169,7 @@ GEMMA_31B, GEMMA_12B = (KNOWN[f"gemma-4-{size}"] for size in ("31b", "12b"))
 )
 def test_sizes_of_gemma_4_are_sums_over_the_tensors_of_transformers(config, kib):
     """The numbers of Gemma 4 31B and 12B; keys and values of a token in KiB, those of windows among them."""
-    own = AutoConfig.for_model(**config, hidden_size_per_layer_input=0)
+    own = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(own)
     written = own.to_dict()

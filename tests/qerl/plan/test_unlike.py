@@ -3,9 +3,15 @@
 import json
 
 import pytest
+from transformers import AutoConfig
+
+from qerl.base.errors import CheckpointError
+from qerl.checkpoint.experts import FAMILIES, check_decoder, shapes_of
+from qerl.checkpoint.shards import TEXT_MODELS
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128,
+    "num_key_value_heads": 4,
 }  # fmt: skip
 OTHERS = {
     "gemma2": ({"attn_logit_softcapping": 50.0}, "gemma2 has attn_logit_softcapping 50.0"),
@@ -53,3 +59,30 @@ def test_what_is_like_ours_is_planned(here, keys, tmp_path):
     code, stdout, stderr = here("plan", "--model", tmp_path, "--gpu", "24")
     assert "does not compute" not in stderr + stdout
     assert code in (0, 1)
+
+
+MINIMAL = {
+    **{"hidden_size": 4096, "intermediate_size": 128, "num_attention_heads": 64, "num_hidden_layers": 6},
+    **{"vocab_size": 128, "max_position_embeddings": 256},
+}
+STATES = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), 16)
+EXPERTS = {"num_experts_per_tok": 2}
+MORE = {
+    "qwen3_5_text": {**STATES, "linear_value_head_dim": 16},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 64},
+    "olmoe": {**EXPERTS, "num_experts": 4},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+}
+OTHER_FAMILIES = ("olmo2", "olmo3", "smollm3", "exaone4", "ernie4_5", "seed_oss", "hunyuan_v1_dense")
+
+
+@pytest.mark.parametrize("family", sorted({kind for kind, _ in TEXT_MODELS.values()} | {*FAMILIES, *OTHER_FAMILIES}))
+def test_a_key_that_config_json_leaves_out_means_what_opening_takes_it_for(family):
+    config = {"model_type": family, **MINIMAL, **MORE.get(family, {})}
+    assert shapes_of(config, "m") == shapes_of(AutoConfig.for_model(**config).to_dict(), "m")
+
+
+def test_a_gemma_4_that_says_nothing_of_embeddings_for_each_layer_has_some():
+    with pytest.raises(CheckpointError, match=r"_per_layer_input 256 \(as it does where the key is left out\)"):
+        check_decoder({"model_type": "gemma4_text", **MINIMAL}, "m")
