@@ -417,6 +417,7 @@ class ModelShapes:
     full_heads: tuple[int, int] | None = None  # of keys and values in `decoder.full`: how many, and their size
     of_full: dict[str, tuple[int, int]] = field(default_factory=dict)  # linears that have other shapes there
     window: int | None = None  # tokens that each of the other layers attends to at most, in Gemma 4
+    windowed: bool = False  # whether some layers attend to a window alone, in any family
 
     def shape_of(self, linear: str) -> tuple[int, int] | None:
         """(out, in) of a linear, by its full name, that is not an expert's; None if the model has none of that name."""
@@ -457,7 +458,12 @@ LEFT_OUT = {  # key that config.json leaves out -> model_type -> what transforme
     },
     "tie_word_embeddings": dict.fromkeys(("smollm3", "ernie4_5", "gemma3_text", *GEMMA4), True),
     "hidden_size_per_layer_input": {"gemma4_text": 256},
-    "sliding_window": {"gemma4_unified_text": 1024},
+    "sliding_window": {
+        **dict.fromkeys(("mistral", "gemma3_text", "olmo3", "exaone4"), 4096),
+        "gemma4_text": 512,
+        "gemma4_unified_text": 1024,
+    },
+    "use_sliding_window": dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "smollm3"), False),
 }
 
 
@@ -542,6 +548,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         full_heads=full,
         of_full={} if full is None else _attention_linears(hidden, heads, full),
         window=None if full is None else config.get("sliding_window") or 512,
+        windowed=bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False,
     )
 
 

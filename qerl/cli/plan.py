@@ -21,6 +21,7 @@ from qerl.checkpoint.folder import EMBEDDED, format_of, run_named
 from qerl.checkpoint.resolve import model_under, resolve_model
 from qerl.cli.train import card_values, key_values, recipe_values
 from qerl.config.names import adapts_experts, expert_rank
+from qerl.model.costs import takes
 from qerl.plan.engine_memory import MAX_SEQUENCES, Card, card_named, card_of
 from qerl.plan.sizes import KNOWN, calibrated_tokens, calibrates, calibration_seconds, read_sizes, rounds_to_four_bits
 from training.preflight.advice import (
@@ -287,11 +288,12 @@ def _about_tilings(card: Card) -> list[str]:
 
 
 def _about_attention(config: RunConfig, made: Plan) -> list[str]:
-    """That a decode step attends by our kernel on a card where it was not measured."""
+    """That a decode step attends by our kernel on a card where it was not measured, in all layers."""
     sizes, rollout = made.sizes, config.rollout
-    takes = sizes.states is None and not sizes.decoder.full
-    takes &= rollout.kv_cache_dtype in (("auto", "fp8") if rollout.kernel == "qerl" else ("auto",))
-    if not takes or made.card.capability[0] in (MEASURED[0], VLLM_ATTENDS):
+    attends = sizes.states is None and not sizes.decoder.full and not sizes.windowed
+    attends &= takes(sizes.projections["q_proj"][0] // sizes.head_dim, sizes.kv_heads, sizes.head_dim)
+    attends &= rollout.kv_cache_dtype in (("auto", "fp8") if rollout.kernel == "qerl" else ("auto",))
+    if not attends or made.card.capability[0] in (MEASURED[0], VLLM_ATTENDS):
         return []
     return [
         "Decode steps attend by qerl's kernel, too, which no such card has run; rollout.kernel: marlin takes vLLM's."

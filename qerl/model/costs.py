@@ -1,4 +1,5 @@
-"""What the trainer's forward pass takes, in numbers that the planner of micro-batches needs too. No torch."""
+"""What the trainer's forward pass takes, and which heads our decode attention serves, in numbers that plans need too.
+No torch."""
 
 from collections.abc import Callable
 
@@ -10,7 +11,13 @@ BEGUN = 11  # tokens that a completion counts as at least, for the states that i
 # What a layer with linear attention takes of a micro-batch beside its products, in both directions: the host needs
 # LINEAR_S at least, and an H200 as long for BUSY tokens times value heads (docs/lab/cost-model.md).
 LINEAR_S, BUSY = 7e-3, 16384 * 32
+HEAD_DIMS, GROUP = (32, 64, 128), 8  # of decode attention; the most query heads that may share a key head
 UNRECORDED = 255  # in the recorded ids of experts: the choice is not known, and the trainer makes its own
+
+
+def takes(heads: int, key_heads: int, head_dim: int) -> bool:
+    """Whether the kernel of `qerl.model.decode_attention` serves such heads."""
+    return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
 
 
 def kept_bytes(hidden: int, intermediate: int, query: int, key_value: int, rank: int, head_norms: bool = False) -> int:

@@ -16,9 +16,8 @@ import torch
 from qerl.formats.cuda import nvrtc
 from qerl.formats.cuda.nvrtc import Kernel, Launch, Variant, kernel
 from qerl.formats.fp8.kv import decode, encode
+from qerl.model.costs import GROUP, takes
 
-HEAD_DIMS = (32, 64, 128)
-GROUP = 8  # the most query heads that may share a key head
 TILE = 16  # tokens that a warp handles at a time; a page holds a multiple of it
 MAX_SEQUENCES = 1024
 MAX_SHARERS = 64  # the most blocks that one head of one sequence is divided among
@@ -163,10 +162,6 @@ class Batch:
     lengths: torch.Tensor
     slots: torch.Tensor
     angles: torch.Tensor | None = None
-
-
-def takes(heads: int, key_heads: int, head_dim: int) -> bool:
-    return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
 
 
 def takes_every_layer(config: Any) -> bool:

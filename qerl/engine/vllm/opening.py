@@ -437,7 +437,7 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
 
     from qerl.formats.cuda import nvrtc
     from qerl.formats.nvfp4 import decode, gemm, lora, portable, tuning
-    from qerl.model import decode_attention
+    from qerl.model import costs, decode_attention
 
     device = torch.device("cuda", torch.cuda.current_device())
     tuning.take_(device, settings.options.deterministic)
@@ -446,7 +446,7 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     except CheckpointError:
         return
     bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
-    ours = sizes.head_dim in decode_attention.HEAD_DIMS and sizes.states is None and not sizes.decoder.full
+    ours = sizes.head_dim in costs.HEAD_DIMS and sizes.states is None and not sizes.decoder.full
     attention = decode_attention.variants(sizes.head_dim, bits, device) if ours else []
     linears = [(sum(parts), columns) for _, parts, columns in sizes.fused_linears()]
     if not nvrtc.has_kernels(device):

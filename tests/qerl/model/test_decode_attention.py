@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from qerl.formats.cuda import nvrtc
 from qerl.formats.fp8.kv import decode, encode
 from qerl.model import decode_attention
+from qerl.model.costs import HEAD_DIMS
 from qerl.model.decode_attention import (
     HOPPER,
     NONE,
@@ -143,7 +144,7 @@ def test_only_hopper_starts_early_and_only_its_warps_may_lack_registers(monkeypa
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize("head_dim", decode_attention.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     ("cards", "builds", "bits"),
     [

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from plan_check import WORKLOADS, Workload, compare, compare_seconds, table
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from qerl.base.errors import CheckpointError, ConfigError
@@ -18,6 +19,7 @@ from qerl.cli.main import app
 from qerl.cli.plan import plan_of, sentences
 from qerl.config.recipe import load_recipe
 from qerl.formats.nvfp4 import tuning
+from qerl.model.decode_attention import takes_every_layer
 from qerl.plan.engine_memory import CARDS, card_of
 from qerl.plan.micro_batch_plan import Shapes
 from qerl.plan.sizes import CALIBRATING, KNOWN, read_sizes, rounding_seconds, rounding_work, sizes_of
@@ -206,6 +208,27 @@ def test_a_plan_says_where_our_attention_was_not_measured(gpu, model, values, to
     config = load_recipe("dapo_7b", values)
     said = sentences(config, plan(config, read_sizes(model), card_of(gpu)))
     assert any(line.startswith("Decode steps attend by qerl's kernel, too") for line in said) is told
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False}, True),
+        ({"model_type": "qwen2", "sliding_window": 4096}, True),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, False),
+        ({"model_type": "mistral", "sliding_window": None}, True),
+        ({"model_type": "mistral", "sliding_window": 4096}, False),
+        ({"model_type": "mistral"}, False),  # whose window is 4096 then
+        ({"model_type": "llama", "num_attention_heads": 32, "head_dim": 128}, True),
+        ({"model_type": "qwen3", "num_attention_heads": 40, "head_dim": 128}, False),
+        ({"model_type": "llama", "head_dim": 256}, False),
+    ],
+)
+def test_a_plan_claims_our_attention_for_models_whose_layers_it_takes(keys, told):
+    config, model = load_recipe("dapo_7b", []), {**KNOWN["qwen2.5-7b"], **keys}
+    said = sentences(config, plan(config, sizes_of(model, "m"), card_of("a100")))
+    assert any(line.startswith("Decode steps attend by qerl's kernel, too") for line in said) is told
+    assert takes_every_layer(AutoConfig.for_model(**model)) is told
 
 
 def test_an_fp8_cache_holds_twice_the_tokens():
