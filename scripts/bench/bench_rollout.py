@@ -6,13 +6,13 @@
         --out benchmarks/rollout-7b-bf16.json
 
 `qerl` is this project's engine, `stock` is vLLM as it comes, with its own multi-adapter LoRA and its own choice of
-kernel. Both sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences, divided
-by the difference in time between a run with that many new tokens and one with a single token, so it does not include
-prefill; both times are medians of 5 runs, and after each run the file has the medians so far. Of long prompts prefill
-takes most of both times: --cached-prompts gives all runs the same ones, which are then in the prefix cache. With
---turns, several engines on one card take turns run by run, so that whatever happens on the machine affects all of them.
-An engine that fails or is killed no longer holds up the others. Give --turns a new folder, because an engine that has
-left it is counted too.
+kernel. Both sample with temperature 1, go on after end tokens and return the token's logprob. A rate is (new tokens -
+1) * sequences, divided by the difference in time between a run with that many new tokens and one with a single token,
+so it does not include prefill; both times are medians of 5 runs, and after each run the file has the medians so far. Of
+long prompts prefill takes most of both times: --cached-prompts gives all runs the same ones, which are then in the
+prefix cache. With --turns, several engines on one card take turns run by run, so that whatever happens on the machine
+affects all of them. An engine that fails or is killed no longer holds up the others. Give --turns a new folder, because
+an engine that has left it is counted too.
 
 Compilation chooses between kernels by timing them, and engines that open at the same time on one card disturb each
 other's timings. So first open each engine alone, with --open-only and otherwise the same options; afterwards it finds
@@ -91,12 +91,7 @@ def measured(arguments: argparse.Namespace) -> dict:
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
     if arguments.open_only:
         return {"command": command(), "open_s": round(time.monotonic() - started, 1), **opened}
-    report = {
-        "command": command(),
-        "open_s": round(time.monotonic() - started, 1),
-        **opened,
-        **machine(),
-    }
+    report = {"command": command(), "open_s": round(time.monotonic() - started, 1), **opened, **machine()}
 
     def note(seconds: Seconds) -> None:
         report.update(rates(seconds, arguments.new_tokens))
@@ -232,6 +227,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
+    engine.end_token_ids = ()  # random weights draw one at times
     each = read_sizes(arguments.model).cached_tokens(context(arguments))
     check_cache(engine.cache_tokens, max(arguments.sequences) * each)
     if arguments.decode_steps:

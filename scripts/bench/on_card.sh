@@ -52,7 +52,7 @@
 #     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B in turns; 25 GB of disk
 #     moestep  430 s  Qwen3-30B-A3B at full depth: decode speed, and workload A under 80 GiB; 17 GB of disk
 #     moepeer  400 s  workload A on those 16 layers: ours, and TRL's over BF16
-#     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
+#     mixed    590 s  geometric lengths up to 1024 tokens, and lengths as on GSM8K: ours and TRL's
 #     ranks    560 s  two cards: workload A and geometric lengths on one card and on two; TRL's step on two
 #     carried   90 s  a completion that goes on in the next step, on a small model
 #     ranksqat 220 s  two cards: whole weights of a 7B
@@ -440,9 +440,7 @@ batch_hybrid() {
     run gdn-tilelang 150 "$python" scripts/bench/bench_gdn.py --tilelang --tokens 16384 --out "$out/gdn-tilelang.json"
 }
 
-batch_gemma() {
-    tests gemma 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "gemma4"
-}
+batch_gemma() { tests gemma 400 tests/qerl/engine/vllm/test_vllm_engine_gpu.py -k "gemma4"; }
 
 batch_hybrid9() {
     checkpoint qwen3.5-9b 9b --ignore 're:.*_attn.*'
@@ -497,11 +495,15 @@ batch_moestep() {
     script rollout-a3b-qerl-no-replay 150 bench_rollout a3b --rank 16 --no-replay --sequences 1 128
 }
 
-batch_mixed() {
-    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
-    checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
-    script step-7b-qerl-mixed 280 bench_step 7b-mixed --steps 3 --new-tokens 1024
-    script step-7b-trl-mixed 280 bench_trl 7b-mixed-16 --new-tokens 1024 --steps 3
+batch_mixed() { # geometric lengths, and lengths as a small model's on GSM8K
+    local lengths name mean most
+    for lengths in "mixed 300 1024" "real 600 512"; do
+        read -r name mean most <<<"$lengths"
+        checkpoint qwen2.5-7b "7b-$name" --mean-tokens "$mean"
+        checkpoint qwen2.5-7b "7b-$name-16" --mean-tokens "$mean" --format bf16
+        script "step-7b-qerl-$name" 280 bench_step "7b-$name" --steps 4 --new-tokens "$most"
+        script "step-7b-trl-tuned-$name" 280 bench_trl "7b-$name-16" --tuned --steps 4 --new-tokens "$most"
+    done
 }
 
 ranks() { # NAME LIMIT_S CARDS SCRIPT MODEL ARGUMENTS...
