@@ -5,7 +5,6 @@ r"""The answer that a completion states. The last occurrence of the first form t
 3. `#### N`, up to the end of the line, if the line looks like an answer.
 4. "the answer is ...", "answer: ...", "答案是", up to the end of the sentence; or the line after the heading "Answer".
 5. `**...**`, if the last line of the completion consists of it.
-6. The last number of the completion, but only if the task allows it.
 
 A completion that thinks first is searched after the last `</think>`, and as a whole only if nothing is found there. All
 searches take linear time, and look at no more than MAX_ANSWER_CHARS characters of an answer.
@@ -43,7 +42,6 @@ _DELIMITED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|
 _STATED_END = re.compile(
     r"\n|[.。](?=\s|$|\*|\")|[;；]|[,，]\s*(?!and\b|or\b)(?=[A-Za-z]{2})|\s(?:because|since|which|so)\b"
 )
-_NUMBER = re.compile(r"(?:(?<=^)|(?<=[\s(=$:*]))[-−]?\s?[$€£]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 # Words to the end of the line without a digit or a sign: after a mark, in brackets or after a conjunction.
 _PLAIN = r"[^\d+*/^=<>\\$%]"
 _REMARK = re.compile(
@@ -70,7 +68,7 @@ NOTHING = Extracted(None)
 TOO_LONG = Extracted(None, too_long=True)
 
 
-def extract(completion: str, kind: Literal["number", "math", "text"], last_number: bool = False) -> Extracted:
+def extract(completion: str, kind: Literal["number", "math", "text"]) -> Extracted:
     """The answer of a completion, by the rules at the top of this file."""
     if len(completion) > MAX_COMPLETION_CHARS:
         return TOO_LONG
@@ -79,15 +77,11 @@ def extract(completion: str, kind: Literal["number", "math", "text"], last_numbe
         found = _marked(after, kind)
         if found != NOTHING:
             return found
-    found = _marked(completion, kind)
-    if found == NOTHING and last_number:
-        numbers = deque(_NUMBER.finditer(completion[-_MAX_LINE_CHARS * 10 :]), maxlen=1)
-        return Extracted(numbers[0][0].strip()) if numbers else NOTHING
-    return found
+    return _marked(completion, kind)
 
 
 def _marked(text: str, kind: str) -> Extracted:
-    """The answer that a text marks in any form but the last number."""
+    """The answer that a text marks in any form."""
     box = _last_box(text)
     if box is not None:
         return box

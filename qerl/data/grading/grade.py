@@ -133,7 +133,7 @@ def grade(task: Task | str, completion: str, answer: str, question: str | None =
     task = get_task(task)
     if task.answer_kind == "text":
         return _grade_text(completion, answer)
-    found = extract(completion, task.answer_kind, task.last_number)
+    found = extract(completion, task.answer_kind)
     if found.text is None:
         return Grade(False, None, "too_long" if found.too_long else "no_answer")
     reason = compare(found.text, answer, task.answer_kind)

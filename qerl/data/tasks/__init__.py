@@ -42,10 +42,9 @@ class Task:
     of question and answer. It may name several if copies of the data differ, of which the first that exists is used;
     dots and numbers reach into nested columns ("prompt.0.content"). `clean_question` removes what the hub adds to a
     question, and leaves a bare question as it is. With `answer_kind` "number" a completion has to state a number,
-    with "math" any mathematical form that equals the answer, with "text" the same text. With `last_number`, the last
-    number of a completion counts as its answer if none is marked. With `free_form`, a row may have messages in place
-    of a question, and needs no answer. `grader` is the user's own function, which then grades in place of all that
-    (qerl/data/grading/grade.py), in at most `grader_timeout_s` per call.
+    with "math" any mathematical form that equals the answer, with "text" the same text. With `free_form`, a row may
+    have messages in place of a question, and needs no answer. `grader` is the user's own function, which then grades in
+    place of all that (qerl/data/grading/grade.py), in at most `grader_timeout_s` per call.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Task:
     clean_question: Callable[[str], str] | None = None
     system_prompt: str | None = None
     prompt_template: str = BOXED_TEMPLATE
-    last_number: bool = False
     free_form: bool = False
     may_repeat: bool = False  # rows may ask the same, since an environment tells them apart
     grader: str | None = None

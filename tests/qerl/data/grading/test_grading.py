@@ -9,7 +9,6 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -90,12 +89,9 @@ def test_decimals_are_not_rounded():
     assert compare("100000000000000000001", "100000000000000000000", "number") == "wrong"
 
 
-def test_the_last_number_counts_only_where_the_task_says_so():
-    text = "She has 16 - 3 = 13, so she makes $26 in 2 days, or $1,300."
-    assert grade(TASKS["number"], text, "1300").reason == "no_answer"
-    task = replace(TASKS["number"], last_number=True)
-    assert grade(task, text, "1300").correct
-    assert grade(task, text, "2").reason == "wrong"
+def test_a_number_that_is_not_marked_is_no_answer():
+    task, text = TASKS["number"], "She has 16 - 3 = 13, so she makes $26 in 2 days, or $1,300."
+    assert grade(task, text, "1300").reason == "no_answer"
     assert grade(task, "It is \\boxed{5} and not 6", "5").correct
     assert grade(task, "It is \\boxed{5", "5").reason == "no_answer", "a box that is cut off states nothing"
     assert grade(task, "nothing", "5").reason == "no_answer"
