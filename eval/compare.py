@@ -16,17 +16,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from eval.result import COMPLETIONS, RESULT, SETTINGS, differences
 from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import no_folder
 from qerl.base.read_back import OF_EVALUATION, Shape, read_object, read_rows
 from qerl.data.grading.intervals import estimate, wilson
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 SAME = ("task", "questions", "data", "grader", "samples", "temperature", "top_p", "max_new_tokens")
 PROMPT = ("system_prompt", "prompt_template")
@@ -93,10 +93,6 @@ class Comparison:
 
     def table(self) -> Table:
         """The numbers and the verdict as a table."""
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
         paired = self.paired
         table = Table("", "", title=self.task, box=box.SIMPLE_HEAD, show_header=False)
         rows = [

@@ -15,7 +15,11 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from eval.plan import context_length, default_out, find_model, with_engine, with_memory
 from eval.result import write_json
@@ -23,10 +27,9 @@ from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from qerl.base.errors import CheckpointError, ConfigError, DataError, MissingExtraError, first_line
 from qerl.base.versions import versions
 from qerl.checkpoint.folder import weights_digest
+from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, run_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from qerl.engine.open import open_model
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +74,6 @@ def run_suite(settings: EvalSettings) -> tuple[dict[str, Any], Path]:
 
 def suite_table(result: dict[str, Any]) -> Table:
     """One line per task and metric, with lighteval's standard error."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table("task", "metric", "value", "standard error", title=Text(result["model"]), box=box.SIMPLE_HEAD)
     for task, metrics in result["scores"].items():
         for name, value in metrics.items():
@@ -91,8 +90,6 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
     from eval.lighteval_model import EngineModel
-    from qerl.checkpoint.load import load_tokenizer, local_folder
-    from qerl.engine.open import open_model
 
     with tempfile.TemporaryDirectory() as scratch, _known_tasks(settings.suite_tasks):
         folder = local_folder(ref.base)

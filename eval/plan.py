@@ -35,6 +35,7 @@ from qerl.checkpoint.load import check_chat_template, check_switches, load_token
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model, run_of, switches_for
 from qerl.checkpoint.shards import read_config
 from qerl.config.environment import EnvironmentConfig
+from qerl.config.recipe import load_config
 from qerl.data.examples import DropReport, check_answers, check_source, load_examples
 from qerl.data.grading.grade import check_grader, find_grader
 from qerl.data.rows import is_local, sources_of
@@ -166,8 +167,6 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     """The task with the prompt that was asked for, else the one that the run trained with, else the task's own."""
     system, template, source = task.system_prompt, task.prompt_template, f"task {task.name}"
     if run is not None:
-        from qerl.config.recipe import load_config
-
         # Of several sources the first with this task, whose prompt it then learned.
         sources = [source.data for source in sources_of(load_config(run / "config.yaml", evaluated=True).data)]
         data = next((data for data in sources if data.task == task.name), sources[0])
@@ -200,8 +199,6 @@ def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
     """
     if run is None or settings.engine != "vllm":
         return settings
-    from qerl.config.recipe import load_config
-
     config = load_config(run / "config.yaml", evaluated=True)
     memory = config.rollout.memory if settings.memory is None else settings.memory
     cap = config.memory.cap_gib if settings.cap_gib is None else settings.cap_gib
@@ -271,11 +268,7 @@ NONE = "none"
 
 def find_environment(settings: EvalSettings, run: Path | None) -> EnvironmentConfig | None:
     """What the model talks to; None for completions of one turn. Raises ConfigError if it would have to be named."""
-    trained = None
-    if run is not None:
-        from qerl.config.recipe import load_config
-
-        trained = load_config(run / "config.yaml", evaluated=True).environment
+    trained = None if run is None else load_config(run / "config.yaml", evaluated=True).environment
     if settings.environment == NONE:
         return None
     if settings.environment is None and not settings.tools:

@@ -17,15 +17,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.table import Table
 
 from qerl.base.errors import CheckpointError
 from qerl.base.files import JSON_BYTES, parse_json, read_text, replace_text
 from qerl.data.grading.intervals import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 SETTINGS, COMPLETIONS, RESULT = "settings.json", "completions.jsonl", "result.json"
 
@@ -317,9 +316,6 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
 
 def render_table(results: Sequence[EvalResult], names: Sequence[str] | None = None) -> Table:
     """A table for the terminal with one column per result, under `names` (default: what was evaluated)."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=" / ".join(dict.fromkeys(result.task for result in results)), box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in names or [result.model.partition(", ")[0] for result in results]:

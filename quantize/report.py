@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from qerl.base.versions import versions
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.verify import LayerCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from rich.table import Table
 
     from quantize.output_error import ModelError, OutputErrors
 
@@ -111,8 +111,6 @@ class QuantizeReport:
 
 
 def table_of(title: str, rows: Mapping[str, str]) -> Table:
-    from rich.table import Table
-
     table = Table(title=title, show_header=False, title_justify="left")
     for name, text in rows.items():
         table.add_row(name, text)

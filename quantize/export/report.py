@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from qerl import formats
 from qerl.checkpoint.base_start import TrainedStart
 from quantize.export.options import GGUF
 from quantize.report import format_size, table_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from quantize.export.effect import Effect
     from quantize.export.weights import Survival
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from qerl.base.isolate import closed_at_end
 from qerl.checkpoint.load import local_folder
 from qerl.data.grading.grade import grade
@@ -156,8 +158,6 @@ def reward_table(
 
     A row without an answer is given its own question back.
     """
-    from rich.table import Table
-
     asked = prompts[:ROWS]
     answered = any(prompt.example.answer for prompt in asked)
     right = [p.example.answer or p.example.question for p in asked]

@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from qerl.base.errors import DataError
 from qerl.base.own_function import TIMEOUT_S
@@ -19,9 +22,6 @@ from qerl.data.examples import final_answer
 from qerl.data.grading.grade import Grade, check_grader, grade_many
 from qerl.data.rows import is_empty, local_rows
 from qerl.data.tasks import Task, get_task, with_grader
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _SHOWN = 10
 _CHARS = 60
@@ -63,9 +63,7 @@ class FileGrades:
 
     def table(self) -> Table:
         """A table of the counts, the accuracy and the first disagreements with stored grades."""
-        from rich.table import Table
-        from rich.text import Text  # answers contain brackets, which rich reads as markup in a plain string
-
+        # Answers contain brackets, which rich reads as markup in a plain string.
         table = Table("grade", "completions", "share", "detail", title=Text(f"{self.path} as {self.task}"))
         for reason, count in self.counts.items():
             table.add_row(reason, str(count), f"{count / len(self.grades):.1%}", "")
