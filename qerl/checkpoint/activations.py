@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,14 +269,11 @@ def _largest_inputs(model: PreTrainedModel, modules: Sequence[str]) -> Iterator[
 
     amax = {name: torch.zeros((), device=model.device) for name in modules}
 
-    def watch(name: str) -> Callable:
-        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            amax[name] = torch.maximum(amax[name], inputs[0].abs().amax().float())
-
-        return hook
+    def see(name: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        amax[name] = torch.maximum(amax[name], inputs[0].abs().amax().float())
 
     # With a hook a linear is called as a module, so that the fused layers do not pass it by.
-    hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in modules]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(see, name)) for name in modules]
     try:
         yield amax
     finally:

@@ -257,7 +257,7 @@ def from_peft(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> dic
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """The kind (one of `qerl.model.experts.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
+    """The kind (a value of `adapter.experts`) and rank of an adapter's tensors on experts: 0 for none.
 
     Raises CheckpointError for layers that differ in it.
     """

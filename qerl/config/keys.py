@@ -332,10 +332,8 @@ def unknown_key(path: Path, *inside: Path) -> str:
 
 def shown(value: object) -> str:
     """A value as an error shows it: in YAML's words, with its kind where that matters, cut to SHOWN characters."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return yaml_word(value)
     if isinstance(value, str):
         return f"{_cut(repr(value))} (text)"
     if isinstance(value, list | tuple):

@@ -24,7 +24,7 @@ class EngineOptions:
 
     `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `start`: factors that stay beside the weights
     of the base, and to which an adapter is added (`qerl.checkpoint.base_start`); `experts` and `expert_rank`: the kind
-    of the adapter on experts that it will bring (`qerl.model.experts.KINDS`) and its largest rank, 0 for none;
+    of the adapter on experts that it will bring (a value of `adapter.experts`) and its largest rank, 0 for none;
     `max_context`: prompt and completion tokens together, None for what the model declares; `records_experts`: whether
     completions of a mixture of experts say which experts were chosen for each token; `memory` and `cap_gib`: see
     `qerl.plan.engine_memory`; `trainer_bytes`: what the trainer keeps on the card during a rollout; `enforce_eager`: no

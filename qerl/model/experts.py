@@ -285,9 +285,6 @@ def _padded(factor: torch.Tensor, dim: int) -> torch.Tensor:
     return F.pad(factor, (0, missing) if dim == -1 else (0, 0, 0, missing))
 
 
-KINDS = ("shared", "per_expert", "none")  # of adapter.experts
-
-
 class _Factors(nn.Module):
     def __init__(self, a: tuple[int, ...], b: tuple[int, ...], device: torch.device) -> None:
         super().__init__()

@@ -22,7 +22,6 @@ from engine_checks.memory import sleep_and_wake
 from engine_checks.run import add_options, run, watch
 
 from qerl import formats
-from qerl.model.experts import KINDS
 from scripts.bench.provenance import require_card
 
 CHECKS = [one_copy, decoded, routers, cached_prompts, replayed, sleep_and_wake, adapter]
@@ -46,7 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--format", default=formats.DEFAULT.name, choices=formats.names())
-    parser.add_argument("--experts", default="shared", choices=KINDS, help="the kind of adapter on experts")
+    parser.add_argument(
+        "--experts", default="shared", choices=("shared", "per_expert", "none"), help="the kind of adapter"
+    )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--expert-rank", type=int, default=8)
     parser.add_argument("--deterministic", action="store_true")

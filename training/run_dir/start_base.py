@@ -140,13 +140,10 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         with TensorReader(source.tensors) as read:
             shares = source.format.shared_tensor is not None
             scale_of = power_of_two_scale_of(headroom_bits=HEADROOM_BITS) if shares else None
-            masters, dtype = (
-                {f"{module}.weight" for module in source.quantized},
-                getattr(torch, masters_dtype(config.qat)),
-            )
+            dtype = getattr(torch, masters_dtype(config.qat))
 
             def wide(name: str) -> torch.Tensor:
-                return read(name).to(dtype) if name in masters else read(name)
+                return read(name).to(dtype) if name in source.chosen else read(name)
 
             write_weights(partial, with_input_scales(packed_groups(source, wide, device, scale_of), inputs))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
