@@ -15,6 +15,7 @@ WINDOW = 5  # steps
 COOL_DOWN = 50  # steps
 TRUNCATED = 0.5  # share of the completions
 UNANSWERED = 0.5  # share of the completions
+UNSCORED = 0.5  # share of the completions
 COLLAPSED = 0.1  # share of the entropy of the first steps
 SOLVED = 0.8  # from this accuracy on completions may be alike, since there is little left to explore
 MISMATCH_GROWTH = 5.0  # times the mismatch of the first steps with as much noise
@@ -90,6 +91,12 @@ def _no_variance(rows: Rows) -> str | None:
     shares = _recent(rows, "groups/zero_variance_share")
     if shares is None or min(shares) < 1.0:
         return None
+    unscored = _mean(rows, "completions/unscored_share") or 0.0
+    if unscored >= UNSCORED:
+        return (
+            f"in {len(shares)} steps the gradient is 0, and {unscored:.0%} of the completions have no reward: each "
+            "reward function returned None for them; return a number for what can be judged"
+        )
     reward = _mean(rows, "reward")
     height = "" if reward is None else f" (mean reward {reward:.2f})"
     right = _mean(rows, "groups/all_right_share")

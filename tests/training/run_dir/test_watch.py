@@ -39,6 +39,11 @@ def rows(*changes, before=()):
         (NO_REWARD | {"grades/refused_share": 0.6}, "reward_zero", "60% of the answers could not be compared"),
         (NO_REWARD | {"rewards/format": 0.0}, "reward_zero", "form that the reward format asks for"),
         ({"groups/zero_variance_share": 1.0}, "no_variance", "(mean reward 0.50)"),
+        (
+            {"groups/zero_variance_share": 1.0, "reward": None, "completions/unscored_share": 1.0},
+            "no_variance",
+            "100% of the completions have no reward: each reward function returned None",
+        ),
         ({"groups/zero_variance_share": 1.0, "groups/all_right_share": 0.9}, "no_variance", "take harder data"),
         ({"groups/zero_variance_share": 1.0, "groups/all_right_share": 0.1}, "no_variance", "take easier data"),
         ({"completions/truncated_share": 0.5}, "truncated", "50% of the completions"),
