@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -402,9 +403,12 @@ def _open_run_dir(run: Opened) -> None:
     config, base, run_dir = run.config, run.base, run.place.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     write_given_rows(run_dir)
+    begun = (run_dir / "config.yaml").exists()
+    if not begun:  # a run that was killed here may have left the start of another base
+        shutil.rmtree(run_dir / START, ignore_errors=True)
     if base.start is not None and not (run_dir / START).exists():
         copy_start(base.start, run_dir / START, config.adapter.start)
-    if not (run_dir / "config.yaml").exists():
+    if not begun:
         save_config(config, run_dir / "config.yaml")
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():

@@ -137,6 +137,17 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(started_base, runs, tm
     assert same_adapters(result.adapter, runs["frozen"] / "adapter")
 
 
+def test_a_folder_that_a_kill_left_before_the_run_began_is_taken_again(started_base, runs, tmp_path):
+    left = tmp_path / "run"
+    for name in (START, f".{START}.partial"):
+        (left / name).mkdir(parents=True)
+    (left / START / ABOUT).write_text("of another base")
+    run = run_of(started_base, tmp_path, "frozen")
+    assert run == left
+    assert numbers(run) == numbers(runs["frozen"])
+    assert (run / START / ABOUT).read_text() == (runs["frozen"] / START / ABOUT).read_text()
+
+
 def test_the_kl_of_a_resumed_run_is_from_where_it_began(started_base, tmp_path):
     given = (*RANK, "adapter.start=trained", "loss.kl_coef=0.1", "run.save_every=1")
     run = start(small_config(started_base, tmp_path, *given, steps=2), "tiny").run_dir

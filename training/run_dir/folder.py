@@ -20,6 +20,7 @@ from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.base.files import expanded
 from qerl.base.program import ROWS
 from qerl.base.read_back import read_object
+from qerl.checkpoint.base_start import START
 from qerl.checkpoint.folder import BASE
 from qerl.report.read import FINISHED, HELD, LOCK, RUNNING, STOPPED, About, has_result
 from training.run_dir.checkpoint import checkpoints
@@ -32,7 +33,8 @@ IDS = ".trackers.json"  # in the run directory: by which a resumed run continues
 REFUSED = (ConfigError, CheckpointError, DataError)  # what was given is wrong, as against a failure here
 LONGEST = 300  # characters that are noted of an error
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
-UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "swanlab", "tensorboard"}
+UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, IDS, "wandb", "swanlab", "tensorboard"}
+UNBEGUN |= {BASE, f".{BASE}.partial", START, f".{START}.partial"}
 GIVEN = re.compile(rf"{Path(ROWS).stem}(-.*)?\.(jsonl|partial)")  # rows that a program gave, also of several sources
 
 
