@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 class TaskGrading(GuardedReward):
     """The task's grading as the only reward of an evaluation, which keeps the whole `grades`."""
 
-    limit, then = "--grader-timeout-s", "; correct it, and the same command goes on"
+    limit = "--grader-timeout-s"
+    then = (  # a corrected file is another grader, and an evaluation has one
+        "; correct it, and the same command goes on; where completions are saved already, add --overwrite, or grade "
+        "those with `qerl grade`"
+    )
 
     def __init__(self, plan: Plan) -> None:
         fixed = fixed_columns(plan.task, plan.sampling.max_new_tokens)
