@@ -54,9 +54,8 @@ def test_another_grader_is_another_evaluation(settings, tmp_path):
 
 def test_a_grader_that_fails_names_the_completion(settings, tmp_path):
     (tmp_path / "grader.py").write_text("def grade(completion, answer): return 2 if answer == '3' else 1\n")
-    with pytest.raises(
-        RewardError, match=r"returned 2\.0, and a grade .* for the completion '.*' of row 4\. A grader.*goes on; where .*`$"
-    ):
+    said = r"returned 2\.0, and a grade .* for the completion '.*' of row 4\. A grader.*goes on; where .*`qerl grade`$"
+    with pytest.raises(RewardError, match=said):
         run_eval(settings())
     text = "def grade(completions, answer):\n    if '3' in answer: raise KeyError(3)\n    return [1] * len(answer)\n"
     (tmp_path / "grader.py").write_text(text)
