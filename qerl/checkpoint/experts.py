@@ -302,7 +302,7 @@ def _family_of(config: Mapping[str, Any], name: str) -> tuple[Family | None, str
     if shared or kind not in FAMILIES:
         raise CheckpointError(
             f"{name} is a mixture of experts of a family that qerl does not support yet ({kind}, {shared or counted}: "
-            f"{config[shared or counted]}), but {TITLES}: give a model of one of these, or a dense one"
+            f"{config[shared or counted]}); it supports {TITLES}: give a model of one of these, or a dense one"
         )
     return FAMILIES[kind], counted
 
@@ -468,9 +468,14 @@ LEFT_OUT = {  # key that config.json leaves out -> model_type -> what transforme
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with LEFT_OUT."""
+    """The config, with what it leaves out as transformers takes it."""
     kind = str(config.get("model_type"))
     return {**{key: values[kind] for key, values in LEFT_OUT.items() if kind in values}, **config}
+
+
+def _switches(config: Mapping[str, Any]) -> bool:
+    """Whether a config of its family has a switch for the window."""
+    return config.get("model_type") in LEFT_OUT["use_sliding_window"]
 
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
@@ -548,7 +553,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         full_heads=full,
         of_full={} if full is None else _attention_linears(hidden, heads, full),
         window=None if full is None else config.get("sliding_window") or 512,
-        windowed=bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False,
+        windowed=bool(config.get("sliding_window") and (config.get("use_sliding_window") or not _switches(config))),
     )
 
 

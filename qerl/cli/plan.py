@@ -265,7 +265,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
 
 
 def _about_name(config: RunConfig, made: Plan) -> list[str]:
-    """That a name says of a quantized model that it is one, and not how: ModelOpt leaves linears in 8 or 16 bits."""
+    """That a name tells that a model is quantized, but not how: ModelOpt leaves some linears in 8 or 16 bits."""
     named = made.sizes.named
     if named is None or not QUANTIZED.search(named):
         return []

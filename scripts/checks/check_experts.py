@@ -45,9 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--format", default=formats.DEFAULT.name, choices=formats.names())
-    parser.add_argument(
-        "--experts", default="shared", choices=("shared", "per_expert", "none"), help="the kind of adapter"
-    )
+    kinds = ("shared", "per_expert", "none")
+    parser.add_argument("--experts", default="shared", choices=kinds, help="the kind of adapter on experts")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--expert-rank", type=int, default=8)
     parser.add_argument("--deterministic", action="store_true")

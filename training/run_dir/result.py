@@ -229,5 +229,5 @@ def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
             width = "step" if fifth == 1 else f"{fifth} steps"
             return f"mean {what} {first:{form}} in the first {width}, {last:{form}} in the last"
     if any("reward" in row for row in rows):
-        return "no completion had a reward, since each reward function returned None"
+        return "no completion had a reward, since every reward function returned None"
     return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"

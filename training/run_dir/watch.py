@@ -94,7 +94,7 @@ def _no_variance(rows: Rows) -> str | None:
     unscored = _mean(rows, "completions/unscored_share") or 0.0
     if unscored >= UNSCORED:
         return (
-            f"in {len(shares)} steps the gradient is 0, and {unscored:.0%} of the completions have no reward: each "
+            f"in {len(shares)} steps the gradient is 0, and {unscored:.0%} of the completions have no reward: every "
             "reward function returned None for them; return a number for what can be judged"
         )
     reward = _mean(rows, "reward")

@@ -118,7 +118,7 @@ def change(drop=(), **add):
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (None, {"num_experts": 8}, r"a family that qerl does not support yet \(llama, num_experts: 8\), but Qwen3-MoE"),
+        (None, {"num_experts": 8}, r"does not support yet \(llama, num_experts: 8\); it supports Qwen3-MoE"),
         (None, {"num_local_experts": 8, "model_type": "mixtral"}, "has num_experts_per_tok None, which cannot be"),
         (None, {"text_config": {}, "model_type": "qwen2_5_vl"}, r"pictures and text \(qwen2_5_vl\)"),
         (None, {"num_hidden_layers": None, "model_type": "gpt2"}, "has no num_hidden_layers"),

@@ -26,7 +26,7 @@ OTHERS = {
     "gemma3_text": ({"final_logit_softcapping": 30.0}, "gemma3_text has final_logit_softcapping 30.0"),
     "deepseek_v3": ({"kv_lora_rank": 512}, "deepseek_v3 has kv_lora_rank 512"),
     "qwen3_5_moe_text": ({"intermediate_size": None, "num_experts": 8, "linear_num_key_heads": 16},
-        "of a family that qerl does not support yet (qwen3_5_moe_text, num_experts: 8), but Qwen3-MoE, OLMoE,"),
+        "of a family that qerl does not support yet (qwen3_5_moe_text, num_experts: 8); it supports Qwen3-MoE, OLMoE,"),
 }  # fmt: skip
 
 

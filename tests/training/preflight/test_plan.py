@@ -219,6 +219,7 @@ def test_a_plan_says_where_our_attention_was_not_measured(gpu, model, values, to
         ({"model_type": "mistral", "sliding_window": None}, True),
         ({"model_type": "mistral", "sliding_window": 4096}, False),
         ({"model_type": "mistral"}, False),  # whose window is 4096 then
+        ({"model_type": "mistral", "sliding_window": 512, "use_sliding_window": False}, False),  # it has no such key
         ({"model_type": "llama", "num_attention_heads": 32, "head_dim": 128}, True),
         ({"model_type": "qwen3", "num_attention_heads": 40, "head_dim": 128}, False),
         ({"model_type": "llama", "head_dim": 256}, False),

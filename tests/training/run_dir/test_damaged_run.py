@@ -85,7 +85,7 @@ def test_resuming_a_finished_run_replaces_a_damaged_result_and_keeps_it_aside(ru
     ("rewards", "said"),
     [
         ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "mean reward 0.100 in the first step, 0.600 in the last; adapter in"),
-        ([None] * 6, "no completion had a reward, since each reward function returned None; adapter in"),
+        ([None] * 6, "no completion had a reward, since every reward function returned None; adapter in"),
         ([], r"its metrics are gone \(.*metrics\.jsonl holds no reward\); adapter in"),
         (None, r"its metrics are gone"),
     ],

@@ -42,7 +42,7 @@ def rows(*changes, before=()):
         (
             {"groups/zero_variance_share": 1.0, "reward": None, "completions/unscored_share": 1.0},
             "no_variance",
-            "100% of the completions have no reward: each reward function returned None",
+            "100% of the completions have no reward: every reward function returned None",
         ),
         ({"groups/zero_variance_share": 1.0, "groups/all_right_share": 0.9}, "no_variance", "take harder data"),
         ({"groups/zero_variance_share": 1.0, "groups/all_right_share": 0.1}, "no_variance", "take easier data"),
