@@ -79,6 +79,13 @@ class Plan:
     def sampling(self) -> SamplingParams:
         return self.asking.sampling
 
+    @property
+    def given(self) -> list[str]:
+        """The grader, the environment and the tools that are objects of the Python program."""
+        code = self.environment
+        names = [self.task.grader, *([code.name, *code.tools] if code else [])]
+        return [name for name in names if is_given(name)]
+
     def __post_init__(self) -> None:
         identity = describe_identity(self)  # at once: the weights may be others later
         object.__setattr__(self, "identity", identity)
@@ -298,9 +305,14 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
     return {"turns": turns, "ended": episode.error or episode.ended, "environment_reward": episode.reward}
 
 
+def is_given(name: str | None) -> bool:
+    """Whether a grader, an environment or a tool is an object of the Python program."""
+    return (name or "").startswith(f"{PYTHON}:")
+
+
 def identity_of(config: EnvironmentConfig, environments: Environments) -> list[Any]:
     """What decides the episodes, beside the model: the settings, the files of the user's code, a program's objects."""
-    given = [name for name in (config.name, *config.tools) if (name or "").startswith(f"{PYTHON}:")]
+    given = [name for name in (config.name, *config.tools) if is_given(name)]
     texts = [hashlib.sha256(source_of(KNOWN[name])).hexdigest() for name in given]
     files = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in environments.runner.files]
     return [config.model_dump(mode="json"), files, *([texts] if texts else [])]
@@ -329,10 +341,10 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
         "kernel": settings.kernel,
         "deterministic": settings.deterministic,
     }
-    if plan.task.grader is not None:  # its file, and the columns that it may read
-        source = find_grader(plan.task).source.decode("utf-8", "replace")
+    if plan.task.grader is not None:  # its file, the columns that it may read, and the user's files that it imports
+        source, *imported = (text.decode("utf-8", "replace") for _, text in find_grader(plan.task).sources)
         extra = [{key: repr(value) for key, value in prompt.example.extra.items()} for prompt in plan.prompts]
-        found["grader"] = digest([plan.task.grader, source, extra])
+        found["grader"] = digest([plan.task.grader, source, extra, *([imported] if imported else [])])
     if plan.environment is not None:
         found["environment"] = digest(identity_of(plan.environment, plan.asking.environments))
     return found

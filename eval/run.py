@@ -134,6 +134,12 @@ def run_eval(
         missing = sum(map(len, plan.batches)) - len(rows)
         if rows:
             logger.info("%s holds %d completions; %d are missing", plan.out, len(rows), missing)
+            if plan.given:
+                logger.warning(
+                    "of %s only its own text is compared with what graded these: if a variable or a module that it "
+                    "reads has changed since, add overwrite=True",
+                    ", ".join(plan.given),
+                )
         if missing:
             own = holder or EngineHolder()
             try:

@@ -22,6 +22,7 @@ import pickle
 import random
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import zlib
@@ -37,6 +38,24 @@ from typing import Any
 from qerl.base.errors import ConfigError, QerlError
 from qerl.base.files import close_to
 from qerl.base.isolate import LateError, OwnFunctionError, Process, ReturnedError, load_module, numbers, raised, short
+
+
+def loaded_files() -> list[str]:
+    """The files of all modules that this process has loaded."""
+    return sorted({getattr(each, "__file__", None) for each in list(sys.modules.values())} - {None})
+
+
+def users_own(files: Iterable[str | Path]) -> list[Path]:
+    """Those that belong neither to Python nor to an installed package nor to qerl, whose versions are noted."""
+    there = (file for file in map(Path, files) if file.is_file())
+    return [file for file in there if not any(file.is_relative_to(place) for place in _installed())]
+
+
+@cache
+def _installed() -> tuple[Path, ...]:
+    paths, own = sysconfig.get_paths(), Path(__file__).parents[2]
+    places = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return (*places, *(own / name for name in ("qerl", "training", "quantize", "eval")))
 
 
 class Caller:
@@ -172,7 +191,9 @@ class OwnFunction:
         except BaseException:
             self.close()
             raise
-        self.files: list[str] = loaded["files"]  # of all modules that it has loaded, beginning with its own
+        own, *imported = loaded["files"]  # of all modules that it has loaded, beginning with its own
+        self.files = [Path(own), *users_own(imported)]
+        self._changed = self._times()
         kinds = {int(kind): kind for kind in type(inspect.Parameter.KEYWORD_ONLY)}
         defaults = {True: None, False: inspect.Parameter.empty}
         self.__signature__ = signature_of(
@@ -213,7 +234,20 @@ class OwnFunction:
     @property
     def source(self) -> bytes:
         """The content of its file."""
-        return Path(self.files[0]).read_bytes()
+        return self.files[0].read_bytes()
+
+    @property
+    def sources(self) -> list[tuple[str, bytes]]:
+        """Name and content of its file, and of those of the user's that it imports."""
+        return [(file.name, file.read_bytes()) for file in self.files]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its files are as they were loaded."""
+        return self._changed == self._times()
+
+    def _times(self) -> list[int | None]:
+        return [file.stat().st_mtime_ns if file.is_file() else None for file in self.files]
 
     def __str__(self) -> str:
         return f"{self._place}:{self._attribute}"
@@ -267,19 +301,29 @@ class Named:
     others: str
 
 
-def own_function(place: str, attribute: str, named: Named, timeout_s: float | None = None) -> OwnFunction:
-    """The function `attribute` of the file or module `place`. Raises ConfigError."""
+def own_function(
+    place: str, attribute: str, named: Named, timeout_s: float | None = None, fresh: bool = True
+) -> OwnFunction:
+    """The function `attribute` of the file or module `place`. Raises ConfigError.
+
+    It is loaded again where one of its files has changed, unless it need not be `fresh`: what has begun with a function
+    goes on with it.
+    """
     path, is_file = Path(place).expanduser(), place.endswith(".py")
     kind, name = named.kind, named.name
+    wanted = (str(path.resolve()) if is_file else place, attribute, timeout_s or TIMEOUT_S, kind)
+    if not fresh and wanted in _LOADED:
+        return _LOADED[wanted]
     if is_file and not path.is_file():
         near = close_to(place, files=True)
         raise ConfigError(
             f"{kind} file {place!r} does not exist here ({Path.cwd()}): "
             f"{f'{near} ' if near else ''}write its path from here, or whole"
         )
-    whole, changed = (str(path.resolve()), path.stat().st_mtime_ns) if is_file else (place, 0)
     try:
-        return _loaded(whole, attribute, timeout_s or TIMEOUT_S, kind, changed)
+        if wanted not in _LOADED or not _LOADED[wanted].is_current:
+            _LOADED[wanted] = OwnFunction(*wanted)
+        return _LOADED[wanted]
     except OwnFunctionError as error:
         why = str(error).removeprefix("raised ")
         if is_file:
@@ -293,11 +337,7 @@ def own_function(place: str, attribute: str, named: Named, timeout_s: float | No
         raise ConfigError(f"{kind} {name!r}: {place} has no function {attribute!r}{hint}") from None
 
 
-@cache
-def _loaded(place: str, attribute: str, timeout_s: float, kind: str, _mtime_ns: int) -> OwnFunction:
-    """A file is loaded again only after it has changed."""
-    return OwnFunction(place, attribute, timeout_s, kind)
-
+_LOADED: dict[tuple[str, str, float, str], OwnFunction] = {}
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
 LOGS = ("log_metric", "log_extra")  # what a function may call
@@ -407,11 +447,11 @@ class _Worker:
             names = [name for name, _ in inspect.getmembers(module, inspect.isfunction)]
             return {"missing": difflib.get_close_matches(attribute, names, n=1)}
         self._caller = Caller(function)
-        files = {getattr(each, "__file__", None) for each in list(sys.modules.values())} - {None, self._file}
+        others = [file for file in loaded_files() if file != self._file]
         return {
             "parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in self._caller.parameters],
             "alone": self._caller.alone,
-            "files": [*([self._file] if self._file else []), *sorted(files)],
+            "files": [*([self._file] if self._file else []), *others],
         }
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,11 @@ class GivenFunction:
         """What tells this function from another."""
         return source_of(self._function)
 
+    @property
+    def sources(self) -> list[tuple[str, bytes]]:
+        """Its name and source alone: what it imports or closes over is not known."""
+        return [(str(self), self.source)]
+
     def __str__(self) -> str:
         return f"{PYTHON}:{self.__name__}"
 

@@ -445,7 +445,7 @@ COMPUTED = {  # what of these, and which kinds of layers, we compute in a family
 }
 
 
-LEFT_OUT = {  # key that config.json leaves out -> model_type -> what transformers 5.17 takes it for, where not as below
+LEFT_OUT = {  # key that config.json leaves out -> model_type -> what transformers 5.17 takes, where `shapes_of` differs
     "head_dim": {
         **dict.fromkeys(("qwen3", "ministral3", "seed_oss", "ernie4_5"), 128),
         **dict.fromkeys((*HYBRIDS, "gemma3_text", *GEMMA4), 256),

@@ -20,6 +20,7 @@ from typing import Any
 
 from qerl.base.errors import ConfigError
 from qerl.base.isolate import OwnFunctionError, Process, one_line, raised
+from qerl.base.own_function import loaded_files, users_own
 from qerl.episodes.build import Source, build
 from qerl.episodes.driven import Action, BadEnvironmentError, Driven, Reply, checked
 
@@ -251,7 +252,8 @@ def main(descriptor: int) -> None:
         why = f"{type(error).__name__}: {one_line(error)}"
         send({"unfit": f"environment {source} cannot be loaded ({why}): correct its file, or name another one"})
         return
-    send({"schemas": list(built.schemas), "files": list(built.files)})
+    files = dict.fromkeys([*built.files, *map(str, users_own(loaded_files()))])  # with what they import
+    send({"schemas": list(built.schemas), "files": list(files)})
     host = Host(built.make, send, built.files[0] if built.files else None)
     try:
         while True:

@@ -8,7 +8,7 @@ import pytest
 from eval.plan import episode_fields, find_environment, identity_of
 from eval.run import run_eval
 from eval.settings import EvalSettings
-from qerl.base.errors import ConfigError, DataError
+from qerl.base.errors import CheckpointError, ConfigError, DataError
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.recipe import save_config
 from qerl.episodes.driven import Episode, Turn
@@ -91,3 +91,17 @@ def test_the_processes_of_an_evaluation_end_with_it(tmp_path, tools):
     with wanted:
         run_eval(EvalSettings("own", engine="transformers", max_new_tokens=4, out=tmp_path / "out", **given))
     assert until_gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_module_that_an_environment_imports_is_part_of_the_evaluation(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "told_helper.py").write_text("GIVEN = 1.0\n")
+    text = SOURCE.replace("import os\n", "import os\nimport told_helper\n").replace("1.0", "told_helper.GIVEN")
+    (tmp_path / "told.py").write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Go", "answer": "1"}) + "\n")
+    given = {"model": "tiny_turns", "data": str(tmp_path / "rows.jsonl"), "environment": f"{tmp_path / 'told.py'}:Told"}
+    settings = EvalSettings("own", engine="transformers", max_new_tokens=4, out=tmp_path / "out", **given)
+    run_eval(settings)
+    (tmp_path / "told_helper.py").write_text("GIVEN = 7.0\n")
+    with pytest.raises(CheckpointError, match=r"other settings \(environment"):
+        run_eval(settings)

@@ -8,7 +8,8 @@ from eval.compare import compare
 from eval.result import COMPLETIONS
 from eval.run import run_eval
 from eval.settings import EvalSettings
-from qerl.base.errors import ConfigError, DataError, RewardError
+from qerl.base.errors import CheckpointError, ConfigError, DataError, RewardError
+from qerl.base.program import given
 from tests.helpers.eval_factory import build_model, make_run
 
 GRADER = "def grade(completion, answer, level):\n    return level if str(len(completion)) else 0\n"
@@ -50,6 +51,34 @@ def test_another_grader_is_another_evaluation(settings, tmp_path):
     assert other.summary.correct == 5
     with pytest.raises(ConfigError, match=r"did not ask the same \(grader"):
         compare(one.out, other.out)
+
+
+def test_a_module_that_a_grader_imports_is_part_of_the_evaluation(settings, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "grader.py").write_text("import half\ndef grade(completion, answer): return half.VALUE\n")
+    (tmp_path / "half.py").write_text("VALUE = 0.5\n")
+    assert run_eval(settings()).summary.mean_score == 0.5
+    (tmp_path / "half.py").write_text("VALUE = 0.25\n")
+    with pytest.raises(CheckpointError, match=r"other settings \(grader"):
+        run_eval(settings())
+    assert run_eval(settings(overwrite=True)).summary.mean_score == 0.25
+
+
+def test_an_evaluation_ends_with_the_grader_that_it_began_with(settings, tmp_path):
+    source = "from pathlib import Path\ndef grade(completion, answer):\n    {}\n    return 1\n"
+    rewrite = "Path(__file__).write_text('def grade(completion, answer): return 0\\n')"
+    (tmp_path / "grader.py").write_text(source.format(rewrite))
+    assert run_eval(settings(batch_size=1)).summary.correct == 5
+
+
+def test_a_given_grader_is_said_to_be_known_by_its_text_alone(settings, caplog):
+    value = [1]
+    with given({"grade": lambda completion: value[0]}, {}):
+        run_eval(settings(grader="python:grade"))
+        assert "overwrite=True" not in caplog.text
+        value[0] = 0
+        run_eval(settings(grader="python:grade"))
+    assert "of python:grade only its own text is compared" in caplog.text
 
 
 def test_a_grader_that_fails_names_the_completion(settings, tmp_path):

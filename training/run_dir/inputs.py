@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.base.errors import ConfigError
 from qerl.base.files import replace_text
-from qerl.base.program import GivenFunction
 from qerl.base.versions import versions
 from qerl.config.data import REWARD_NAMES, is_url
 from qerl.config.keys import drop_removed_
@@ -25,7 +22,6 @@ from training.rewards.rewards import find_reward
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
-    from qerl.base.own_function import OwnFunction
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RewardConfig, RunConfig
     from training.loss.groups import Prompt
@@ -70,7 +66,7 @@ def inputs_of(
         digests[f"the environment's source {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     own += [("reward", find_reward(each.name, each.timeout_s)) for each in rewards if _is_own(each)]
     for kind, function in own:
-        for name, content in _sources(function):
+        for name, content in function.sources:
             what = f"the {kind}'s source {name}"
             digests[what] = hashlib.sha256(digests.get(what, "").encode() + content).hexdigest()
     return {what: digest[:16] for what, digest in digests.items()}
@@ -124,28 +120,6 @@ def _differing(before: Inputs, now: Inputs) -> list[str]:
 
 def _is_own(reward: RewardConfig) -> bool:
     return reward.name not in REWARD_NAMES and not is_url(reward.name)
-
-
-def _sources(function: OwnFunction | GivenFunction) -> list[tuple[str, bytes]]:
-    """Name and content of a user's own function: of its file, and of those of the user's that it imports; of a function
-    that the program has given, of itself alone."""
-    if isinstance(function, GivenFunction):
-        return [(str(function), function.source)]
-    own, *imported = map(Path, function.files)
-    files = [own, *(file for file in imported if not _installed(file) and file.is_file())]
-    return [(file.name, file.read_bytes()) for file in files]
-
-
-def _installed(file: Path) -> bool:
-    """Whether a module belongs to Python, to an installed package or to qerl: their versions are noted."""
-    return any(file.is_relative_to(place) for place in _places())
-
-
-@cache
-def _places() -> tuple[Path, ...]:
-    paths, own = sysconfig.get_paths(), Path(__file__).parents[2]
-    places = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return (*places, *(own / name for name in ("qerl", "training", "quantize", "eval")))
 
 
 KEY = "qat"  # in run.json

@@ -54,15 +54,15 @@ CORRECT_FROM = 0.5
 OTHER = "path/to/file.py, whose function `grade` is then taken"
 
 
-def find_grader(task: Task) -> OwnFunction | GivenFunction:
-    """The function that grades the task. Raises ConfigError."""
+def find_grader(task: Task, fresh: bool = True) -> OwnFunction | GivenFunction:
+    """The function that grades the task, as its files are now if `fresh`. Raises ConfigError."""
     name = task.grader if not task.grader.endswith(".py") else f"{task.grader}:{FUNCTION}"
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute.isidentifier():
         raise ConfigError(f"grader {name!r} names no function: write path/to/file.py, or path/to/file.py:function")
     if place == PYTHON:
         return given_function("grader", attribute)
-    return own_function(place, attribute, Named("grader", task.grader, OTHER), task.grader_timeout_s)
+    return own_function(place, attribute, Named("grader", task.grader, OTHER), task.grader_timeout_s, fresh)
 
 
 def check_grader(task: Task, examples: Sequence[Example] = (), further: Sequence[str] = ()) -> None:
@@ -84,7 +84,7 @@ def scores(task: Task, columns: Mapping[str, Sequence[Any]], fixed: Mapping[str,
 
     `columns` has a value for each completion, `fixed` arguments that are the same for all of them.
     """
-    function = find_grader(task)
+    function = find_grader(task, fresh=False)
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters}
