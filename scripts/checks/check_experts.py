@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -22,6 +22,7 @@ from engine_checks.memory import sleep_and_wake
 from engine_checks.run import add_options, run, watch
 
 from qerl import formats
+from qerl.config.schema import AdapterConfig
 from scripts.bench.provenance import require_card
 
 CHECKS = [one_copy, decoded, routers, cached_prompts, replayed, sleep_and_wake, adapter]
@@ -45,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--format", default=formats.DEFAULT.name, choices=formats.names())
-    kinds = ("shared", "per_expert", "none")
+    kinds = get_args(AdapterConfig.model_fields["experts"].annotation)
     parser.add_argument("--experts", default="shared", choices=kinds, help="the kind of adapter on experts")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--expert-rank", type=int, default=8)
